@@ -1,0 +1,100 @@
+"""data_prep: a Hugging Face tokenizer folder, and its use as a pure function from text to ids."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Tokenizer
+
+from data_prep.errors import UserError, existing_folder, one_line
+from data_prep.files import sha256_file
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """A tokenizer on disk: its EOD (the folder's eos_token), ``vocab_size`` = largest id + 1, and the hash of tokenizer.json."""
+
+    path: Path
+    eod_token: str
+    eod_id: int
+    vocab_size: int
+    sha256: str
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that make up the tokenizer."""
+        return tuple(name for name in TOKENIZER_FILES if (self.path / name).is_file())
+
+
+def load_folder(path: Path) -> TokenizerFolder:
+    """Read and check a tokenizer folder. Raises UserError where it is none, or names no EOD."""
+    existing_folder(path, "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer")
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep train-tokenizer")
+    try:
+        vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises nothing narrower than Exception
+        raise UserError(
+            f"{file} is not a tokenizer that this version of tokenizers ({tokenizers.__version__}) can read ({one_line(error)})"
+        ) from None
+    eod = _eod_token(path)
+    if eod not in vocabulary:
+        raise UserError(f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json")
+    return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256_file(file))
+
+
+def _eod_token(path: Path) -> str:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = path / name
+        if not file.is_file():
+            continue
+        try:
+            token = json.loads(file.read_bytes()).get("eos_token")
+        except (ValueError, AttributeError):
+            raise UserError(f"{file} is not a JSON object") from None
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    raise UserError(
+        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (documents could not be told apart without it)"
+    )
+
+
+class Encoder:
+    """Text to ids, without BOS, EOD or truncation; a special token's literal string in the text is text.
+
+    Special tokens are taken out of the tokenizer before it is loaded; other added tokens (such as runs of spaces) stay, with their ids.
+    """
+
+    def __init__(self, folder: TokenizerFolder) -> None:
+        spec: dict[str, Any] = json.loads((folder.path / "tokenizer.json").read_bytes())
+        added = [token for token in spec.get("added_tokens", ()) if not token["special"] and token["id"] != folder.eod_id]
+        spec |= {"added_tokens": added, "truncation": None, "padding": None, "post_processor": None}
+        self.tokenizer = Tokenizer.from_str(json.dumps(spec))
+        moved = [token["content"] for token in added if self.tokenizer.token_to_id(token["content"]) != token["id"]]
+        if moved:
+            raise UserError(
+                f"{folder.path}: added token {moved[0]!r} has another id without the special tokens; list it before them in tokenizer.json"
+            )
+        self.name = f"tokenizers {tokenizers.__version__}"
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, as Hugging Face tokenizers gives them."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

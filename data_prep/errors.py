@@ -1,0 +1,30 @@
+"""data_prep: the one exception a user sees, as one line and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class UserError(Exception):
+    """What is wrong, where, and the nearest fix, in one line."""
+
+
+def one_line(error: BaseException) -> str:
+    """First line of an error's message, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def describe_os_error(error: OSError) -> str:
+    """An OSError as 'PATH: reason', without Python's error number."""
+    reason = error.strerror or one_line(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def existing_folder(path: Path, what: str) -> Path:
+    """``path`` if it is a folder. Raises UserError that names ``what`` it should have been."""
+    if not path.exists():
+        raise UserError(f"no such folder: {path} ({what})")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; {what} is a folder")
+    return path

@@ -1,0 +1,144 @@
+"""Configuration -> Megatron-core GPTModel chunks with an initialisation that no layout changes. Knows no trainer and no launcher."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from fem_megatron import platform
+from fem_megatron.config import ModelConfig
+from fem_megatron.layers.fem import FemTransformerConfig
+from fem_megatron.specs import block_spec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one model is laid over processes, and in which precision it computes."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    params_dtype: torch.dtype = torch.float32
+    recompute: bool = False
+
+    @property
+    def overlap_p2p(self) -> bool:
+        """Interleaving over two stages is silently wrong with batched sends (Megatron-core 0.16.1 has no guard): use overlapped ones."""
+        return self.virtual_pipeline_model_parallel_size is not None
+
+
+def _keep_memory(weight: torch.Tensor) -> None:
+    """Leave the weight as allocated: ``initialize`` fills every parameter afterwards, by name."""
+
+
+def transformer_config(model: ModelConfig, layout: Layout) -> FemTransformerConfig:
+    """Megatron's configuration of ``model`` under ``layout`` on this machine."""
+    shape = model.mixer_shape()
+    return FemTransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        kv_channels=shape.qk_head,
+        ffn_hidden_size=model.ffn_size,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Megatron marks a weight as tensor-parallel only while it initialises it, so it must be let do so.
+        init_method=_keep_memory,
+        output_layer_init_method=_keep_memory,
+        use_cpu_initialization=not platform.has_cuda(),
+        params_dtype=layout.params_dtype,
+        bf16=layout.params_dtype == torch.bfloat16,
+        pipeline_dtype=layout.params_dtype,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=layout.overlap_p2p,
+        batch_p2p_comm=not layout.overlap_p2p,
+        recompute_granularity="full" if layout.recompute else None,
+        recompute_method="uniform" if layout.recompute else None,
+        recompute_num_layers=1 if layout.recompute else None,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=True,
+        mixer_shape=shape,
+        attention_backend_name=model.attention_backend,
+        **platform.transformer_config_overrides(),
+    )
+
+
+def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> list[GPTModel]:
+    """This rank's model chunks (one, or one a virtual pipeline stage), initialised, on this machine's device.
+
+    Needs Megatron's process groups. Raises ValueError where a width does not divide (see ``ModelConfig.mixer_shape``).
+    """
+    config = transformer_config(model, layout)
+    stages = [None] if layout.virtual_pipeline_model_parallel_size is None else range(layout.virtual_pipeline_model_parallel_size)
+    chunks = []
+    for stage in stages:
+        chunk = GPTModel(
+            config,
+            block_spec(model.mixer, config, stage),
+            vocab_size=model.padded_vocab_size(),
+            max_sequence_length=seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type="rope" if model.rope else "none",
+            rotary_base=model.rope_base,
+            vp_stage=stage,
+        )
+        chunk = chunk.to(device=platform.device(), dtype=layout.params_dtype)
+        initialize(chunk, model.init_std, seed)
+        chunks.append(chunk)
+    return chunks
+
+
+def global_name(chunk: GPTModel, name: str) -> str:
+    """A parameter's name in the whole model: layers are numbered over all pipeline stages; a tied output layer is the embedding."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+
+    def renumber(match: re.Match[str]) -> str:
+        return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
+
+    return re.sub(r"^decoder\.layers\.(\d+)\.", renumber, name)
+
+
+@torch.no_grad()
+def initialize(chunk: GPTModel, std: float, seed: int) -> None:
+    """Draw every matrix from normal(0, std), each from a generator of its own, seeded by its name in the whole model.
+
+    A rank draws the whole matrix and keeps its slice, so the weights are the same at every layout. Vectors (norm weights, beta) keep the
+    value that their layer gave them; a matrix marked ``init_zero`` becomes zero.
+    """
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for name, weight in chunk.named_parameters():
+        if weight.ndim < 2:
+            continue
+        if getattr(weight, "init_zero", False):
+            weight.zero_()
+            continue
+        digest = hashlib.sha256(f"{seed}:{global_name(chunk, name)}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        split = getattr(weight, "tensor_model_parallel", False)
+        dim = weight.partition_dim if split else 0
+        shape = list(weight.shape)
+        shape[dim] *= size if split else 1
+        whole = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        if split:
+            # A stride of n means that the whole matrix is n blocks (SwiGLU: gate, up), each split over the ranks.
+            blocks = whole.chunk(weight.partition_stride, dim)
+            whole = torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
+        weight.copy_(whole)

@@ -1,0 +1,102 @@
+"""The definition of the free-energy read: plain PyTorch, any device, exact for any finite values. No fast path and no approximation may come in.
+
+    mu[t, j] = sum_i p_t(i) v[i, j]
+    F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])      with its own maximum for every (t, j)
+
+The [t, j, i] terms are made block by block, so memory stays bounded. How blocks are cut depends on shapes alone and a masked term is an
+exact zero in every sum, so an output never moves by a bit when later tokens change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# [heads, queries, channels, keys] terms held at once (four such tensors live in the backward): a CPU's cache, or enough to fill a device.
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, *, causal: bool, scale: float
+) -> Tensor:
+    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32 and rounded at the end."""
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    heads = [t.to(compute).flatten(0, 1) for t in (q, k, v)]
+    temperature = None if beta is None else beta.to(compute).expand(v.shape[0], -1, -1).flatten(0, 1)
+    mu, free_energy = (t.unflatten(0, v.shape[:2]) for t in _Read.apply(*heads, temperature, causal, scale))
+    if beta is None:
+        out = mu
+    elif lam is None:
+        out = free_energy
+    else:
+        out = mu + lam.to(compute) * (free_energy - mu)
+    return (out if gate is None else gate.to(compute) * out).to(q.dtype)
+
+
+class _Read(torch.autograd.Function):
+    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv]; F is left empty without beta. The backward makes its blocks again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        mu = q.new_empty(*q.shape[:2], v.shape[2])
+        free_energy = torch.empty_like(mu)
+        for n, rows, keys in _blocks(q, v, causal):
+            log_p = _log_prior(q[n, rows], k[n, keys], causal, scale)
+            mu[n, rows] = log_p.exp() @ v[n, keys]
+            if beta is not None:
+                free_energy[n, rows] = _joint_logits(log_p, v[n, keys], beta[n]).logsumexp(-1) / beta[n, None]
+        ctx.save_for_backward(q, k, v, beta, mu, free_energy)
+        ctx.causal, ctx.scale = causal, scale
+        return mu, free_energy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, mu, free_energy = ctx.saved_tensors
+        d_mu, d_free = grads
+        dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+        d_beta = None if beta is None else torch.zeros_like(beta)
+        for n, rows, keys in _blocks(q, v, ctx.causal):
+            log_p = _log_prior(q[n, rows], k[n, keys], ctx.causal, ctx.scale)
+            p = log_p.exp()
+            d_log_p = p * (d_mu[n, rows] @ v[n, keys].mT)
+            dv[n, keys] += p.mT @ d_mu[n, rows]
+            if beta is not None:
+                # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
+                w = _joint_logits(log_p, v[n, keys], beta[n]).softmax(-1)
+                d_beta[n] += (((w * v[n, None, keys].mT).sum(-1) - free_energy[n, rows]) * d_free[n, rows]).sum(1)
+                w *= d_free[n, rows, :, None]
+                dv[n, keys] += w.sum(1).mT
+                d_log_p += (beta[n, None, None].reciprocal() @ w).squeeze(2)
+            d_scores = d_log_p - p * d_log_p.sum(-1, keepdim=True)
+            dq[n, rows] = d_scores @ k[n, keys] * ctx.scale
+            dk[n, keys] += d_scores.mT @ q[n, rows] * ctx.scale
+        return dq, dk, dv, None if d_beta is None else d_beta / beta, None, None
+
+
+def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """Slices (heads, queries, keys) with a bounded number of terms (one query of one head at the least); keys end at the last query's own."""
+    (n, tq), (tk, channels) = q.shape[:2], v.shape[1:]
+    terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
+    heads_at_once = max(1, min(n, terms // (tq * tk * channels)))
+    rows_at_once = max(1, min(tq, terms // (tk * channels)))
+    for head in range(0, n, heads_at_once):
+        for row in range(0, tq, rows_at_once):
+            end = min(row + rows_at_once, tq)
+            yield slice(head, min(head + heads_at_once, n)), slice(row, end), slice(0, end + tk - tq if causal else tk)
+
+
+def _log_prior(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """log p_t(i) of a block whose last key is its last query's own: [n, t, i], -inf where masked."""
+    scores = q @ k.mT * scale
+    if causal:
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + k.shape[1] - q.shape[1])
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores.log_softmax(-1)
+
+
+def _joint_logits(log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """log p_t(i) + beta_j v[i, j]: [n, t, j, i]."""
+    return log_p[:, :, None] + (beta[:, None] * v).mT[:, None]

@@ -1,0 +1,122 @@
+"""The run's configuration: one dataclass a section, every field documented by its ``doc`` metadata; no torch, no logic.
+
+``pretrain.loader`` reads YAML into these, ``pretrain.validate`` checks what no single field can know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fem_megatron.config import ModelConfig, setting
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tokenized source of a blend: a Megatron .bin/.idx pair."""
+
+    prefix: str = setting("", "Path of the pair without .bin/.idx; relative paths start at the working directory.")
+    weight: float = setting(1.0, "Share of the blend; weights are normalised to sum to one.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and how it is cut into sequences."""
+
+    train: tuple[Source, ...] = setting((), "Training blend.")
+    valid: tuple[Source, ...] = setting((), "Validation blend; empty: no validation.")
+    test: tuple[Source, ...] = setting((), "Test blend, read by evaluation tools alone.")
+    seq_length: int = setting(4096, "Tokens a sequence.")
+    tokenizer: str | None = setting(None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.")
+    index_cache: str | None = setting(None, "Folder of the sample index cache; null: index_cache/ beside the run directory's parent.")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The layout. Data parallelism is what the world size leaves."""
+
+    world_size: int | None = setting(None, "Processes the run is planned for; null: as many as the launcher started.")
+    tensor_model_parallel_size: int = setting(1, "TP: each rank holds whole heads and a slice of the MLP and the vocabulary.")
+    pipeline_model_parallel_size: int = setting(1, "PP: each rank holds consecutive layers (1F1B schedule).")
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "Model chunks a pipeline rank holds (interleaved schedule); null: one.")
+    sequence_parallel: bool = setting(False, "SP: norms and residuals are split along the sequence over the TP ranks.")
+    use_distributed_optimizer: bool = setting(True, "ZeRO-1: optimizer state is split over the DP ranks.")
+    overlap_grad_reduce: bool = setting(False, "Reduce gradients while the backward pass still runs.")
+    overlap_param_gather: bool = setting(False, "Gather updated parameters while the next forward pass starts; needs the distributed optimizer.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length, batch, precision."""
+
+    steps: int | None = setting(None, "Optimizer steps; or give train.tokens.")
+    tokens: int | None = setting(None, "Tokens to consume, rounded up to whole steps; or give train.steps.")
+    micro_batch_size: int = setting(1, "Sequences a rank handles at once.")
+    global_batch_size: int = setting(128, "Sequences a step over all ranks; the rest is gradient accumulation.")
+    precision: str = setting("bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32"))
+    recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
+    seed: int = setting(42, "Seed of the initialisation and of the data order.")
+    eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.")
+    eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.")
+    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run stops with a checkpoint.")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
+
+    lr: float = setting(3e-4, "Peak learning rate.")
+    min_lr: float = setting(0.0, "Learning rate at the end of the decay.")
+    weight_decay: float = setting(0.1, "Decoupled weight decay of the matrices.")
+    beta1: float = setting(0.9, "Adam's first moment.")
+    beta2: float = setting(0.95, "Adam's second moment.")
+    eps: float = setting(1e-8, "Adam's epsilon.")
+    clip_grad: float = setting(1.0, "Largest global gradient norm; 0: no clipping.")
+    schedule: str = setting("cosine", "Shape of the decay after warm-up.", ("cosine", "wsd", "linear", "constant"))
+    warmup_steps: int | None = setting(None, "Steps of linear warm-up; or give warmup_tokens.")
+    warmup_tokens: int | None = setting(None, "Tokens of linear warm-up; or give warmup_steps.")
+    decay_steps: int | None = setting(None, "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.")
+    decay_tokens: int | None = setting(None, "wsd: tokens of the final decay; or give decay_steps.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept on disk."""
+
+    interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and on SIGTERM or SIGUSR1.")
+    keep_last: int = setting(3, "Checkpoints kept; older ones are deleted after a newer one is complete.")
+    async_save: bool = setting(False, "Write in a background process while training goes on.")
+    resume: str = setting("auto", "auto: continue from the newest good checkpoint of the run directory; none: start anew, refused where checkpoints exist.", ("auto", "none"))
+    load: str | None = setting(None, "Start from the weights of this checkpoint folder (model only) when the run has none of its own.")
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases; offline unless the user is logged in."""
+
+    enabled: bool = setting(False, "Log to Weights & Biases.")
+    project: str = setting("pretrain", "Project name.")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is told while training."""
+
+    interval: int = setting(10, "Steps between lines on the console; JSON lines are written for every step.")
+    tensorboard: bool = setting(False, "Write TensorBoard events to the run directory.")
+    wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
+    device: str | None = setting(None, "Device whose peak FLOP/s the MFU refers to (see pretrain.plan.DEVICE_PEAK_TFLOPS); null: found out on CUDA, no MFU on CPU.")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A complete run."""
+
+    name: str = setting("", "Name of the run.")
+    run_dir: str | None = setting(None, "Run directory: checkpoints, logs, resolved configuration; null: runs/<name>.")
+    model: ModelConfig = setting(ModelConfig, "The model.")
+    data: DataConfig = setting(DataConfig, "The data.")
+    parallel: ParallelConfig = setting(ParallelConfig, "The layout.")
+    train: TrainConfig = setting(TrainConfig, "Length, batch, precision.")
+    optimizer: OptimizerConfig = setting(OptimizerConfig, "Optimizer and schedule.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
+    log: LogConfig = setting(LogConfig, "Logs.")

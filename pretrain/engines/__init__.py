@@ -1,0 +1,35 @@
+"""Engines: who owns gradients, optimizer and the parallel schedule. The trainer knows this interface and no engine's insides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pretrain.data import Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, equal on every rank."""
+
+    loss: float  # mean over the step's tokens, nats
+    grad_norm: float  # global, before clipping
+    lr: float
+    skipped: bool  # loss or gradient was not finite: nothing was updated
+
+
+class Engine(Protocol):
+    """A model, its optimizer and its layout."""
+
+    def train_step(self, batches: Iterator[Batch], samples_after: int) -> StepResult:
+        """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``."""
+
+    def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
+        """Mean loss over ``global_batches`` global batches, nats a token; no gradients."""
+
+    def sharded_state(self, *, loading: bool, model_only: bool = False) -> dict[str, Any]:
+        """Model (and optimizer) as megatron.core.dist_checkpointing's sharded tensors."""
+
+    def load_sharded_state(self, state: dict[str, Any], *, model_only: bool = False) -> None:
+        """Take over a state loaded into :meth:`sharded_state`'s shape."""

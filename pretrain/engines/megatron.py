@@ -1,0 +1,242 @@
+"""Megatron-core's own engine: its DDP, its distributed optimizer, its pipeline schedules. Knows no run directory and no logger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from fem_megatron import model as fem_model
+from fem_megatron import platform
+from pretrain.config import RunConfig
+from pretrain.data import Batch
+from pretrain.engines import StepResult
+from pretrain.schedule import Schedule
+
+# Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
+SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def initialize_model_parallel(config: RunConfig) -> None:
+    """Megatron's process groups and random states for the run's layout; after the default group exists."""
+    layout = config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+    )
+    torch.manual_seed(config.train.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
+
+
+def model_layout(config: RunConfig) -> fem_model.Layout:
+    """The part of the run's configuration that shapes the built model."""
+    return fem_model.Layout(
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
+        sequence_parallel=config.parallel.sequence_parallel,
+        params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        recompute=config.train.recompute == "full",
+    )
+
+
+class MegatronEngine:
+    """The run's model under Megatron-core's DDP, optimizer and schedules. See :class:`pretrain.engines.Engine`."""
+
+    def __init__(self, config: RunConfig, schedule: Schedule) -> None:
+        self.config = config
+        data_parallel = parallel_state.get_data_parallel_world_size()
+        self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
+        bare = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
+        self.settings = bare[0].config
+        self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]
+        self.optimizer = self._optimizer()
+        self.scheduler = self._scheduler(schedule)
+        self._connect_schedule()
+
+    @property
+    def models(self) -> list[GPTModel]:
+        """This rank's bare model chunks."""
+        return [chunk.module for chunk in self.chunks]
+
+    def train_step(self, batches: Iterator[Batch], samples_after: int) -> StepResult:
+        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.scheduler.num_steps = samples_after
+        self.scheduler.step(0)
+        loss = self._run(batches, self.micro_batches, forward_only=False)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return StepResult(loss, grad_norm, lr, skipped=True)
+        self._clip(grad_norm)
+        self.optimizer.step_with_ready_grads()
+        return StepResult(loss, grad_norm, lr, skipped=False)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
+        """Mean loss in nats a token over ``global_batches`` global batches."""
+        for chunk in self.chunks:
+            chunk.eval()
+        loss = self._run(batches, global_batches * self.micro_batches, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return loss
+
+    def sharded_state(self, *, loading: bool, model_only: bool = False) -> dict[str, Any]:
+        """Sharded tensors named layer by layer, so that any layout can read them."""
+        if self.config.parallel.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        metadata = {**SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        state: dict[str, Any] = {
+            f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)
+        }
+        if not model_only:
+            model_state = state["model0"] if len(self.models) == 1 else dict(state)
+            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        return state
+
+    def load_sharded_state(self, state: dict[str, Any], *, model_only: bool = False) -> None:
+        """Weights first, then the optimizer; without its state, its main parameters are copied from the weights."""
+        for i, model in enumerate(self.models):
+            model.load_state_dict(state[f"model{i}"], strict=True)
+        if model_only:
+            self.optimizer.reload_model_params()
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def _wrap(self, chunk: GPTModel, *, first: bool) -> DistributedDataParallel:
+        layout = self.config.parallel
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=layout.overlap_grad_reduce,
+            overlap_param_gather=layout.overlap_param_gather,
+            use_distributed_optimizer=layout.use_distributed_optimizer,
+        )
+        # Megatron overlaps within the first chunk alone: later ones finish while it still computes.
+        return DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=not first)
+
+    def _optimizer(self) -> Any:
+        ours = self.config.optimizer
+        bf16 = self.config.train.precision == "bf16"
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=ours.lr,
+            min_lr=ours.min_lr,
+            weight_decay=ours.weight_decay,
+            adam_beta1=ours.beta1,
+            adam_beta2=ours.beta2,
+            adam_eps=ours.eps,
+            clip_grad=ours.clip_grad,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=self.config.parallel.use_distributed_optimizer,
+            overlap_param_gather=self.config.parallel.overlap_param_gather,
+        )
+        return get_megatron_optimizer(settings, self.chunks)
+
+    def _scheduler(self, schedule: Schedule) -> OptimizerParamScheduler:
+        ours = self.config.optimizer
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=ours.lr,
+            min_lr=ours.min_lr,
+            lr_warmup_steps=schedule.warmup_samples,
+            lr_decay_steps=schedule.total_samples,
+            lr_decay_style="WSD" if ours.schedule == "wsd" else ours.schedule,
+            wsd_decay_steps=schedule.decay_samples,
+            lr_wsd_decay_style="linear",
+            start_wd=ours.weight_decay,
+            end_wd=ours.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def _connect_schedule(self) -> None:
+        """Megatron's pipeline schedules find their hooks in the model's configuration."""
+        layout = self.config.parallel
+        self.settings.grad_scale_func = None
+        self.settings.finalize_model_grads_func = finalize_model_grads
+        if layout.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            self.settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            if len(self.chunks) > 1:
+                self.settings.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
+        if layout.overlap_param_gather and len(self.chunks) > 1:
+            self.settings.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
+        self.forward_backward = get_forward_backward_func()
+
+    def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> float:
+        """All micro-batches of a step through the pipeline; the mean loss, equal on every rank."""
+        streams: Any = batches
+        if len(self.chunks) > 1:
+            replay = _Replay(batches, len(self.chunks))
+            streams = [replay.stream(i) for i in range(len(self.chunks))]
+        reports = self.forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=streams,
+            model=self.chunks,
+            num_microbatches=micro_batches,
+            seq_length=self.config.data.seq_length,
+            micro_batch_size=self.config.train.micro_batch_size,
+            forward_only=forward_only,
+        )
+        total = torch.zeros(2, dtype=torch.float64, device=platform.device())
+        # The last pipeline stage knows the loss, its tensor-parallel ranks know the same one: one of them speaks.
+        if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
+            for report in reports:
+                total += report["loss"].double()
+        torch.distributed.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def _clip(self, grad_norm: float) -> None:
+        limit = self.config.optimizer.clip_grad
+        for optimizer in self.optimizer.chained_optimizers:
+            if limit > 0 and optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
+
+
+class _Replay:
+    """One stream of micro-batches read by several model chunks of a rank, each at its own pace."""
+
+    def __init__(self, batches: Iterator[Batch], readers: int) -> None:
+        self.batches = batches
+        self.waiting: list[list[Batch]] = [[] for _ in range(readers)]
+
+    def stream(self, reader: int) -> Iterator[Batch]:
+        while True:
+            if not self.waiting[reader]:
+                batch = next(self.batches)
+                for queue in self.waiting:
+                    queue.append(batch)
+            yield self.waiting[reader].pop(0)
+
+
+def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum of losses, number of tokens, report): Megatron divides gradients by the tokens of the whole step, whatever the layout."""
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}

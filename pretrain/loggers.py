@@ -1,0 +1,176 @@
+"""Callbacks that write what the loop tells: console, JSON lines, TensorBoard, Weights & Biases. The loop knows none by name.
+
+They exist on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from pretrain.config import RunConfig
+from pretrain.loader import to_dict
+from pretrain.metrics import StepRecord
+
+
+class Callback(Protocol):
+    """What the loop tells."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """After every optimizer step."""
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        """After a validation."""
+
+    def on_message(self, text: str) -> None:
+        """Something a person should know."""
+
+    def on_end(self) -> None:
+        """The loop is over, whatever ended it."""
+
+
+class Console:
+    """A line every log interval."""
+
+    def __init__(self, interval: int, total_steps: int) -> None:
+        self.interval, self.total_steps = interval, total_steps
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step % self.interval and record.step != self.total_steps and not record.skipped:
+            return
+        mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
+        note = "  NOT FINITE, step skipped" if record.skipped else ""
+        print(
+            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {_short(record.consumed_tokens)}"
+            f"  loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {record.grad_norm:.3f}"
+            f"  {_short(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{mfu}"
+            f"  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA {_duration(record.eta_seconds)}{note}",
+            flush=True,
+        )
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()), flush=True)
+
+    def on_message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def on_end(self) -> None:
+        pass
+
+
+class JsonLines:
+    """Every step and validation, one JSON object a line, in ``metrics.jsonl``. After a resume the last line of a step counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = (folder / "metrics.jsonl").open("a", buffering=1)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.file.write(json.dumps(record.as_dict()) + "\n")
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def on_message(self, text: str) -> None:
+        self.file.write(json.dumps({"message": text}) + "\n")
+
+    def on_end(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """Scalars over consumed tokens and steps."""
+
+    def __init__(self, folder: Path, interval: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer, self.interval = SummaryWriter(str(folder / "tensorboard")), interval
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step % self.interval == 0:
+            for name, value in _scalars(record).items():
+                self.writer.add_scalar(name, value, record.step)
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def on_message(self, text: str) -> None:
+        self.writer.add_text("message", text)
+
+    def on_end(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Weights & Biases; offline unless an API key is at hand or WANDB_MODE says otherwise."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_logged_in() else "offline")
+        # One id a run directory: a resumed run continues the same curve.
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(wandb.util.generate_id())
+        self.run = wandb.init(
+            project=config.log.wandb.project,
+            name=config.name,
+            dir=str(folder),
+            config=to_dict(config),
+            mode=mode,  # type: ignore[arg-type]
+            id=id_file.read_text(),
+            resume="allow",
+        )
+        self.interval = config.log.interval
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step % self.interval == 0:
+            self.run.log(_scalars(record), step=record.step)
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
+
+    def on_message(self, text: str) -> None:
+        pass
+
+    def on_end(self) -> None:
+        self.run.finish()
+
+
+def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Callback]:
+    """The callbacks that the configuration asks for; console and JSON lines always."""
+    callbacks: list[Callback] = [Console(config.log.interval, total_steps), JsonLines(folder)]
+    if config.log.tensorboard:
+        callbacks.append(TensorBoard(folder, config.log.interval))
+    if config.log.wandb.enabled:
+        callbacks.append(Wandb(config, folder))
+    return callbacks
+
+
+def _scalars(record: StepRecord) -> dict[str, Any]:
+    values = record.as_dict()
+    return {name: value for name, value in values.items() if name not in ("step", "skipped") and value is not None}
+
+
+def _wandb_logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -1,0 +1,159 @@
+"""Memory of one rank from the configuration alone, in bytes. No torch: the terms are those that this code path was seen to keep.
+
+Static, per parameter (Megatron-core): weights 2 (bf16) or 4 (fp32); gradients 4, always accumulated in fp32; optimizer 8 for Adam's moments
+and, in bf16 only, 4 for the fp32 main weights (in fp32 the main weights are the weights, with the distributed optimizer too), divided by
+the data-parallel size under the distributed optimizer.
+
+What autograd keeps of one layer, per token (e: bytes of the training precision; D hidden; t: tensor-parallel size; s: t under sequence
+parallelism, else 1; per rank: P packed projection width, q query width, d value width, F MLP width, all / t; H_c conditioner width).
+Numbers marked 4 are fp32 in either precision.
+
+    norms         e 2D/s         the inputs of the two RMSNorms (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)
+    projection    e D            the input of in_proj, gathered once under SP; shared by the conditioner's LayerNorm
+    conditioner   e (D + H_c) + 4 (5/t + 4) H_c    inputs of its two projections, the scan's and the norms' operands
+    scaling       e 2P           z and 1 + phi, the factors of the conditioned projection
+    rope          e 4 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch
+    attention     e (q + q + w + o) + 4 heads      q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one width
+    packed        e P            the whole projection, where a view into it is kept: the g-logit, or v where the attention reads v itself
+    gates         e d + e d      lambda, + 4d for its fp32 copy in bf16; g before its RMS norm (fp32 on a CPU), + 4d for g itself
+    prep          4 * 2d         expm1(x), exp(x); + 4d for v - c where beta is learned (T)
+    epilogue      4 * 2d         the logarithms' arguments; T: + 4d each for mu - c, the two quotients of beta and F - mu; G: + 4d for o / g
+    out_proj      e d            its input (in fp32 with neither L nor G it is the attention's output)
+    MLP           e (D/s + 5F)   input of fc1; gate and up, silu(gate), up + 0, their product
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pretrain.config import RunConfig
+
+WIDE = 4  # bytes of fp32
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one rank of a pipeline stage needs."""
+
+    stage: int
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """The peak: all at once."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+
+
+def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
+    """Memory of a rank of pipeline stage ``stage`` that holds ``parameters`` parameters."""
+    layout, bf16 = config.parallel, config.train.precision == "bf16"
+    sharded = -(-parameters // data_parallel) if layout.use_distributed_optimizer else parameters
+    activations = stage_activations(config, stage, data_parallel, cuda=cuda)
+    # Torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); by then the activations are gone.
+    step = WIDE * sharded if cuda else 0
+    return StageMemory(
+        stage=stage,
+        parameters=parameters,
+        weights=parameters * (2 if bf16 else 4),
+        gradients=parameters * WIDE,
+        optimizer=sharded * (12 if bf16 else 8),
+        activations=activations,
+        workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations),
+    )
+
+
+def layer_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
+    """Bytes a token that autograd keeps of one layer on one rank, by term (the table above)."""
+    model, shape, e = config.model, config.model.mixer_shape(), _element(config)
+    t, s = config.parallel.tensor_model_parallel_size, _sequence_split(config)
+    hidden, inner, value = model.hidden_size, model.ffn_size / t, shape.value_size / t
+    packed, query = shape.heads * shape.head_width / t, shape.heads * shape.qk_head / t
+    narrow = e < WIDE
+    read = value * (2 if shape.free_energy else 1)
+    if not cuda:
+        query, unpadded, read = max(query, read), read, max(query, read)
+    reads_packed_values = not shape.free_energy and (cuda or read == unpadded)
+    terms = {
+        "norms": (e * 2 if cuda else WIDE * 4) * hidden / s,
+        "projection": e * hidden,
+        "rope": e * 4 * shape.qk_head / config.train.micro_batch_size if model.rope else 0.0,
+        "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * shape.heads / t,
+        "packed": e * packed if shape.gate or reads_packed_values else 0.0,
+        "gates": shape.temperature * (e + WIDE * narrow) * value + shape.gate * ((e if cuda else WIDE) + WIDE) * value,
+        "out_proj": e * value if shape.free_energy or shape.gate or narrow else 0.0,
+        "MLP": e * (hidden / s + 5 * inner),
+    }
+    if shape.conditioner:
+        terms["conditioner"] = e * (hidden + shape.conditioner) + WIDE * (5 / t + 4) * shape.conditioner
+        terms["scaling"] = e * 2 * packed
+    if shape.free_energy:
+        terms["prep"] = WIDE * (2 + shape.temperature) * value
+        terms["epilogue"] = WIDE * (2 + 4 * shape.temperature + shape.gate) * value
+    elif shape.gate and narrow:
+        terms["epilogue"] = WIDE * value
+    return terms
+
+
+def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
+    """Bytes a token that autograd keeps of the final norm, the output layer and the loss on one rank of the last stage."""
+    e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
+    return {
+        "final norm": (e if cuda else WIDE * 2) * hidden / s,
+        "output layer": e * hidden / s,
+        "softmax": WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size,
+    }
+
+
+def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
+    """Forward passes of a model chunk whose backward pass is still to come, at most (Megatron's 1F1B and interleaved schedules)."""
+    layout, train = config.parallel, config.train
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel)
+    if chunks == 1:
+        return min(stages - stage, micro_batches)
+    return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, micro_batches * chunks)
+
+
+def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
+    """Bytes kept on a rank of ``stage`` at the peak: its layers' for every micro-batch in flight, and on the last stage the loss's."""
+    layout, train = config.parallel, config.train
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    residual = _element(config) * config.model.hidden_size / _sequence_split(config)
+    layer = residual if train.recompute == "full" else sum(layer_activations(config, cuda=cuda).values())
+    in_flight = chunks_in_flight(config, stage, data_parallel)
+    per_token = in_flight * (layer * config.model.num_layers / (stages * chunks) + (residual if stages > 1 else 0))
+    if stage == stages - 1:
+        per_token += sum(head_activations(config, cuda=cuda).values())
+    return int(per_token * train.micro_batch_size * config.data.seq_length)
+
+
+def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
+    """Bytes of short-lived tensors at the peak: the larger of the loss's backward pass and a layer's.
+
+    Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer.
+    Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, and under recompute the layer's own activations.
+    """
+    model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
+    tokens = train.micro_batch_size * config.data.seq_length
+    shape, inner = model.mixer_shape(), model.ffn_size / t
+    layer = e * max(5 * inner, 4 * shape.heads * shape.head_width / t) + e * 2 * model.hidden_size
+    if train.recompute == "full":
+        layer += sum(layer_activations(config, cuda=cuda).values())
+    needs = [layer * tokens + e * 2 * inner * model.hidden_size]
+    if stage == config.parallel.pipeline_model_parallel_size - 1:
+        rows = model.padded_vocab_size() / t
+        needs.append((rows * e * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size)
+    return int(max(needs))
+
+
+def _element(config: RunConfig) -> int:
+    return 2 if config.train.precision == "bf16" else 4
+
+
+def _sequence_split(config: RunConfig) -> int:
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1

@@ -1,0 +1,69 @@
+"""Numbers about a run in progress: throughput, utilisation, memory, time left. Measures; prints nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fem_megatron import platform
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as every logger gets it."""
+
+    step: int
+    consumed_tokens: int
+    loss: float  # nats a token
+    lr: float
+    grad_norm: float
+    skipped: bool
+    step_seconds: float
+    tokens_per_second: float
+    tflops_per_device: float  # model FLOPs (recompute not counted), per process
+    mfu: float | None  # share of the named device's peak; None where no peak is named (CPU)
+    peak_memory_bytes: int  # largest over the ranks
+    eta_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For loggers."""
+        return asdict(self)
+
+
+class Meter:
+    """Turns step ends into rates. The ETA uses a running mean, which forgets the slow first steps."""
+
+    def __init__(self, *, step_tokens: int, flops_per_token: float, world_size: int, peak_tflops: float | None) -> None:
+        self.step_tokens, self.flops_per_token = step_tokens, flops_per_token
+        self.world_size, self.peak_tflops = world_size, peak_tflops
+        self.last = time.monotonic()
+        self.mean: float | None = None
+
+    def restart(self) -> None:
+        """Do not count what happened since the last step (evaluation, checkpoints)."""
+        self.last = time.monotonic()
+
+    def measure(self, steps_left: int) -> dict[str, Any]:
+        """The record's fields that time gives."""
+        now = time.monotonic()
+        seconds, self.last = now - self.last, now
+        self.mean = seconds if self.mean is None else 0.9 * self.mean + 0.1 * seconds
+        rate = self.step_tokens / seconds
+        tflops = rate * self.flops_per_token / self.world_size / 1e12
+        return {
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "eta_seconds": steps_left * self.mean,
+        }
+
+
+def peak_memory_over_ranks() -> int:
+    """Bytes; collective."""
+    peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.int64, device=platform.device())
+    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+    return int(peak.item())

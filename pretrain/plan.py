@@ -1,0 +1,322 @@
+"""What a run will need, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size. No torch, nothing started.
+
+Memory is ``pretrain.memory``'s part; text for the console is ``render``. The names and shapes here are those of the built model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fem_megatron.config import ModelConfig
+from pretrain.config import RunConfig
+from pretrain.memory import StageMemory, stage_memory
+from pretrain.schedule import Schedule
+
+if TYPE_CHECKING:
+    from pretrain.data_facts import DataFacts
+
+# Dense bf16 tensor-core peaks in TFLOP/s, from NVIDIA's product data sheets (H100, H200, A100, L40S, DGX B200), which print figures with
+# 2:4 sparsity for most: those are halved here. A device matches by the longest key that its name contains.
+DEVICE_PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "H100 PCIe": 756.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
+
+# Which dimension of a weight the tensor-parallel ranks share out; weights not named here are whole on every rank.
+_SPLIT_DIMENSION = {
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "in_proj.weight": 0,
+    "self_attention.out_proj.weight": 1,
+    "self_attention.beta": 0,
+    "tdc.out_proj.weight": 0,
+    "mlp.linear_fc1.weight": 0,
+    "mlp.linear_fc2.weight": 1,
+}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def peak_tflops(device: str) -> float | None:
+    """The dense bf16 peak of a device by its name (``NVIDIA H100 80GB HBM3`` finds ``H100``), or None where it is not listed."""
+    found = [key for key in DEVICE_PEAK_TFLOPS if key.lower() in device.lower()]
+    return DEVICE_PEAK_TFLOPS[max(found, key=len)] if found else None
+
+
+# --- parameters ----------------------------------------------------------------------------------------------------------------
+
+
+def parameter_shapes(model: ModelConfig) -> Shapes:
+    """Name -> shape of every parameter of the whole model (unsharded; tied output layer absent), as its state dict has them."""
+    hidden, rows = model.hidden_size, model.padded_vocab_size()
+    shapes: Shapes = {"embedding.word_embeddings.weight": (rows, hidden)}
+    for layer in range(model.num_layers):
+        shapes.update({f"decoder.layers.{layer}.{name}": shape for name, shape in _layer_shapes(model).items()})
+    shapes["decoder.final_layernorm.weight"] = (hidden,)
+    if not model.tie_embeddings:
+        shapes["output_layer.weight"] = (rows, hidden)
+    return shapes
+
+
+def _layer_shapes(model: ModelConfig) -> Shapes:
+    shape, hidden, inner = model.mixer_shape(), model.hidden_size, model.ffn_size
+    packed = shape.heads * shape.head_width
+    shapes: Shapes = {
+        "input_layernorm.weight": (hidden,),
+        "self_attention.in_proj.weight": (packed, hidden),
+        "self_attention.out_proj.weight": (hidden, shape.value_size),
+        "pre_mlp_layernorm.weight": (hidden,),
+        "mlp.linear_fc1.weight": (2 * inner, hidden),
+        "mlp.linear_fc2.weight": (hidden, inner),
+    }
+    if shape.free_energy and shape.temperature:
+        shapes["self_attention.beta"] = (shape.value_size,)
+    if shape.conditioner:
+        shapes["self_attention.tdc.norm.weight"] = (hidden,)
+        shapes["self_attention.tdc.in_proj.weight"] = (3 * shape.conditioner, hidden)
+        shapes["self_attention.tdc.state_norm.weight"] = (shape.conditioner,)
+        shapes["self_attention.tdc.out_proj.weight"] = (packed, shape.conditioner)
+    return shapes
+
+
+def component(name: str) -> str:
+    """The part of the model a parameter is counted under."""
+    if name.startswith("embedding."):
+        return "embedding"
+    if name.startswith("output_layer."):
+        return "output layer"
+    if ".tdc." in name:
+        return "conditioner"
+    if "layernorm" in name:
+        return "norms"
+    return "mixer" if ".self_attention." in name else "MLP"
+
+
+def count_by_component(model: ModelConfig) -> dict[str, int]:
+    """Component -> number of parameters of the whole model."""
+    counts: dict[str, int] = {}
+    for name, shape in parameter_shapes(model).items():
+        counts[component(name)] = counts.get(component(name), 0) + math.prod(shape)
+    return counts
+
+
+def stage_parameters(config: RunConfig) -> list[int]:
+    """Parameters that one rank of each pipeline stage holds, exactly; a tied embedding is held by the first and the last stage."""
+    layout = config.parallel
+    stages = layout.pipeline_model_parallel_size
+    counts = [0] * stages
+    for name, shape in parameter_shapes(config.model).items():
+        split = next((dim for suffix, dim in _SPLIT_DIMENSION.items() if name.endswith(suffix)), None)
+        size = math.prod(shape) // (1 if split is None else layout.tensor_model_parallel_size)
+        for stage in _stages_of(name, config.model, stages):
+            counts[stage] += size
+    return counts
+
+
+def _stages_of(name: str, model: ModelConfig, stages: int) -> set[int]:
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer:  # interleaving deals the layers out in another order, but as many to each stage
+        return {int(layer[1]) * stages // model.num_layers}
+    if component(name) == "embedding":
+        return {0, stages - 1} if model.tie_embeddings else {0}
+    return {stages - 1}
+
+
+# --- FLOPs ---------------------------------------------------------------------------------------------------------------------
+
+
+def forward_flops(model: ModelConfig, seq_length: int) -> dict[str, float]:
+    """FLOPs of one token's forward pass, by component: matrix products alone, a multiply-add counted as two.
+
+    Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average, and each costs a head 2 d_k for the score
+    and 2 w for the read, w = 2 d_v where the free-energy branch is on (the stream [v | exp(beta v - r)]), d_v where it is off.
+    """
+    shape = model.mixer_shape()
+    read_width = shape.value_head * (2 if shape.free_energy else 1)
+    keys = (seq_length + 1) / 2
+    flops = {
+        "mixer projections": 0.0,
+        "attention": model.num_layers * shape.heads * keys * 2.0 * (shape.qk_head + read_width),
+        "conditioner": 0.0,
+        "MLP": 0.0,
+        "output layer": 2.0 * model.padded_vocab_size() * model.hidden_size,
+    }
+    names = {"mixer": "mixer projections", "conditioner": "conditioner", "MLP": "MLP"}
+    for name, dims in parameter_shapes(model).items():
+        if len(dims) == 2 and component(name) in names:
+            flops[names[component(name)]] += 2.0 * math.prod(dims)
+    return {name: value for name, value in flops.items() if value}
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """Model FLOPs of training on one token, the MFU's numerator: forward plus twice as much backward; recompute is not counted."""
+    return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
+
+
+def hardware_flops_per_token(config: RunConfig) -> float:
+    """FLOPs really done for a token: with full recompute every layer's forward pass runs twice."""
+    forward = forward_flops(config.model, config.data.seq_length)
+    again = sum(forward.values()) - forward["output layer"] if config.train.recompute == "full" else 0.0
+    return flops_per_token(config) + again
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's needs. Sizes in bytes, FLOPs per token."""
+
+    config: RunConfig
+    world_size: int
+    data_parallel: int
+    micro_batches: int
+    schedule: Schedule
+    parameters: dict[str, int]
+    transformer_parameters: int
+    forward_flops: dict[str, float]
+    train_flops: float
+    hardware_flops: float
+    memory: tuple[StageMemory, ...]
+    cuda: bool
+    checkpoint_bytes: int
+    train_data_tokens: int | None
+
+    @property
+    def total_parameters(self) -> int:
+        """Of the whole model, tied weights once."""
+        return sum(self.parameters.values())
+
+    @property
+    def non_embedding_parameters(self) -> int:
+        """Without the embedding and the output layer."""
+        return sum(count for name, count in self.parameters.items() if name not in ("embedding", "output layer"))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the run consumes, whole steps."""
+        return self.schedule.steps * self.schedule.step_tokens
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(stage.total for stage in self.memory)
+
+
+def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None, *, cuda: bool = True) -> Plan:
+    """The plan of a validated configuration on ``world_size`` processes; ``cuda`` picks the memory model of a GPU or of a CPU.
+
+    ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data_facts.fill_from_data``).
+    """
+    layout = config.parallel
+    data_parallel = world_size // (layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
+    schedule = Schedule.of(config)
+    parameters = count_by_component(config.model)
+    twin = replace(config.model, mixer="transformer")
+    counts = stage_parameters(config)
+    return Plan(
+        config=config,
+        world_size=world_size,
+        data_parallel=data_parallel,
+        micro_batches=config.train.global_batch_size // (config.train.micro_batch_size * data_parallel),
+        schedule=schedule,
+        parameters=parameters,
+        transformer_parameters=sum(count_by_component(twin).values()),
+        forward_flops=forward_flops(config.model, config.data.seq_length),
+        train_flops=flops_per_token(config),
+        hardware_flops=hardware_flops_per_token(config),
+        memory=tuple(stage_memory(config, stage, count, data_parallel, cuda=cuda) for stage, count in enumerate(counts)),
+        cuda=cuda,
+        checkpoint_bytes=checkpoint_bytes(config),
+        train_data_tokens=facts.tokens["train"] if facts else None,
+    )
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Size of one checkpoint: the weights in the training precision and the optimizer's fp32 state.
+
+    Megatron's distributed optimizer stores its fp32 parameters beside the two moments in either precision; the plain one only in bf16.
+    """
+    bf16 = config.train.precision == "bf16"
+    main_parameter = 4 if bf16 or config.parallel.use_distributed_optimizer else 0
+    return sum(count_by_component(config.model).values()) * ((2 if bf16 else 4) + main_parameter + 8)
+
+
+def render(plan: Plan) -> str:
+    """The plan as text for a console."""
+    return "\n".join(line for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines) for line in part(plan))
+
+
+def _model_lines(plan: Plan) -> Iterator[str]:
+    model, shape, total = plan.config.model, plan.config.model.mixer_shape(), plan.total_parameters
+    yield f"{plan.config.name}: {model.mixer}, {model.num_layers} layers of {model.hidden_size}, {shape.heads} heads (d_k {shape.qk_head},"
+    yield f"  d_v {shape.value_head}), MLP {model.ffn_size}, vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
+    yield "parameters"
+    for name, count in plan.parameters.items():
+        yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
+    yield f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and output layer)"
+    if model.mixer != "transformer":
+        excess = 100 * (total / plan.transformer_parameters - 1)
+        yield f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has {excess:+.2f}%"
+
+
+def _cost_lines(plan: Plan) -> Iterator[str]:
+    config, forward = plan.config, sum(plan.forward_flops.values())
+    yield f"FLOPs per token (matrix products; attention over the causal half of {config.data.seq_length})"
+    for name, value in plan.forward_flops.items():
+        yield f"  {name:<18} {_si(value):>11}FLOP  {100 * value / forward:5.1f}%"
+    yield f"  forward {_si(forward)}FLOP, training {_si(plan.train_flops)}FLOP" + (
+        f", with recompute {_si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
+    )
+    schedule = plan.schedule
+    yield "length"
+    yield f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {_si(plan.tokens)}tokens ({plan.tokens:,})"
+    warmup = schedule.warmup_samples // schedule.batch_samples
+    yield f"  warm-up {warmup:,} steps; training compute {_si(plan.tokens * plan.train_flops)}FLOP"
+    if plan.train_data_tokens is not None:
+        yield f"  training data {plan.train_data_tokens:,} tokens: {plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
+
+
+def _layout_lines(plan: Plan) -> Iterator[str]:
+    layout, train = plan.config.parallel, plan.config.train
+    chunks = layout.virtual_pipeline_model_parallel_size
+    words = [
+        f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP {layout.tensor_model_parallel_size}",
+        f"x PP {layout.pipeline_model_parallel_size}" + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
+        f"x DP {plan.data_parallel}" + (" (distributed optimizer)" if layout.use_distributed_optimizer else ""),
+    ]
+    yield "layout"
+    yield "  " + " ".join(words) + (", sequence parallel" if layout.sequence_parallel else "")
+    yield (
+        f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {train.micro_batch_size} x "
+        f"{plan.config.data.seq_length} tokens on each data-parallel rank, {train.precision}, recompute {train.recompute}"
+    )
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'})"
+    header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
+    yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
+    for stage in plan.memory:
+        sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace, stage.total)
+        yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + "".join(_gib(size).rjust(14) for size in sizes)
+    yield f"checkpoint on disk: {_gib(plan.checkpoint_bytes)}; {plan.config.checkpoint.keep_last} kept"
+
+
+def _si(value: float) -> str:
+    for factor, letter in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.4g} {letter}"
+    return f"{value:,.0f} "
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,65 @@
+"""Writes docs/configuration.md from the dataclasses: ``python -m pretrain.reference_page``. Knows the schema, no run."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import RunConfig
+from pretrain.loader import describe, to_dict, walk
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+_HEAD = """# The configuration of a run
+
+Written by `python -m pretrain.reference_page` from `pretrain/config.py` and `fem_megatron/config.py`; a test holds it up to date.
+
+    python -m pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
+
+A run is a YAML file. Each section of it is one of
+- a mapping of the keys below;
+- the name of a part: `model: fem_sm_340m` reads `configs/model/fem_sm_340m.yaml` (the folder beside the run's);
+- a mapping with `base: <part>` and keys that go over the part's. A part may have a `base` too.
+
+`section.key=value` on the command line goes over the file; the value is YAML. List items are counted from 0 (`data.train.0.prefix=...`), and
+a whole section can be swapped (`model=transformer_340m`), which comes before single keys. A key that is not on this page, a value of another
+type or outside its choices stops the program with one line and exit code 2. Numbers may be written `1e-4`, whole ones also `15_000_000_000`
+or `15e9`.
+"""
+
+
+def page() -> str:
+    """The text of docs/configuration.md."""
+    sections: dict[str, list[str]] = {"": []}
+    titles: dict[str, str] = {"": "The run"}
+    for key, item, kind in walk(RunConfig):
+        if is_dataclass(kind) and "." not in key:
+            sections[key] = []
+            titles[key] = item.metadata["doc"]
+        elif not is_dataclass(kind):
+            section = key.split(".")[0] if "." in key else ""
+            sections[section].append(_row(key, item, kind))
+    lines = [_HEAD]
+    for section, rows in sections.items():
+        lines.append(f"## {f'`{section}`: ' if section else ''}{titles[section]}\n")
+        lines.append("| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+    return "\n".join(lines)
+
+
+def _row(key: str, item: Any, kind: Any) -> str:
+    choices = item.metadata.get("choices")
+    words = ", ".join(f"`{choice}`" for choice in choices) if choices else describe(kind)
+    return f"| `{key}` | {words} | {_default(item.default)} | {item.metadata['doc'].replace('|', chr(92) + '|')} |"
+
+
+def _default(value: Any) -> str:
+    value = to_dict(value)
+    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    return f"`{text}`" if text else "empty"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

@@ -1,0 +1,71 @@
+"""The run directory: what anyone needs to understand and repeat the run, written before its first step. Rank 0 alone writes here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as host
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from pretrain.config import RunConfig
+from pretrain.loader import dump_yaml
+
+PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
+
+
+def run_directory(config: RunConfig) -> Path:
+    """Where the run keeps everything: run_dir, or runs/<name>."""
+    return Path(config.run_dir) if config.run_dir else Path("runs") / config.name
+
+
+def describe(config: RunConfig, folder: Path, world_size: int) -> None:
+    """Write config.yaml, relaunch.sh, environment.json and, in a git checkout with changes, changes.diff.
+
+    A later attempt of the same run adds to ``attempts.jsonl`` and replaces the rest.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    (folder / "relaunch.sh").write_text(relaunch_command(world_size) + "\n")
+    revision, changes = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
+    environment = {
+        "git_revision": revision,
+        "git_dirty": bool(changes),
+        "python": sys.version.split()[0],
+        "host": host.node(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    (folder / "changes.diff").write_text(changes) if changes else (folder / "changes.diff").unlink(missing_ok=True)
+    with (folder / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid(), "world_size": world_size}) + "\n")
+
+
+def relaunch_command(world_size: int) -> str:
+    """The exact command of this run, from the folder it was started in."""
+    start = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', world_size)}"
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if nodes > 1:
+        start += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+    program = f"{start} -m pretrain" if world_size > 1 else f"{shlex.quote(sys.executable)} -m pretrain"
+    return f"cd {shlex.quote(os.getcwd())} && {program} {shlex.join(sys.argv[1:])}"
+
+
+def _git(*arguments: str) -> str:
+    """git's answer about the code that runs, empty outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,267 @@
+"""Checks what no single field of a configuration knows: widths, layout, batches, lengths; and, through ``data_facts``, the data.
+
+Every failure is one line that names key, value and the nearest value that would do. Reads no YAML, starts nothing, knows no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fem_megatron.config import ModelConfig
+from pretrain.config import RunConfig
+from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
+from pretrain.loader import ConfigError, nearest
+from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.schedule import Schedule
+
+_AT_LEAST_ONE = (
+    "model.hidden_size model.num_layers model.num_attention_heads model.ffn_hidden_size model.vocab_size model.rope_base "
+    "model.make_vocab_size_divisible_by model.fem.value_size model.fem.conditioner_size data.seq_length parallel.world_size "
+    "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size train.steps train.tokens train.micro_batch_size "
+    "train.global_batch_size train.eval_batches train.max_bad_steps optimizer.decay_steps optimizer.decay_tokens checkpoint.keep_last "
+    "log.interval"
+).split()
+_NOT_NEGATIVE = (
+    "train.seed train.eval_interval optimizer.min_lr optimizer.weight_decay optimizer.clip_grad optimizer.warmup_steps "
+    "optimizer.warmup_tokens checkpoint.interval"
+).split()
+_POSITIVE = "model.norm_eps model.init_std optimizer.lr optimizer.eps".split()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked run: its configuration with what the data fills in, the processes it takes, what the data says (None: no data on disk)."""
+
+    config: RunConfig
+    world_size: int
+    facts: DataFacts | None
+
+
+def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False) -> Prepared:
+    """Every check, in the order that shows the most basic mistake first.
+
+    ``launched`` is the launcher's world size, None where nothing was launched and the configuration decides (a plan). A plan of a model
+    whose vocabulary is given needs no data on disk.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    world_size = planned_world_size(config) if launched is None else launched
+    validate(config, world_size)
+    if plan_only and config.model.vocab_size is not None and not any_on_disk(config):
+        return Prepared(config, world_size, None)
+    facts = check_data(config)
+    config = fill_from_data(config, facts)
+    validate(config, world_size)
+    return Prepared(config, world_size, facts)
+
+
+def planned_world_size(config: RunConfig) -> int:
+    """The processes a configuration asks for: parallel.world_size, or as few as its model parallelism needs."""
+    layout = config.parallel
+    return layout.world_size or max(1, layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Checks the configuration by itself against ``world_size`` processes; touches no file.
+
+    Raises:
+        ConfigError: the first contradiction, with the nearest value that would do.
+    """
+    _check_ranges(config)
+    _check_model(config.model)
+    _check_tensor_parallel(config, world_size)
+    _check_pipeline(config, world_size)
+    _check_layout(config, world_size)
+    _check_batches(config, world_size)
+    _check_lengths(config)
+
+
+def _get(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _check_ranges(config: RunConfig) -> None:
+    for keys, holds, wanted in (
+        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+        (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (_POSITIVE, lambda value: value > 0, "more than 0"),
+        (["optimizer.beta1", "optimizer.beta2"], lambda value: 0 <= value < 1, "from 0 to below 1"),
+    ):
+        for key in keys:
+            value = _get(config, key)
+            if value is not None and not holds(value):
+                raise ConfigError(f"{key} = {value}: must be {wanted}")
+    for split in ("train", "valid", "test"):
+        for number, source in enumerate(getattr(config.data, split)):
+            if not source.prefix:
+                raise ConfigError(f"data.{split}.{number}.prefix is empty: give the path of a .bin/.idx pair without its ending")
+            if not source.weight > 0:
+                raise ConfigError(f"data.{split}.{number}.weight = {source.weight}: must be more than 0; leave the source out instead")
+    if "/" in config.name or config.name in (".", ".."):
+        raise ConfigError(f"name = '{config.name}': must not be a path; use run_dir for the folder")
+    device = config.log.device
+    if device is not None and peak_tflops(device) is None:
+        known = list(DEVICE_PEAK_TFLOPS)
+        raise ConfigError(f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})")
+
+
+def _check_model(model: ModelConfig) -> None:
+    heads, width = model.num_attention_heads, model.hidden_size
+    near = _closest(_divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count)))
+    try:
+        shape = model.mixer_shape()
+    except ValueError as error:
+        hint = f"the nearest number of heads that does: {near}" if near else "change model.fem.value_size"
+        raise ConfigError(f"{error}; {hint}") from None
+    if model.rope and shape.qk_head % 2:
+        hint = f"model.num_attention_heads={near} or model.rope=false" if near else "model.rope=false"
+        what = f"model.num_attention_heads = {heads} gives heads of {shape.qk_head} channels"
+        raise ConfigError(f"{what}, and model.rope needs an even number: {hint}")
+
+
+def _fits(model: ModelConfig) -> bool:
+    try:
+        return not (model.rope and model.mixer_shape().qk_head % 2)
+    except ValueError:
+        return False
+
+
+def _check_layout(config: RunConfig, world_size: int) -> None:
+    layout = config.parallel
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    if layout.world_size is not None and layout.world_size != world_size:
+        raise ConfigError(
+            f"parallel.world_size = {layout.world_size}, but {_started(world_size)}; start it with: "
+            f"torchrun --nproc-per-node {layout.world_size} -m pretrain ..., or set parallel.world_size={world_size}"
+        )
+    if world_size % (tensor * pipeline):
+        wanted = max(1, round(world_size / (tensor * pipeline))) * tensor * pipeline
+        raise ConfigError(
+            f"parallel.tensor_model_parallel_size = {tensor} x parallel.pipeline_model_parallel_size = {pipeline} needs a multiple of "
+            f"{tensor * pipeline} processes, but {_started(world_size)}; the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
+        )
+    if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
+        missing = "use_distributed_optimizer" if not layout.use_distributed_optimizer else "overlap_grad_reduce"
+        raise ConfigError(f"parallel.overlap_param_gather = true needs parallel.{missing}=true")
+
+
+def _started(world_size: int) -> str:
+    return f"{world_size} process{' was' if world_size == 1 else 'es were'} started"
+
+
+def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
+    """What tensor parallelism over ``size`` ranks would cut through, or None."""
+    model, shape = config.model, config.model.mixer_shape()
+    widths = {"model.num_attention_heads": shape.heads, "the MLP's width, model.ffn_hidden_size": model.ffn_size}
+    if shape.conditioner:
+        widths["the conditioner's width, model.fem.conditioner_size"] = shape.conditioner
+    if model.vocab_size is not None:
+        widths["the padded vocabulary, a multiple of model.make_vocab_size_divisible_by"] = model.padded_vocab_size()
+    if config.parallel.sequence_parallel and size > 1:
+        widths["data.seq_length (split by parallel.sequence_parallel)"] = config.data.seq_length
+    return next((f"{name} = {width}" for name, width in widths.items() if width % size), None)
+
+
+def _check_tensor_parallel(config: RunConfig, world_size: int) -> None:
+    layout, size = config.parallel, config.parallel.tensor_model_parallel_size
+    if layout.sequence_parallel and size == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel = true needs parallel.tensor_model_parallel_size of 2 or more; set parallel.sequence_parallel=false"
+        )
+    fault = _tensor_parallel_fault(config, size)
+    if fault:
+        possible = _possible(world_size, size, layout.pipeline_model_parallel_size)
+        heads = _divisors(config.model.num_attention_heads)
+        near = _closest(heads, size, lambda count: possible(count) and not _tensor_parallel_fault(config, count))
+        raise ConfigError(f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest that divides all: {near}")
+
+
+def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
+    """Which replacements for a parallel ``size`` fit the processes, ``other`` being the other model-parallel size; any, where it does not."""
+    fits = world_size % (size * other) == 0
+    return lambda count: not fits or world_size % (count * other) == 0
+
+
+def _check_pipeline(config: RunConfig, world_size: int) -> None:
+    layout, layers = config.parallel, config.model.num_layers
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if layers % stages:
+        near = _closest(_divisors(layers), stages, _possible(world_size, stages, layout.tensor_model_parallel_size))
+        key = f"parallel.pipeline_model_parallel_size = {stages}"
+        raise ConfigError(f"{key} does not divide model.num_layers = {layers}; the nearest that does: {near}")
+    if chunks is None:
+        return
+    key = f"parallel.virtual_pipeline_model_parallel_size = {chunks}"
+    if stages == 1 or chunks < 2:
+        what = "needs parallel.pipeline_model_parallel_size of 2 or more" if stages == 1 else "must be 2 or more chunks"
+        raise ConfigError(f"{key} {what}; leave it null for one chunk a rank")
+    if layers % (stages * chunks):
+        near = _closest(_divisors(layers // stages), chunks, lambda count: count > 1)
+        hint = f"the nearest that does: {near}" if near else "leave it null"
+        raise ConfigError(f"{key} x parallel.pipeline_model_parallel_size = {stages} does not divide model.num_layers = {layers}; {hint}")
+
+
+def _check_batches(config: RunConfig, world_size: int) -> None:
+    layout, batch, micro = config.parallel, config.train.global_batch_size, config.train.micro_batch_size
+    stages = layout.pipeline_model_parallel_size
+    data_parallel = world_size // (layout.tensor_model_parallel_size * stages)
+    interleaved = layout.virtual_pipeline_model_parallel_size is not None
+    if batch % (micro * data_parallel):
+        near = max(1, round(batch / (micro * data_parallel))) * micro * data_parallel
+        raise ConfigError(
+            f"train.global_batch_size = {batch} is not a multiple of train.micro_batch_size = {micro} x {data_parallel} data-parallel "
+            f"ranks; the nearest that is: {near}"
+        )
+    count = batch // (micro * data_parallel)
+    if interleaved and count % stages:
+        near = max(1, round(count / stages)) * stages * micro * data_parallel
+        raise ConfigError(
+            f"train.global_batch_size = {batch} makes {count} micro-batches a step, and the interleaved schedule needs a multiple of "
+            f"parallel.pipeline_model_parallel_size = {stages}; the nearest global batch: {near}"
+        )
+
+
+def _check_lengths(config: RunConfig) -> None:
+    train, optimizer = config.train, config.optimizer
+    if (train.steps is None) == (train.tokens is None):
+        state = "both are given" if train.steps is not None else "neither is given"
+        raise ConfigError(f"train.steps and train.tokens say how long the run is, and {state}: give one (and null for the other)")
+    for name in ("warmup", "decay"):
+        if getattr(optimizer, f"{name}_steps") is not None and getattr(optimizer, f"{name}_tokens") is not None:
+            raise ConfigError(f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and null for the other)")
+    decays = [name for name in ("decay_steps", "decay_tokens") if getattr(optimizer, name) is not None]
+    if decays and optimizer.schedule != "wsd":
+        raise ConfigError(
+            f"optimizer.{decays[0]} is given, but optimizer.schedule = {optimizer.schedule} decays over the whole run; "
+            f"set optimizer.schedule=wsd, or optimizer.{decays[0]}=null"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; at most {optimizer.lr}")
+    schedule = Schedule.of(config)
+    warmup, decay = schedule.warmup_samples // schedule.batch_samples, schedule.decay_samples // schedule.batch_samples
+    if warmup >= schedule.steps and warmup:
+        raise ConfigError(_too_long("warmup", warmup, schedule.steps - 1, optimizer.warmup_tokens, schedule))
+    if optimizer.schedule == "wsd" and warmup + decay > schedule.steps:
+        raise ConfigError(_too_long("decay", decay, schedule.steps - warmup, optimizer.decay_tokens, schedule))
+
+
+def _too_long(name: str, steps: int, room: int, tokens: int | None, schedule: Schedule) -> str:
+    given, largest = (steps, room) if tokens is None else (tokens, room * schedule.step_tokens)
+    key = f"optimizer.{name}_{'steps' if tokens is None else 'tokens'}"
+    return f"{key} = {given} does not fit: {steps} steps of {name} in a run of {schedule.steps} steps; the largest that fits: {largest}"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})
+
+
+def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool]) -> int | None:
+    """The candidate nearest to ``wanted`` for which ``holds``, the smaller of two; None where there is none."""
+    return min((value for value in candidates if holds(value)), key=lambda value: (abs(value - wanted), value), default=None)

@@ -1,0 +1,1 @@
+"""Room of the Hugging Face format: what is trained here, loaded by stock transformers. No training, no evaluation."""

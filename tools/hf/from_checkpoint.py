@@ -1,0 +1,68 @@
+"""The verb ``export``: finds in a checkpoint what an export needs. Formats are ``export``'s business and ``pretrain``'s."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .export import ExportError, export_state_dict, refuse_occupied
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:
+    """Exports ``checkpoint`` (of any layout; a run directory: its newest) to ``out``; dtype and tokenizer default to the checkpoint's own.
+
+    Raises:
+        ExportError: see ``export_state_dict``; the tokenizer that the training used is not found.
+        ConfigError: the checkpoint cannot be read.
+    """
+    refuse_occupied(out, overwrite)
+    from pretrain.checkpoint import load_full_model_state  # Megatron-core takes seconds to import: not for --help or a wrong argument
+
+    state, model, manifest = load_full_model_state(checkpoint)
+    export_state_dict(
+        state,
+        model,
+        out,
+        tokenizer_dir=tokenizer or tokenizer_folder(manifest["config"]["data"]),
+        dtype=next(iter(state.values())).dtype if dtype is None else DTYPES[dtype],
+        card=training_card(manifest),
+        overwrite=overwrite,
+    )
+    print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True) loads it")
+
+
+def tokenizer_folder(data: dict[str, Any]) -> Path | None:
+    """The tokenizer of a run's ``data`` section: the folder it names, else the one in its training data's manifest.json, else None.
+
+    Raises:
+        ExportError: a folder is named and is not there.
+    """
+    folder = Path(data["tokenizer"]) if data["tokenizer"] else None
+    for source in data["train"]:
+        described = Path(source["prefix"]).parent / "manifest.json"
+        if folder is None and described.is_file():
+            folder = described.parent / json.loads(described.read_text(encoding="utf-8"))["tokenizer"]["path"]
+    if folder is not None and not folder.is_dir():
+        raise ExportError(f"the tokenizer of the training, {folder}, is not there: name its folder with --tokenizer DIR")
+    return folder
+
+
+def training_card(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's manifest tells of its training, by the keys of ``model_card``."""
+    config, progress = manifest["config"], manifest["progress"]
+    names = [Path(source["prefix"]).name for source in config["data"]["train"]]
+    seq_length = config["data"]["seq_length"]
+    card = {
+        "name": config["name"],
+        "data": ", ".join(names),
+        "steps": progress["step"],
+        "tokens": progress["consumed_samples"] * seq_length,
+        "seq_length": seq_length,
+        "heldout_loss": manifest.get("heldout_loss"),
+    }
+    return {key: value for key, value in card.items() if value not in (None, "")}
