@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import resource
 import sys
@@ -74,13 +75,19 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
+def quiet_libraries() -> None:
+    """Silence what Megatron and torch warn of at every start and this code has taken care of: no TE, no apex, renamed collectives."""
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
 def prepare() -> str:
     """Make Megatron-core usable on this machine; once, before anything of it is built. Returns the collective backend.
 
     Raises:
         RuntimeError: the installed Megatron-core is not the version whose lines the patches name.
     """
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     import megatron.core
 
     if megatron.core.__version__ != MEGATRON_VERSION:
@@ -269,10 +276,9 @@ def _fix_torch_adam_in_distributed_optimizer() -> None:
         return
     sharded_state_dict, load_state_dict = cls.sharded_state_dict, cls.load_state_dict
 
-    def fixed_sharded_state_dict(self: Any, *args: Any, is_loading: bool = False, **kwargs: Any) -> Any:
-        if is_loading:
-            _fill_adam_state(self.optimizer)
-        return sharded_state_dict(self, *args, is_loading=is_loading, **kwargs)
+    def fixed_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _fill_adam_state(self.optimizer)
+        return sharded_state_dict(self, *args, **kwargs)
 
     def fixed_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)

@@ -22,10 +22,10 @@ A run is a YAML file. Each section of it is one of
 - the name of a part: `model: fem_sm_340m` reads `configs/model/fem_sm_340m.yaml` (the folder beside the run's);
 - a mapping with `base: <part>` and keys that go over the part's. A part may have a `base` too.
 
-`section.key=value` on the command line goes over the file; the value is YAML. List items are counted from 0 (`data.train.0.prefix=...`), and
-a whole section can be swapped (`model=transformer_340m`), which comes before single keys. A key that is not on this page, a value of another
-type or outside its choices stops the program with one line and exit code 2. Numbers may be written `1e-4`, whole ones also `15_000_000_000`
-or `15e9`.
+`section.key=value` on the command line goes over the file; the value is YAML. List items are counted from 0 (`data.train.0.prefix=...`),
+and a whole section can be swapped (`model=transformer_340m`), which comes before single keys. A key that is not on this page, a value of
+another type or outside its choices stops the program with one line and exit code 2. Numbers may be written `1e-4`, whole ones also
+`15_000_000_000` or `15e9`. `python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing.
 """
 
 
@@ -50,7 +50,12 @@ def page() -> str:
 def _row(key: str, item: Any, kind: Any) -> str:
     choices = item.metadata.get("choices")
     words = ", ".join(f"`{choice}`" for choice in choices) if choices else describe(kind)
-    return f"| `{key}` | {words} | {_default(item.default)} | {item.metadata['doc'].replace('|', chr(92) + '|')} |"
+    return f"| `{key}` | {words} | {_default(item.default)} | {_cell(item.metadata['doc'])} |"
+
+
+def _cell(text: str) -> str:
+    """Text that Markdown shows as it is inside a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _default(value: Any) -> str:

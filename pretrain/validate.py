@@ -183,7 +183,7 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> None:
 
 
 def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
-    """Which replacements for a parallel ``size`` fit the processes, ``other`` being the other model-parallel size; any, where it does not."""
+    """Which sizes may replace ``size``: those that fit the processes beside the ``other`` size; any, where ``size`` does not fit."""
     fits = world_size % (size * other) == 0
     return lambda count: not fits or world_size % (count * other) == 0
 

@@ -1,0 +1,1 @@
+"""Tools over finished runs, one room each."""

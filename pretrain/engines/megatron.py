@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -210,7 +210,7 @@ class MegatronEngine:
         limit = self.config.optimizer.clip_grad
         for optimizer in self.optimizer.chained_optimizers:
             if limit > 0 and optimizer.get_parameters():
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
+                clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
 
 
 class _Replay:

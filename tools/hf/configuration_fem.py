@@ -68,6 +68,8 @@ class FemLMConfig(PretrainedConfig):
             raise ValueError(f"attention_backend={attention_backend!r} is none of auto, fused, reference")
         if learned_temperature and not free_energy:
             raise ValueError("learned_temperature=True needs free_energy=True: lambda weighs the free-energy branch")
+        if rope and qk_head_dim % 2:
+            raise ValueError(f"qk_head_dim={qk_head_dim} is odd: rotary position embedding pairs its channels")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size

@@ -1,0 +1,144 @@
+"""Builds what a run needs, each part from the ones above it, and hands it to the loop: process groups, data, engine, checkpoints, trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fem_megatron import platform
+from pretrain.checkpoint import Checkpoints, Found, Progress, find
+from pretrain.config import RunConfig
+from pretrain.data import Datasets, build_datasets
+from pretrain.data_facts import DataFacts
+from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+from pretrain.loader import ConfigError
+from pretrain.loggers import make_callbacks
+from pretrain.metrics import Meter
+from pretrain.plan import flops_per_token, make_plan, peak_tflops
+from pretrain.run_directory import describe, run_directory
+from pretrain.schedule import Schedule
+from pretrain.trainer import Outcome, TooManyBadSteps, Trainer
+from pretrain.validate import Prepared
+
+__all__ = ["TooManyBadSteps", "train"]
+
+
+def train(prepared: Prepared) -> Outcome:
+    """One attempt of the run, from its newest good checkpoint or from the start.
+
+    Raises:
+        ConfigError: what only the checkpoints can tell is wrong with the configuration.
+        TooManyBadSteps: the loss or gradient stayed non-finite.
+    """
+    config, facts = prepared.config, prepared.facts
+    assert facts is not None
+    platform.initialize_distributed()
+    try:
+        return _attempt(config, facts, prepared.world_size)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
+    folder, schedule = run_directory(config), Schedule.of(config)
+    first = torch.distributed.get_rank() == 0
+    say = _speaker(first)
+    initialize_model_parallel(config)
+    checkpoints = Checkpoints(folder / "checkpoints", config, say)
+    found = _starting_point(config, checkpoints)
+    resumed = found is not None and found.path.parent == checkpoints.folder
+    progress = found.progress if found is not None and resumed else Progress(0, 0, schedule.total_samples)
+    if resumed and found is not None:
+        _check_resumable(found, config, facts, schedule)
+        progress = replace(progress, order_samples=max(progress.order_samples, schedule.total_samples))
+    if first:
+        describe(config, folder, world_size)
+    plan = make_plan(config, world_size, facts, cuda=platform.has_cuda())
+    data = _data(config, facts, progress.order_samples, folder)
+    engine = MegatronEngine(config, schedule)
+    say(
+        f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {schedule.steps} steps of {schedule.step_tokens} tokens on "
+        f"{world_size} x {platform.device_name()} (TP {config.parallel.tensor_model_parallel_size}, "
+        f"PP {config.parallel.pipeline_model_parallel_size}, DP {plan.data_parallel}, {config.train.precision})"
+    )
+    if found is not None:
+        checkpoints.load(engine, found, model_only=not resumed)
+        say(f"{'resumed' if resumed else 'weights taken'} from {found.path}" + (f" at step {progress.step}" if resumed else ""))
+    trainer = Trainer(
+        config=config,
+        schedule=schedule,
+        engine=engine,
+        data=data,
+        checkpoints=checkpoints,
+        callbacks=make_callbacks(config, folder, schedule.steps) if first else [],
+        meter=Meter(
+            step_tokens=schedule.step_tokens,
+            flops_per_token=flops_per_token(config),
+            world_size=world_size,
+            peak_tflops=peak_tflops(config.log.device or platform.device_name()),
+        ),
+        progress=progress,
+        content_key=facts.content_key,
+    )
+    try:
+        return trainer.run()
+    finally:
+        for callback in trainer.callbacks:
+            callback.on_end()
+
+
+def _starting_point(config: RunConfig, checkpoints: Checkpoints) -> Found | None:
+    """The run's own newest checkpoint, else the one that ``checkpoint.load`` names, else nothing."""
+    own = checkpoints.newest()
+    if own is not None:
+        if config.checkpoint.resume == "none":
+            raise ConfigError(
+                f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to continue, or another run_dir to start anew"
+            )
+        return own
+    return find(Path(config.checkpoint.load)) if config.checkpoint.load else None
+
+
+def _check_resumable(found: Found, config: RunConfig, facts: DataFacts, schedule: Schedule) -> None:
+    if found.manifest["data"] != facts.content_key:
+        raise ConfigError(
+            f"checkpoint {found.path} was trained on other data than data.train and data.valid name now; restore the data, or start a new "
+            f"run (another run_dir) from its weights with checkpoint.load={found.path}"
+        )
+    progress = found.progress
+    if schedule.total_samples <= progress.order_samples:
+        return
+    room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"}
+    weights = {source.prefix: source.weight for source in config.data.train}
+    for prefix, tokens in room.items():
+        share = weights[prefix] / sum(weights.values())
+        if schedule.total_samples * schedule.sample_tokens * share > tokens:
+            raise ConfigError(
+                f"the run is now {schedule.total_samples} samples long, but its data order was drawn for {progress.order_samples} and "
+                f"{prefix} would be read more than once: samples already seen would come again out of order; keep the run within "
+                f"{progress.order_samples} samples, or start a new run from checkpoint.load={found.path}"
+            )
+
+
+def _data(config: RunConfig, facts: DataFacts, samples: int, folder: Path) -> Datasets:
+    assert config.model.vocab_size is not None
+    return build_datasets(
+        config,
+        vocab_size=config.model.vocab_size,
+        eod_id=facts.eod_id or 0,
+        content_key=facts.content_key,
+        train_samples=samples,
+        default_cache=folder / "index_cache",
+    )
+
+
+def _speaker(first: bool) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if first:
+            print(text, flush=True)
+
+    return say
+

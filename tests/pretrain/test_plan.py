@@ -1,0 +1,237 @@
+"""The plan's arithmetic against counts made another way, and its speed: no torch, no start."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fem_megatron.config import FemConfig, ModelConfig
+from pretrain.config import RunConfig
+from pretrain.data_facts import DataFacts, SourceFacts
+from pretrain.loader import load_run
+from pretrain.memory import chunks_in_flight, layer_activations
+from pretrain.plan import (
+    checkpoint_bytes,
+    count_by_component,
+    flops_per_token,
+    forward_flops,
+    hardware_flops_per_token,
+    make_plan,
+    parameter_shapes,
+    peak_tflops,
+    render,
+    stage_parameters,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs" / "run"
+LARGE = "fem_sm_1.3b_100bt.yaml"
+TP, PP, VPP = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+)
+
+
+def run(name: str, *overrides: str) -> RunConfig:
+    return load_run(CONFIGS / name, overrides)
+
+
+def total(model: ModelConfig) -> int:
+    return sum(count_by_component(model).values())
+
+
+# --- parameters ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_transformer_has_the_parameters_of_the_textbook() -> None:
+    width, inner, rows, layers = 2048, 5632, 32000, 24
+    layer = 4 * width * width + 3 * width * inner + 2 * width  # q, k, v, o; gate, up, down; two norms
+    assert total(run("transformer_1.3b_100bt.yaml").model) == layers * layer + width + 2 * rows * width
+
+
+@pytest.mark.parametrize("name", ["fem_sm_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml"])
+def test_a_fem_has_the_transformers_parameters_within_2_percent(name: str) -> None:
+    model = run(name).model
+    transformer = total(replace(model, mixer="transformer"))
+    assert abs(total(model) / transformer - 1) < 0.02
+    # Without C the budget is the Transformer's but for beta, one number a value channel and layer.
+    without = replace(model, fem=FemConfig(conditioner=False))
+    assert total(without) == transformer + model.num_layers * model.hidden_size // 2
+
+
+def test_the_conditioner_has_the_parameters_of_its_equations() -> None:
+    model = run(LARGE).model
+    width, state = 2048, 1024 // 16
+    packed = 2 * width + 3 * width // 2  # q, k of D; v, lambda, g of D/2
+    layer = width + state + 3 * state * width + state * packed  # two norms, W_a W_f W_r, W_out
+    assert count_by_component(model)["conditioner"] == model.num_layers * layer
+
+
+def test_each_switch_takes_exactly_its_own_parameters_away() -> None:
+    def names(fem: FemConfig) -> set[str]:
+        shapes = parameter_shapes(ModelConfig(vocab_size=100, num_layers=1, fem=fem))
+        return {name.removeprefix("decoder.layers.0.self_attention.") for name in shapes}
+
+    everything = names(FemConfig())
+    assert everything - names(FemConfig(conditioner=False)) == {
+        "tdc.norm.weight",
+        "tdc.in_proj.weight",
+        "tdc.state_norm.weight",
+        "tdc.out_proj.weight",
+    }
+    assert everything - names(FemConfig(temperature=False)) == {"beta"} == everything - names(FemConfig(free_energy=False))
+    assert everything == names(FemConfig(gate=False))
+    untied, tied = (set(parameter_shapes(ModelConfig(vocab_size=100, num_layers=1, tie_embeddings=tie))) for tie in (False, True))
+    assert untied - tied == {"output_layer.weight"}
+
+
+def test_the_embedding_is_padded_whatever_the_layout() -> None:
+    assert parameter_shapes(ModelConfig(vocab_size=1001, num_layers=1))["embedding.word_embeddings.weight"] == (1024, 768)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", [[f"{PP}=3"], [f"{TP}=2"], [f"{TP}=2", f"{PP}=2"], [f"{PP}=2", f"{VPP}=3"]])
+def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(layout: list[str], tied: bool) -> None:
+    config = run("demo.yaml", "model.vocab_size=6000", f"model.tie_embeddings={str(tied).lower()}", *layout)
+    tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    shapes = parameter_shapes(config.model)
+    vectors = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 1 and not name.endswith("beta"))
+    copies = vectors * (tensor - 1)
+    if tied and stages > 1:
+        copies += math.prod(shapes["embedding.word_embeddings.weight"])
+    assert tensor * sum(stage_parameters(config)) == total(config.model) + copies
+
+
+# --- FLOPs ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
+    model, length = ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16), 9
+    shape = model.mixer_shape()
+    pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
+    # A pair costs a head one product over d_k for its score, and one over [v | U], twice d_v, for its read.
+    whole = pairs * shape.heads * (2 * shape.qk_head + 2 * (2 * shape.value_head))
+    assert forward_flops(model, length)["attention"] * length == pytest.approx(whole, rel=1e-12)  # float64 rounding
+
+
+def test_budget_i_costs_what_the_transformer_costs_but_for_the_conditioner() -> None:
+    model = run(LARGE).model
+    fem, transformer = (forward_flops(replace(model, mixer=mixer), 4096) for mixer in ("fem_softmax", "transformer"))
+    conditioner = fem.pop("conditioner")
+    assert fem == transformer
+    assert conditioner == 2 * model.num_layers * (3 * 64 * 2048 + 64 * 3.5 * 2048)
+
+
+def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layers() -> None:
+    config = run(LARGE)
+    forward = forward_flops(config.model, 4096)
+    assert flops_per_token(config) == 3 * sum(forward.values()) == hardware_flops_per_token(config)
+    again = replace(config, train=replace(config.train, recompute="full"))
+    assert flops_per_token(again) == flops_per_token(config)  # the MFU does not reward recompute
+    assert hardware_flops_per_token(again) == 4 * sum(forward.values()) - forward["output layer"]
+    # 2 FLOPs a matrix parameter, the embedding's look-up aside, plus attention.
+    weights = sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if len(shape) == 2 and "embed" not in name)
+    assert sum(forward.values()) == 2 * weights + forward["attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("cpu", None)]
+)
+def test_a_device_is_found_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+# --- memory --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "distributed", "weights", "optimizer"),
+    [("bf16", True, 2, 12 / 4), ("bf16", False, 2, 12), ("fp32", True, 4, 8 / 4), ("fp32", False, 4, 8)],
+)
+def test_static_memory_is_bytes_a_parameter(precision: str, distributed: bool, weights: int, optimizer: float) -> None:
+    overrides = [f"train.precision={precision}", f"parallel.use_distributed_optimizer={str(distributed).lower()}", "model.vocab_size=6000"]
+    config = run("demo.yaml", *overrides)
+    plan = make_plan(config, 4)
+    (stage,) = plan.memory
+    assert stage.parameters == plan.total_parameters
+    assert (stage.weights, stage.gradients) == (weights * stage.parameters, 4 * stage.parameters)
+    assert stage.optimizer == pytest.approx(optimizer * stage.parameters, abs=12)  # the last rank's share is rounded up
+    # The distributed optimizer stores its fp32 parameters in either precision, the plain one in bf16 alone.
+    stored = {("bf16", True): 14, ("bf16", False): 14, ("fp32", True): 16, ("fp32", False): 12}[precision, distributed]
+    assert checkpoint_bytes(config) == stored * plan.total_parameters
+
+
+def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
+    config = run("demo.yaml", "model.vocab_size=6000", f"{PP}=3")
+    assert [chunks_in_flight(config, stage, 1) for stage in range(3)] == [3, 2, 1]
+    assert [chunks_in_flight(config, stage, 4) for stage in range(3)] == [1, 1, 1]  # one micro-batch a step, no more
+    interleaved = run("demo.yaml", "model.vocab_size=6000", f"{PP}=2", f"{VPP}=3", "train.global_batch_size=32")
+    # Warm-up (PP - rank - 1) * 2 + (VPP - 1) * PP passes of a chunk, and the one under way.
+    assert [chunks_in_flight(interleaved, stage, 1) for stage in range(2)] == [7, 5]
+
+
+def test_parallelism_and_recompute_save_what_they_should() -> None:
+    plain = run(LARGE)
+    peak = make_plan(plain, 8).memory[0]
+    recomputed = make_plan(run(LARGE, "train.recompute=full"), 8).memory[0]
+    # Full recompute keeps one residual of 2048 bf16 numbers a layer and token, and the loss's part.
+    assert recomputed.activations < peak.activations / 10
+    assert recomputed.workspace > peak.workspace
+    half = run(LARGE, f"{TP}=2")
+    for term, bytes_per_token in layer_activations(half, cuda=True).items():
+        whole = layer_activations(plain, cuda=True)[term]
+        assert whole / 2 <= bytes_per_token <= whole
+    assert sum(layer_activations(run(LARGE, f"{TP}=2", "parallel.sequence_parallel=true"), cuda=True).values()) < sum(
+        layer_activations(half, cuda=True).values()
+    )
+
+
+def test_the_papers_recipes_fit_their_gpus() -> None:
+    for name in (LARGE, "transformer_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml", "transformer_340m_15bt.yaml"):
+        # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
+        assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9
+
+
+# --- the plan as a whole -------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_those_of_the_papers() -> None:
+    plan = make_plan(run(LARGE), 8)
+    assert plan.schedule.step_tokens == 128 * 4096
+    assert 100e9 <= plan.tokens < 100e9 + plan.schedule.step_tokens
+    assert (plan.data_parallel, plan.micro_batches) == (8, 8)
+
+
+def test_the_text_says_what_was_asked_for() -> None:
+    config = run(LARGE)
+    source = SourceFacts("train", "data.train.0.prefix", "x", 50_000_000_000, 1, "uint16", None, None)
+    text = render(make_plan(config, 8, DataFacts(32000, 2, None, (source,))))
+    for words in (
+        "conditioner",
+        "1,384,820,224",
+        "+1.50%",
+        "190,735 steps",
+        "TP 1 x PP 1 x DP 8",
+        "2.00 epochs",
+        "checkpoint on disk",
+        "peak",
+    ):
+        assert words in text
+    assert len(max(text.splitlines(), key=len)) <= 120
+    assert "interleaved, 3 chunks" in render(make_plan(run("demo.yaml", "model.vocab_size=6000", f"{PP}=2", f"{VPP}=3"), 2))
+
+
+def test_planning_needs_neither_torch_nor_megatron_and_takes_no_time() -> None:
+    began = time.process_time()
+    render(make_plan(run(LARGE), 8))
+    assert time.process_time() - began < 0.5  # seconds of this process: "a second", with the interpreter's start and a slow machine
+    modules = "pretrain.loader, pretrain.validate, pretrain.plan, pretrain.memory, pretrain.data_facts, pretrain.reference_page"
+    code = f"import sys, {modules}; sys.exit(bool({{'torch', 'megatron', 'numpy'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
