@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
 from fem_megatron import platform
 from pretrain.checkpoint import Checkpoints, Found, Progress, find
@@ -39,6 +40,7 @@ def train(prepared: Prepared) -> Outcome:
     try:
         return _attempt(config, facts, prepared.world_size)
     finally:
+        parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
 

@@ -47,15 +47,17 @@ def fem_attention(
     scale: float | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Two-level gated free-energy read o = gate * ((1 - lam) * mu + lam * F), with mu and F taken under p = softmax(scale * q k^T).
+    """Two-level gated free-energy read o = gate * ((1 - lam) * mu + lam * F), with mu and F under p = softmax(scale * q k^T).
 
-    Shapes: q [b, h, tq, dk], k [b, h, tk, dk], v [b, h, tk, dv], beta [h, dv] (positive), lam and gate [b, h, tq, dv]; returns [b, h, tq, dv].
-    The queries are the last tq of the tk positions (decoding: tq < tk). beta None: o = mu. lam None: o = F. gate None: no gate.
+    Shapes: q [b, h, tq, dk], k [b, h, tk, dk], v [b, h, tk, dv], beta [h, dv] (positive), lam and gate [b, h, tq, dv];
+    returns [b, h, tq, dv]. The queries are the last tq of the tk positions (decoding: tq < tk).
+    beta None: o = mu. lam None: o = F. gate None: no gate.
     Types: q, k, v all float64, float32 or bfloat16; beta, lam, gate the same, or float32 beside bfloat16. The result has q's type.
-    implementation: "reference" is exact for any values; "fused" (today also "auto") is torch's attention on [v | U], exact while beta * (max v - min v)
-    over the sequence is at most 80 in every channel. Beyond that, or with non-finite values, the reference runs for that call and a warning says so, once.
-    Which implementation runs is logged (level INFO) once. Raises ValueError for shapes, types or names that do not fit.
-    Equations: Free Energy Mixer, eq. of the two-level gated read; numerics in kernels/README.md.
+    implementation: "reference" is exact for any finite values. "fused" (today also "auto") is torch's attention on [v | U], right while
+    beta * (max v - min v) over the sequence is at most 80 in every channel. Beyond that, or with values that are not finite, the
+    reference runs for that call and a warning says so, once; to know it, each call with beta waits for the device.
+    Which implementation runs is logged once (level INFO). Raises ValueError for shapes, types or names that do not fit.
+    Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
     _check(q, k, v, beta, lam, gate, causal, implementation)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,11 +1,13 @@
 """The free-energy read as standard attention on other values: prep -> torch's fused attention -> epilogue. Nothing here may clip a value.
 
-A constant per (batch, head, channel) cancels out of the free energy. With c the middle of v's range over the sequence (detached), x = beta (v - c):
+A constant per (batch, head, channel) cancels out of the free energy. With c the middle of v's range over the sequence (detached) and
+x = beta (v - c), torch's attention gives [mu | Z] from the values [v | U]:
 
-    kappa = 0:  U = exp(x)           [mu | Z] = attention(q, k, [v | U])     F - mu = log(Z) / beta - (mu - c)
-    kappa = 1:  U = exp(x) - 1 - x   y = beta (mu - c) + Z                   F - mu = (log1p(y) - y + Z) / beta
+    kappa = 0:  U = exp(x)                                        F - mu = log(Z) / beta - (mu - c)
+    kappa = 1:  U = exp(x) - 1 - x,  y = beta (mu - c) + Z        F - mu = (log1p(y) - y + Z) / beta
 
-kappa = 1 where beta * range is small: the stream then carries only what goes beyond the mean, so a small F - mu keeps its digits (in bfloat16 above all).
+kappa = 1 where beta * range is small: U then carries only what goes beyond the mean, so a small F - mu keeps its digits, above all
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ LOWEST_Y = math.expm1(-SHIFT_BELOW / 2)  # y = E[exp(x)] - 1 cannot be less; onl
 
 
 def value_centre_and_range(v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The middle of v's range and the range of beta * v over the sequence, per (batch, head, channel): [b, h, 1, dv] each, detached, float32 or float64."""
+    """The middle of v's range and the range of beta * v over the sequence: [b, h, 1, dv] each, detached, float32 or float64."""
     low, high = torch.aminmax(v.detach(), dim=2, keepdim=True)
     low, high = low.to(_compute_type(v)), high.to(_compute_type(v))
     return (low + high) / 2, beta.detach().to(_compute_type(v))[:, None] * (high - low)
@@ -42,8 +44,9 @@ def fused_attention(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`, centre and spread from `value_centre_and_range` (None without beta).
+    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
 
+    centre and spread come from `value_centre_and_range` (None without beta); spread must be at most MAX_RANGE, which the caller checks.
     Prep and epilogue run in float32 for float32 and bfloat16 inputs, in float64 for float64; the attention runs in q's type.
     """
     compute = _compute_type(q)

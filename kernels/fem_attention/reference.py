@@ -1,4 +1,4 @@
-"""The definition of the free-energy read: plain PyTorch, any device, exact for any finite values. No fast path and no approximation may come in.
+"""The definition of the free-energy read: plain PyTorch, any device, exact for any finite values. No approximation may come in.
 
     mu[t, j] = sum_i p_t(i) v[i, j]
     F[t, j]  = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j])      with its own maximum for every (t, j)
@@ -22,7 +22,7 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, *, causal: bool, scale: float
 ) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32 and rounded at the end."""
+    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end."""
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads = [t.to(compute).flatten(0, 1) for t in (q, k, v)]
     temperature = None if beta is None else beta.to(compute).expand(v.shape[0], -1, -1).flatten(0, 1)
@@ -37,7 +37,7 @@ def reference_attention(
 
 
 class _Read(torch.autograd.Function):
-    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv]; F is left empty without beta. The backward makes its blocks again."""
+    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv]; F is left empty without beta. The backward remakes blocks."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ class _Read(torch.autograd.Function):
         q, k, v, beta, mu, free_energy = ctx.saved_tensors
         d_mu, d_free = grads
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-        d_beta = None if beta is None else torch.zeros_like(beta)
+        d_beta = torch.zeros_like(v[:, 0])
         for n, rows, keys in _blocks(q, v, ctx.causal):
             log_p = _log_prior(q[n, rows], k[n, keys], ctx.causal, ctx.scale)
             p = log_p.exp()
@@ -73,11 +73,11 @@ class _Read(torch.autograd.Function):
             d_scores = d_log_p - p * d_log_p.sum(-1, keepdim=True)
             dq[n, rows] = d_scores @ k[n, keys] * ctx.scale
             dk[n, keys] += d_scores.mT @ q[n, rows] * ctx.scale
-        return dq, dk, dv, None if d_beta is None else d_beta / beta, None, None
+        return dq, dk, dv, None if beta is None else d_beta / beta, None, None
 
 
 def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
-    """Slices (heads, queries, keys) with a bounded number of terms (one query of one head at the least); keys end at the last query's own."""
+    """Slices (heads, queries, keys) with a bounded number of terms, at least one query of one head; keys end at the last query's own."""
     (n, tq), (tk, channels) = q.shape[:2], v.shape[1:]
     terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
     heads_at_once = max(1, min(n, terms // (tq * tk * channels)))

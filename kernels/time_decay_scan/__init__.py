@@ -1,4 +1,4 @@
-"""The time-decay scan of FEM's conditioner: one public function, `time_decay_scan`. Projections, norms and gates stay with the layer that calls it."""
+"""The time-decay scan of FEM's conditioner: one public function, `time_decay_scan`. Projections, norms and gates stay with the layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["time_decay_scan"]
 def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None) -> Tensor:
     """First-order scan s_t = exp(a_t) s_{t-1} + x_t along the first dimension, with s_{-1} = initial (zero when None).
 
-    Shapes: a and x [t, ...] alike, initial [...] (the state before step 0; for decoding, the last state of the part before). Returns s [t, ...].
+    Shapes: a and x [t, ...] alike, initial [...] (the state before step 0; in decoding, the last state so far). Returns s [t, ...].
     a <= 0 is the caller's promise (a log-decay; -inf, a full reset, is allowed) and is not checked, since that would wait for the device.
     Types: all float64, float32 or bfloat16; bfloat16 is computed in float32 and rounded at the end.
     Raises ValueError for shapes, types or devices that do not fit. Equation: Free Energy Mixer, the time-decay conditioner.

@@ -1,8 +1,8 @@
-"""The first-order scan s_t = exp(a_t) s_{t-1} + x_t in plain PyTorch, any device. Only window sums of a (<= 0) are ever exponentiated.
+"""The first-order scan s_t = exp(a_t) s_{t-1} + x_t in plain PyTorch, any device. Only sums of a over windows (<= 0) may be exponentiated.
 
-Neighbouring steps are joined in pairs, (a, x), (a', x') -> (a + a', exp(a') x + x'), the half as long scan is solved the same way, and the steps
-between are filled in: log2(t) rounds, about 2 t joins, no loop over tokens. A state is made from its own past alone, so it never moves by a bit
-when later steps change.
+Neighbouring steps are joined in pairs, (a, x), (a', x') -> (a + a', exp(a') x + x'), the scan of half the length is solved the same way,
+and the steps between are filled in: log2(t) rounds, about 2 t joins, no loop over tokens. A state is made from its own past alone, so it
+never moves by a bit when later steps change.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ def inputs(
     sharpness: float = 1.0,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Random q, k, v, beta, lam, gate by name; value_range: v uniform so that beta * v spans about this much."""
     rng = torch.Generator().manual_seed(seed)
 
@@ -68,13 +69,14 @@ def inputs(
 
 
 def relative(got: Tensor, truth: Tensor) -> float:
-    """Norm-wise relative error against a float64 truth."""
+    """Norm-wise relative error."""
+    got, truth = got.detach(), truth.detach()
     return float((got.double() - truth.double()).norm() / truth.double().norm())
 
 
-def results(read: Callable[..., Tensor], x: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+def results(read: Callable[..., Tensor], x: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
     """The read of x in dtype and its gradients (of a random weighting) with respect to each entry of x."""
-    leaves = [t.to(dtype).requires_grad_() for t in x.values()]
+    leaves = [t.detach().to(dtype).requires_grad_() for t in x.values()]
     o = read(*leaves)
     w = torch.randn(o.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     return [o.detach(), *torch.autograd.grad(o, leaves, w.to(dtype))]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ def inputs(steps: int, *rest: int, slowness: float = 0.0, dtype: torch.dtype = t
     return -torch.nn.functional.softplus(a - slowness).to(dtype), x.to(dtype), initial.to(dtype)
 
 
-def with_gradients(function, *tensors: Tensor) -> list[Tensor]:
+def with_gradients(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors]
     states = function(*leaves)
     w = torch.randn(states.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -117,14 +119,19 @@ def test_bfloat16_is_rounded_once() -> None:
     states = time_decay_scan(a, x, initial)
     assert states.dtype == torch.bfloat16
     exact = loop(a.double(), x.double(), initial.double())
-    # 2^-9 is bfloat16's rounding; 1e-6 for the float32 inside
-    assert ((states.double() - exact).abs() <= (2**-9 + 1e-6) * exact.abs() + 1e-6).all()
+    # 2^-8 is bfloat16's unit roundoff; 1e-6 for the float32 inside
+    assert ((states.double() - exact).abs() <= (2**-8 + 1e-6) * exact.abs() + 1e-6).all()
 
 
 def test_rounds_grow_with_the_logarithm_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     scan = reference._scan
-    monkeypatch.setattr(reference, "_scan", lambda a, x: calls.append(len(x)) or scan(a, x))
+
+    def counted(a: Tensor, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return scan(a, x)
+
+    monkeypatch.setattr(reference, "_scan", counted)
     time_decay_scan(torch.zeros(4096, 1), torch.ones(4096, 1))
     assert calls == [4096 >> i for i in range(13)]
 

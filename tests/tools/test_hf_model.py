@@ -609,8 +609,8 @@ def test_wrong_states_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ExportError, match=message):
             export(config, tmp_path / "out", state=bad)
-    with pytest.raises(ExportError, match="has 49 entries, the model was trained with 50"):
-        export(config, tmp_path / "out", tokenizer_dir=write_tokenizer(tmp_path / "tokenizer", VOCAB - 1))
+    with pytest.raises(ExportError, match="has 51 entries, the model's vocabulary only 50"):
+        export(config, tmp_path / "out", tokenizer_dir=write_tokenizer(tmp_path / "tokenizer", VOCAB + 1))
     with pytest.raises(ExportError, match="no tokenizer folder"):
         export(config, tmp_path / "out", tokenizer_dir=tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tokenizer"]
@@ -634,12 +634,15 @@ def test_occupied_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a checkpoint's manifest: dtype, tokenizer (the data's), card; the user's errors end in one line and exit code 2."""
+    """From a checkpoint: dtype, tokenizer, card; the user's errors end in one line and exit code 2."""
     config, data = model_config(), tmp_path / "data"
     state = random_state(config, dtype=torch.bfloat16)
     write_tokenizer(data / "tokenizer", VOCAB)
-    (data / "manifest.json").write_text(json.dumps({"tokenizer": {"path": "tokenizer"}}))
-    sections: dict[str, Any] = {"tokenizer": None, "train": [{"prefix": str(data / "train"), "weight": 1.0}], "seq_length": 64}
+    sections: dict[str, Any] = {
+        "tokenizer": str(data / "tokenizer"),
+        "train": [{"prefix": str(data / "train"), "weight": 1.0}],
+        "seq_length": 64,
+    }
     manifest = {"config": {"name": "run", "data": sections}, "progress": {"step": 10, "consumed_samples": 80}}
 
     def load_full_model_state(path: Path) -> tuple[dict[str, Tensor], ModelConfig, dict[str, Any]]:
@@ -653,10 +656,10 @@ def test_export_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (data / "tokenizer" / "tokenizer.json").read_bytes()
     card = (tmp_path / "out" / "README.md").read_text().splitlines()
     assert {"# run", "| Tokens seen | 5,120 |", "| Optimizer steps | 10 |", "| Context length | 64 |"} <= set(card)
+    sections["tokenizer"] = str(tmp_path / "gone")
     assert main(["export", "checkpoint", str(tmp_path / "wide"), "--dtype", "float32", "--tokenizer", str(data / "tokenizer")]) == 0
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
     capsys.readouterr()
-    sections["tokenizer"] = str(tmp_path / "gone")
     for checkpoint, message in (("nothing", "no checkpoint there"), ("checkpoint", "is not there: name its folder with --tokenizer DIR")):
         assert main(["export", checkpoint, str(tmp_path / "bad")]) == 2
         error = capsys.readouterr().err
@@ -688,7 +691,7 @@ STRANGER = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 inputs = tokenizer("w1 w2 w3", return_tensors="pt")
 tokens = model.generate(**inputs, max_new_tokens=5, do_sample=False)
 assert not {"fem_megatron", "kernels", "pretrain", "tools", "megatron"} & {name.split(".")[0] for name in sys.modules}
@@ -708,6 +711,7 @@ def test_stranger_loads_the_folder(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     eos, pad, length, _ = run.stdout.split()[-4:]
     assert (eos, pad) == ("0", "0") and 4 <= int(length) <= 8
+    assert len({file.stat().st_mode for file in out.iterdir()}) == 1
     text = (out / "README.md").read_text()
     for piece in (
         "# small",

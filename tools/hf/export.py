@@ -97,6 +97,9 @@ def export_state_dict(
             shutil.copyfile(Path(__file__).with_name(name), folder / name)
         if tokenizer is not None:
             tokenizer.copy_to(folder)
+        mode = (folder / "config.json").stat().st_mode
+        for file in folder.glob("*.safetensors"):
+            file.chmod(mode)  # safetensors lets the owner alone read what it writes
         parameters = sum(weight.numel() for weight in weights.values())
         (folder / "README.md").write_text(model_card(config, parameters, card, tokenizer is not None), encoding="utf-8")
         _move_into_place(folder, out, Path(scratch) / "replaced")
@@ -205,8 +208,10 @@ class _Tokenizer:
         except (OSError, ValueError) as error:
             raise ExportError(f"{folder} is no tokenizer folder: {str(error).splitlines()[0]}") from error
         entries = max(tokenizer.get_vocab().values()) + 1
-        if entries != model.vocab_size:
-            raise ExportError(f"the tokenizer in {folder} has {entries} entries, the model was trained with {model.vocab_size}")
+        if model.vocab_size is None or entries > model.vocab_size:
+            raise ExportError(
+                f"the tokenizer in {folder} has {entries} entries, the model's vocabulary only {model.vocab_size}: not its tokenizer"
+            )
         return cls(folder, tokenizer)
 
     def special_ids(self) -> dict[str, int | None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .export import ExportError, export_state_dict, refuse_occupied
+from fem_megatron.platform import quiet_libraries
+
+from .export import VOCABULARY, ExportError, check_state, export_state_dict, refuse_occupied
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -21,15 +22,17 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, tokenizer:
         ConfigError: the checkpoint cannot be read.
     """
     refuse_occupied(out, overwrite)
+    quiet_libraries()
     from pretrain.checkpoint import load_full_model_state  # Megatron-core takes seconds to import: not for --help or a wrong argument
 
     state, model, manifest = load_full_model_state(checkpoint)
+    check_state(state, model)
     export_state_dict(
         state,
         model,
         out,
         tokenizer_dir=tokenizer or tokenizer_folder(manifest["config"]["data"]),
-        dtype=next(iter(state.values())).dtype if dtype is None else DTYPES[dtype],
+        dtype=state[VOCABULARY[0]].dtype if dtype is None else DTYPES[dtype],
         card=training_card(manifest),
         overwrite=overwrite,
     )
@@ -37,17 +40,15 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, tokenizer:
 
 
 def tokenizer_folder(data: dict[str, Any]) -> Path | None:
-    """The tokenizer of a run's ``data`` section: the folder it names, else the one in its training data's manifest.json, else None.
+    """The tokenizer that a run's resolved ``data`` section names, None if it names none.
 
     Raises:
-        ExportError: a folder is named and is not there.
+        ExportError: the folder named is not there.
     """
-    folder = Path(data["tokenizer"]) if data["tokenizer"] else None
-    for source in data["train"]:
-        described = Path(source["prefix"]).parent / "manifest.json"
-        if folder is None and described.is_file():
-            folder = described.parent / json.loads(described.read_text(encoding="utf-8"))["tokenizer"]["path"]
-    if folder is not None and not folder.is_dir():
+    if data["tokenizer"] is None:
+        return None
+    folder = Path(data["tokenizer"])
+    if not folder.is_dir():
         raise ExportError(f"the tokenizer of the training, {folder}, is not there: name its folder with --tokenizer DIR")
     return folder
 

@@ -63,7 +63,7 @@ def _usage(has_tokenizer: bool) -> str:
         "",
         'folder = "."  # this folder, or the name of this repository',
         "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)",
-        *(["tokenizer = AutoTokenizer.from_pretrained(folder)"] if has_tokenizer else []),
+        *(["tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)"] if has_tokenizer else []),
         prompt,
         "tokens = model.generate(**inputs, max_new_tokens=40, do_sample=True)",
         show,

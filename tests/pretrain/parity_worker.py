@@ -1,0 +1,109 @@
+"""Runs several layouts one after another in the same processes, all from one checkpoint: ``python parity_worker.py JOBS.json OUT.json``.
+
+Each job is {name, overrides, steps, save?: folder, load?: folder}; the answer maps its name to the losses and grad norms of its steps and
+to a digest of the fresh initialisation. Started by torchrun, or alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fem_megatron import platform
+from pretrain.loader import load_run
+from pretrain.validate import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    platform.quiet_libraries()
+    platform.initialize_distributed()
+    answers = {job["name"]: run_job(job) for job in jobs}
+    if torch.distributed.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(answers))
+    torch.distributed.destroy_process_group()
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from pretrain.checkpoint import Checkpoints, Progress, find
+    from pretrain.data import batches, build_datasets
+    from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+    from pretrain.run_directory import run_directory
+    from pretrain.schedule import Schedule
+
+    world = torch.distributed.get_world_size()
+    prepared = prepare(load_run(ROOT / "configs/run/demo.yaml", job["overrides"]), world)
+    config, facts = prepared.config, prepared.facts
+    assert facts is not None and config.model.vocab_size is not None
+    initialize_model_parallel(config)
+    schedule = Schedule.of(config)
+    engine = MegatronEngine(config, schedule)
+    initial = weights_digest(engine)
+    checkpoints = Checkpoints(run_directory(config) / "checkpoints", config, lambda text: None)
+    progress = Progress(0, 0, schedule.total_samples)
+    if "load" in job:
+        found = find(Path(job["load"]))
+        checkpoints.load(engine, found)
+        progress = found.progress
+    data = build_datasets(
+        config,
+        vocab_size=config.model.vocab_size,
+        eod_id=facts.eod_id or 0,
+        content_key=facts.content_key,
+        train_samples=progress.order_samples,
+        default_cache=Path(sys.argv[2]).parent / "cache",
+    )
+    stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device())
+    steps = []
+    for _ in range(job["steps"]):
+        consumed = progress.consumed_samples + schedule.batch_samples
+        result = engine.train_step(stream, consumed)
+        assert not result.skipped
+        progress = Progress(progress.step + 1, consumed, progress.order_samples)
+        steps.append([result.loss, result.grad_norm])
+    if job.get("save"):
+        checkpoints.save(engine, progress, facts.content_key)
+    checkpoints.close()
+    parallel_state.destroy_model_parallel()
+    return {"steps": steps, "initial": initial}
+
+
+def weights_digest(engine: Any) -> dict[str, str]:
+    """Name in the whole model -> hash of the whole weight, gathered over the ranks from each rank's own slices."""
+    from megatron.core import parallel_state
+
+    from fem_megatron.model import global_name
+
+    mine: dict[str, tuple[int, int, int, torch.Tensor]] = {}
+    for model in engine.models:
+        for name, weight in model.named_parameters():
+            split = getattr(weight, "tensor_model_parallel", False)
+            rank = parallel_state.get_tensor_model_parallel_rank() if split else 0
+            mine[global_name(model, name)] = (rank, getattr(weight, "partition_dim", 0), getattr(weight, "partition_stride", 1), weight.detach())
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    slices: dict[str, dict[int, tuple[int, int, torch.Tensor]]] = {}
+    for rank_slices in everyone:
+        for name, (rank, dim, stride, weight) in rank_slices.items():
+            slices.setdefault(name, {})[rank] = (dim, stride, weight)
+    return {name: digest(parts) for name, parts in slices.items()}
+
+
+def digest(parts: dict[int, tuple[int, int, torch.Tensor]]) -> str:
+    ordered = [parts[rank] for rank in sorted(parts)]
+    dim, stride, _ = ordered[0]
+    blocks = [torch.cat([weight.chunk(stride, dim)[i] for _, _, weight in ordered], dim) for i in range(stride)]
+    return hashlib.sha256(torch.cat(blocks, dim).contiguous().float().numpy().tobytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
