@@ -141,13 +141,13 @@ class Checkpoints:
 
     def newest(self) -> Found | None:
         """The newest good checkpoint, as rank 0 sees it."""
-        return _from_rank_0(lambda: newest_good(self.folder, self.say))
+        return from_rank_0(lambda: newest_good(self.folder, self.say))
 
     def save(self, engine: Engine, progress: Progress, content_key: str) -> Path:
         """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them."""
         self.complete(blocking=True)
         final = self.folder / f"step_{progress.step:08d}"
-        if _from_rank_0(lambda: final.exists() and damage(final) is None):
+        if from_rank_0(lambda: final.exists() and damage(final) is None):
             return final
         started = time.monotonic()
         temporary = self.folder / f".writing_{final.name}"
@@ -232,7 +232,7 @@ def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], Mo
     }
     state = dist_checkpointing.load(wanted, str(found.path), validate_access_integrity=False)
     fields = dict(found.manifest["config"]["model"])
-    return state, ModelConfig(**{**fields, "fem": FemConfig(**fields["fem"])}), found.manifest
+    return {key: state[key] for key in wanted}, ModelConfig(**{**fields, "fem": FemConfig(**fields["fem"])}), found.manifest
 
 
 def _check_identity(found: Found, config: RunConfig, *, model_only: bool) -> None:
@@ -275,7 +275,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _from_rank_0(compute: Callable[[], Any]) -> Any:
+def from_rank_0(compute: Callable[[], Any]) -> Any:
     """One rank's answer for all: folders may look different to others on a shared file system."""
     answer = [compute() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(answer, src=0)

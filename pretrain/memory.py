@@ -133,7 +133,7 @@ def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
-    """Bytes of short-lived tensors at the peak: the larger of the loss's backward pass and a layer's.
+    """Bytes of short-lived tensors at the peak, which is the loss's backward pass (last stage) or, the loss's tensors gone, a layer's.
 
     Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer.
     Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, and under recompute the layer's own activations.
@@ -141,14 +141,15 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
     tokens = train.micro_batch_size * config.data.seq_length
     shape, inner = model.mixer_shape(), model.ffn_size / t
-    layer = e * max(5 * inner, 4 * shape.heads * shape.head_width / t) + e * 2 * model.hidden_size
+    per_token = e * max(5 * inner, 4 * shape.heads * shape.head_width / t) + e * 2 * model.hidden_size
     if train.recompute == "full":
-        layer += sum(layer_activations(config, cuda=cuda).values())
-    needs = [layer * tokens + e * 2 * inner * model.hidden_size]
-    if stage == config.parallel.pipeline_model_parallel_size - 1:
-        rows = model.padded_vocab_size() / t
-        needs.append((rows * e * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size)
-    return int(max(needs))
+        per_token += sum(layer_activations(config, cuda=cuda).values())
+    layer = per_token * tokens + e * 2 * inner * model.hidden_size
+    if stage < config.parallel.pipeline_model_parallel_size - 1:
+        return int(layer)
+    rows = model.padded_vocab_size() / t
+    loss = (rows * e * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
+    return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
 
 
 def _element(config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from fem_megatron import platform
-from pretrain.checkpoint import Checkpoints, Found, Progress, find
+from pretrain.checkpoint import Checkpoints, Found, Progress, find, from_rank_0
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
 from pretrain.data_facts import DataFacts
@@ -19,7 +20,7 @@ from pretrain.loader import ConfigError
 from pretrain.loggers import make_callbacks
 from pretrain.metrics import Meter
 from pretrain.plan import flops_per_token, make_plan, peak_tflops
-from pretrain.run_directory import describe, run_directory
+from pretrain.run_directory import claimed, describe, run_directory
 from pretrain.schedule import Schedule
 from pretrain.trainer import Outcome, TooManyBadSteps, Trainer
 from pretrain.validate import Prepared
@@ -37,8 +38,12 @@ def train(prepared: Prepared) -> Outcome:
     config, facts = prepared.config, prepared.facts
     assert facts is not None
     platform.initialize_distributed()
+    folder = run_directory(config)
     try:
-        return _attempt(config, facts, prepared.world_size)
+        with ExitStack() as stack:
+            if not from_rank_0(lambda: stack.enter_context(claimed(folder))):
+                raise ConfigError(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
+            return _attempt(config, facts, prepared.world_size)
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform as host
@@ -9,6 +10,8 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +24,24 @@ PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transfor
 def run_directory(config: RunConfig) -> Path:
     """Where the run keeps everything: run_dir, or runs/<name>."""
     return Path(config.run_dir) if config.run_dir else Path("runs") / config.name
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Whether this process has the folder to itself, for as long as it lives: workers may outlive a killed launcher.
+
+    A file system without locks counts as free.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass
+        yield True
 
 
 def describe(config: RunConfig, folder: Path, world_size: int) -> None:

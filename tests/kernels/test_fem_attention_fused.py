@@ -71,9 +71,9 @@ def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) ->
 
 
 def test_bfloat16_gap_is_finite_where_rounding_leaves_the_possible() -> None:
-    # values of three neighbouring bfloat16 numbers: mu rounds by half a step, which is 1.2 / beta
-    v = torch.tensor([-1.0, 0.0, 1.0]).repeat(40)[None, None, :, None].add(128.0 + 17).bfloat16().requires_grad_()
-    q = torch.zeros(1, 1, 120, 2, dtype=torch.bfloat16)
+    # three neighbouring bfloat16 numbers: the mean of the first three, 144.33, rounds to 144, as if no value were larger
+    v = torch.tensor([144.0, 144.0, 145.0, 146.0])[None, None, :, None].bfloat16().requires_grad_()
+    q = torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16)
     beta = torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True)
     o = fem_attention(q, q, v, beta, implementation="fused")
     assert o.isfinite().all()

@@ -1,6 +1,6 @@
 """Every layout trains the same model: from one checkpoint, loss and grad norm over three steps equal one process's. Real gloo ranks.
 
-Loss alone would not do: AdamW hides a gradient that is off by a factor. The starting checkpoint has optimizer state (two steps were taken).
+Loss alone would not do: AdamW hides a gradient that is off by a factor. The starting checkpoint has optimizer state (eight steps were taken).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             for model, precision in start:
                 first = job(model, precision, "start", [], save=True)
                 del first["load"]
-                jobs.append({**first, "steps": 2})
+                jobs.append({**first, "steps": 8})
         jobs += [job(model, "fp32", name, layout) for model in MODELS for name, layout in layouts.items()]
         jobs += [job("untied", "bf16", name, layout) for name, layout in layouts.items() if name in BF16]
         answers |= launch(world, jobs, folder)
@@ -118,4 +118,4 @@ def test_initialisation_is_the_same_at_every_layout(results: dict[str, Any], mod
 
 def test_the_start_was_not_trivial(results: dict[str, Any]) -> None:
     start, first = results["untied fp32 start"]["steps"], results["untied fp32 one process"]["steps"]
-    assert first[0][0] < start[0][0] - 0.05
+    assert first[0][0] < start[0][0] - 0.1

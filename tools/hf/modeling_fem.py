@@ -8,6 +8,7 @@ beta the inverse temperature, lambda the inner gate, g the outer gate, phi the c
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -247,7 +248,7 @@ class FemLMModel(FemLMPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-    ) -> BaseModelOutputWithPast | tuple:
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """input_ids [b, t] or inputs_embeds [b, t, hidden]; attention_mask [b, past + t], 0 at padding -> last_hidden_state [b, t, hidden].
 
         Raises:
@@ -309,7 +310,7 @@ class FemLMForCausalLM(FemLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
         return_dict: bool | None = None,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """As FemLMModel's; labels [b, t] (-100: ignored) are shifted here -> loss [], logits [b, t or logits_to_keep, vocab_size]."""
         outputs = self.model(
             input_ids=input_ids,

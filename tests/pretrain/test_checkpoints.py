@@ -1,0 +1,302 @@
+"""Checkpoints as a user meets them: kills, signals, damage, other models, other layouts. Every run here is ``python -m pretrain``."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.__main__ import main
+from pretrain.checkpoint import MANIFEST, load_full_model_state
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "configs/run/demo.yaml")
+
+
+class Command:
+    """``python -m pretrain`` in this process; what it printed is kept."""
+
+    def __init__(self, settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        self.settings, self.capsys = settings, capsys
+        self.run_dir = Path(settings[0].removeprefix("run_dir="))
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.out = self.err = ""
+
+    def __call__(self, *overrides: str) -> int:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        code = main([DEMO, *self.settings, *overrides])
+        self.out, self.err = self.capsys.readouterr()
+        return code
+
+
+@pytest.fixture
+def pretrain(settings: list[str], capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(settings, capsys)
+
+
+def curve(run_dir: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, grad norm), the last record of each step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    state, _, _ = load_full_model_state(run_dir)
+    torch.distributed.destroy_process_group()
+    return state
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}", "-m", "pretrain"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*start, DEMO, *overrides], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def kill_at_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    """SIGKILL the whole job once it has reported ``step``."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run_dir / "metrics.jsonl").exists() and any(s >= step for s in _steps(run_dir)):
+            break
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()[0]
+    kill_all(process)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL torchrun and its workers, which have sessions of their own and would outlive it."""
+    victims = [process.pid]
+    for pid in victims:
+        try:
+            victims += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except OSError:
+            pass
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def _steps(run_dir: Path) -> list[int]:
+    """Steps reported by the newest attempt: those after the last drop of the step number."""
+    steps: list[int] = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if "loss" in record:
+            steps.append(record["step"])
+    return steps
+
+
+def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path) -> None:
+    """SIGKILL at random steps, twice; TP2 with sequence parallelism: same losses, norms and final weights as a run never stopped."""
+    layout = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", "train.steps=40", "checkpoint.interval=3"]
+    seed = random.randrange(10**6)
+    dice = random.Random(seed)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for run_dir, kills in ((whole, []), (killed, [dice.randint(4, 12), dice.randint(16, 30)])):
+        overrides = [f"run_dir={run_dir}", *settings[1:], *layout]
+        for step in kills:
+            kill_at_step(torchrun(2, overrides), run_dir, step)
+        process = torchrun(2, overrides)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    assert "resumed from" in output
+    assert curve(killed) == curve(whole), f"kills drawn with seed {seed}"
+    assert same(weights(killed), weights(whole))
+
+
+def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings: list[str]) -> None:
+    """A checkpoint of TP2 x PP2 continues in one process as the run that one process did alone."""
+    assert pretrain() == 0
+    other = tmp_path / "other"
+    layout = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    process = torchrun(4, [f"run_dir={other}", *settings[1:], *layout])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    shutil.rmtree(other / "checkpoints" / "step_00000012")
+    assert pretrain(f"run_dir={other}") == 0
+    assert "at step 8" in pretrain.out
+    # 1e-6: fp32 sums in another order.
+    assert curve(other) == {step: pytest.approx(values, rel=1e-6) for step, values in curve(pretrain.run_dir).items()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_saves_and_the_same_command_continues(pretrain: Command, settings: list[str], tmp_path: Path, number: signal.Signals) -> None:
+    """The signal comes twice, as schedulers send it; the run ends cleanly with one checkpoint and loses nothing."""
+    assert pretrain(f"run_dir={tmp_path / 'whole'}") == 0
+
+    def send_twice() -> None:
+        while not (pretrain.run_dir / "metrics.jsonl").exists() or len(_steps(pretrain.run_dir)) < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send_twice)
+    thread.start()
+    assert pretrain("checkpoint.interval=0") == 0
+    thread.join()
+    assert f"stopped by {number.name} after step" in pretrain.out
+    stopped = max(curve(pretrain.run_dir))
+    assert 2 <= stopped < 12
+    assert [path.name for path in pretrain.checkpoints.glob("step_*")] == [f"step_{stopped:08d}"]
+    assert pretrain() == 0
+    assert curve(pretrain.run_dir) == curve(tmp_path / "whole")
+
+
+def test_damaged_checkpoints_are_named_and_passed_over(pretrain: Command) -> None:
+    """Truncated file in the newest, missing file in the one before: the third from last is taken."""
+    assert pretrain() == 0
+    expected = curve(pretrain.run_dir)
+    newest, second = pretrain.checkpoints / "step_00000012", pretrain.checkpoints / "step_00000008"
+    tensors = newest / "__0_0.distcp"
+    os.truncate(tensors, tensors.stat().st_size - 1)
+    (second / "common.pt").unlink()
+    assert pretrain() == 0
+    assert f"{newest} is damaged (__0_0.distcp has" in pretrain.out
+    assert f"{second} is damaged (common.pt is missing)" in pretrain.out
+    assert "step_00000004 at step 4" in pretrain.out
+    assert curve(pretrain.run_dir) == expected
+
+
+def test_changed_pickle_is_not_read(pretrain: Command) -> None:
+    assert pretrain() == 0
+    metadata = pretrain.checkpoints / "step_00000012" / ".metadata"
+    content = bytearray(metadata.read_bytes())
+    content[100] ^= 1
+    metadata.write_bytes(bytes(content))
+    assert pretrain() == 0
+    assert "step_00000012 is damaged (.metadata does not match the hash" in pretrain.out
+
+
+def test_pickle_that_names_foreign_code_is_refused(pretrain: Command, tmp_path: Path) -> None:
+    """Even with its hash put right, a .metadata that would run a command is refused before anything of it runs."""
+    assert pretrain() == 0
+    folder = pretrain.checkpoints / "step_00000012"
+    witness = tmp_path / "ran"
+    evil = pickle.dumps(_Command(f"touch {witness}"))
+    (folder / ".metadata").write_bytes(evil)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"][".metadata"] = len(evil)
+    manifest["sha256"][".metadata"] = hashlib.sha256(evil).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert pretrain("train.steps=14") == 2
+    assert ".metadata names posix.system" in pretrain.err
+    assert not witness.exists()
+    pickle.loads(evil)
+    assert witness.exists(), "the pickle of this test would have run its command"
+
+
+class _Command:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def test_checkpoint_of_another_model_names_the_fields(pretrain: Command) -> None:
+    assert pretrain("train.steps=4") == 0
+    assert pretrain("model.hidden_size=48", "model.fem.gate=false") == 2
+    assert pretrain.err.count("\n") == 1
+    assert "model.hidden_size is 32 there, 48 here" in pretrain.err
+    assert "'gate': True" in pretrain.err
+
+
+def test_resume_none_is_refused_where_checkpoints_exist(pretrain: Command) -> None:
+    assert pretrain("train.steps=4") == 0
+    assert pretrain("checkpoint.resume=none") == 2
+    assert "checkpoint.resume = none, but" in pretrain.err
+
+
+def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
+    """checkpoint.load takes the weights alone: a new run, from step 1, that starts where the old one ended."""
+    assert pretrain() == 0
+    last_loss = curve(pretrain.run_dir)[12][0]
+    assert pretrain(f"run_dir={tmp_path / 'second'}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4") == 0
+    assert "weights taken from" in pretrain.out
+    second = curve(tmp_path / "second")
+    assert sorted(second) == [1, 2, 3, 4]
+    assert second[1][0] < last_loss + 0.3 < curve(pretrain.run_dir)[1][0]
+    assert pretrain(f"run_dir={tmp_path / 'third'}", f"checkpoint.load={tmp_path / 'nothing'}") == 2
+    assert "no checkpoint there" in pretrain.err
+
+
+def test_other_data_is_refused(pretrain: Command, tiny_data: Path) -> None:
+    """Going on with other data under an old position would silently train on the wrong samples."""
+    assert pretrain("train.steps=4") == 0
+    assert pretrain(f"data.train.0.prefix={tiny_data / 'valid'}") == 2
+    assert "was trained on other data" in pretrain.err
+
+
+def test_longer_run_keeps_the_order_or_is_refused(pretrain: Command) -> None:
+    """Within one pass over the data a longer run sees the same samples; past it the order would change under its feet."""
+    assert pretrain() == 0
+    assert pretrain("train.steps=16") == 0
+    assert "at step 12" in pretrain.out
+    assert pretrain("train.steps=100000") == 2
+    assert "samples already seen would come again out of order" in pretrain.err
+
+
+def test_asynchronous_save_writes_the_same(pretrain: Command, tmp_path: Path) -> None:
+    assert pretrain() == 0
+    assert pretrain(f"run_dir={tmp_path / 'async'}", "checkpoint.async_save=true") == 0
+    names = sorted(path.name for path in (tmp_path / "async" / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000004", "step_00000008", "step_00000012"]
+    assert same(weights(tmp_path / "async"), weights(pretrain.run_dir))
+
+
+def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
+    assert pretrain("checkpoint.keep_last=2", "checkpoint.interval=2") == 0
+    assert sorted(path.name for path in pretrain.checkpoints.iterdir()) == ["latest", "step_00000010", "step_00000012"]
+    assert (pretrain.checkpoints / "latest").read_text() == "step_00000012\n"
+
+
+def test_kill_while_writing_leaves_no_final_name(pretrain: Command, settings: list[str]) -> None:
+    """SIGKILL as soon as a checkpoint begins to be written: what bears a final name is whole, and the run goes on."""
+    process = torchrun(1, settings)
+    while not list(pretrain.checkpoints.glob(".writing_*")) and process.poll() is None:
+        time.sleep(0.001)
+    kill_all(process)
+    assert not list(pretrain.checkpoints.glob("step_*"))
+    assert list(pretrain.checkpoints.glob(".writing_*"))
+    assert pretrain() == 0
+    assert sorted(path.name for path in pretrain.checkpoints.iterdir()) == ["latest", "step_00000004", "step_00000008", "step_00000012"]
+
+
+def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
+    """A worker that outlived its launcher still trains here: a second run would mix its checkpoints and metrics with the first's."""
+    pretrain.run_dir.mkdir()
+    with (pretrain.run_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert pretrain() == 2
+    assert f"{pretrain.run_dir} is in use by another process" in pretrain.err
+    assert pretrain("train.steps=4") == 0

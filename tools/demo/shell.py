@@ -1,0 +1,142 @@
+"""Starts commands as a user would type them, shows what they print, and ends those that it started. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 45.0  # torchrun itself gives its workers 30 s
+
+
+class DemoError(RuntimeError):
+    """A step of the demo failed; one line."""
+
+
+def say(text: str = "") -> None:
+    """Prints at once, so that the demo's lines and the commands' stay in order."""
+    print(text, flush=True)
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Runs commands in ``root`` with ``environment`` added to the caller's."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def python(self) -> str:
+        """This interpreter, as a user in ``root`` would type it. Not resolved: a virtual environment's is a link."""
+        return self.shown(Path(sys.executable))
+
+    @property
+    def torchrun(self) -> list[str]:
+        """torchrun of this interpreter's environment, on ports of its own and without asking for the host's name."""
+        beside = Path(sys.executable).with_name("torchrun")
+        program = [self.shown(beside)] if beside.is_file() else [self.python, "-m", "torch.distributed.run"]
+        return [*program, "--standalone", "--local-addr", "127.0.0.1"]
+
+    def shown(self, path: Path) -> str:
+        """``path`` from ``root`` where it lies below it, else whole."""
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+    def run(self, command: Sequence[str], what: str, limit: float, watch: Callable[[int], None] | None = None) -> None:
+        """Prints ``$ command``, runs it, prints its output indented. ``watch`` is called with its process id several times a second.
+
+        Raises:
+            DemoError: it cannot be started, leaves with another code than 0, or takes more than ``limit`` seconds.
+        """
+        say(f"  $ {printed(command)}")
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
+        reader = threading.Thread(target=_show, args=(process,), daemon=True)
+        reader.start()
+        try:
+            self._wait(process, what, limit, watch)
+        finally:
+            _end(process)
+            reader.join(timeout=5.0)
+        if process.returncode:
+            raise DemoError(f"{what}: the command above left with exit code {process.returncode}")
+
+    def _wait(self, process: subprocess.Popen[str], what: str, limit: float, watch: Callable[[int], None] | None) -> None:
+        end = time.monotonic() + limit
+        while process.poll() is None:
+            if time.monotonic() > end:
+                raise DemoError(f"{what}: the command above was ended: it took more than {limit:.0f} s")
+            if watch is not None:
+                watch(process.pid)
+            time.sleep(POLL_SECONDS)
+
+
+def printed(command: Sequence[str]) -> str:
+    """The command as it can be typed into a shell; a plain ``key=value`` needs no quotes."""
+    return " ".join(word if re.fullmatch(r"[\w./:=,@%+-]+", word) else shlex.quote(word) for word in command)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids whose parent is ``pid``: what ``pkill -P`` would find (from /proc: procps need not be installed)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                # The command's name stands in parentheses and may hold anything; the state and the parent follow it.
+                parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            except (OSError, IndexError, ValueError):
+                continue  # it ended meanwhile
+            if parent == pid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def terminate_children(pid: int) -> None:
+    """SIGTERM to the direct children of a process we started, and to nothing else."""
+    for child in children(pid):
+        try:
+            os.kill(child, signal.SIGTERM)
+        except ProcessLookupError:
+            continue
+
+
+def _show(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        say(f"    {line.rstrip()}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a command that still runs: asked first, so that torchrun ends its workers; then it and its children are killed."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        for pid in [*children(process.pid), process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait()

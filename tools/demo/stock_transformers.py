@@ -1,0 +1,106 @@
+"""``python tools/demo/stock_transformers.py MODEL ...``: an exported model as its user meets it: stock transformers and nothing of ours.
+
+Started as a file, so that the project's packages cannot even be imported. It compares logits with Megatron's, measures the loss on a whole
+held-out split, and generates a text with the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def logit_difference(model: PreTrainedModel, tokens: np.ndarray, reference: np.ndarray) -> float:
+    """Largest absolute difference between the model's logits for the first tokens and ``reference`` [sequences, length, vocabulary]."""
+    sequences, length, _ = reference.shape
+    ids = torch.from_numpy(tokens[: sequences * length].astype(np.int64)).view(sequences, length)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    return float((logits - torch.from_numpy(reference)).abs().max())
+
+
+def heldout_loss(model: PreTrainedModel, tokens: np.ndarray, length: int, batch: int = 16) -> tuple[float, int]:
+    """(mean loss in nats a token, tokens predicted): every token but the first, each once, in windows of ``length`` that do not overlap.
+
+    A token sees those before it in its window alone, as in training.
+    """
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    whole = (len(ids) - 1) // length
+    inputs, targets = ids[: whole * length].view(whole, length), ids[1 : whole * length + 1].view(whole, length)
+    pieces = [(inputs[i : i + batch], targets[i : i + batch]) for i in range(0, whole, batch)]
+    if whole * length < len(ids) - 1:
+        pieces.append((ids[None, whole * length : -1], ids[None, whole * length + 1 :]))
+    total = 0.0
+    with torch.no_grad():
+        for piece, wanted in pieces:
+            logits = model(input_ids=piece, use_cache=False).logits
+            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
+    return total / (len(ids) - 1), len(ids) - 1
+
+
+def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> tuple[str, float, float]:
+    """(text, seconds, largest difference between the logits met step by step with the cache and those of one pass without it)."""
+    torch.manual_seed(0)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    started = time.monotonic()
+    answer = model.generate(
+        **inputs,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=True,
+        temperature=0.7,
+        top_k=40,
+        use_cache=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    seconds = time.monotonic() - started
+    with torch.no_grad():
+        whole = model(input_ids=answer.sequences[:, :-1], use_cache=False).logits[:, -new_tokens:]
+    difference = float((torch.stack(answer.logits, dim=1) - whole).abs().max())
+    return tokenizer.decode(answer.sequences[0], skip_special_tokens=True), seconds, difference
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the findings to --out as JSON and prints them; judges nothing. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="stock_transformers.py", description=__doc__)
+    parser.add_argument("model", type=Path, help="an exported model's folder")
+    parser.add_argument("--tokens", type=Path, required=True, help="a held-out split's .bin file (uint16)")
+    parser.add_argument("--megatron-logits", type=Path, required=True, help="written by tools.demo.megatron_logits from the same tokens")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--length", type=int, default=256, help="window of the held-out loss")
+    parser.add_argument("--prompt", default="def read(self")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    given = parser.parse_args(arguments)
+    tokens, reference = np.fromfile(given.tokens, dtype=np.uint16), np.load(given.megatron_logits)
+    model = AutoModelForCausalLM.from_pretrained(given.model, trust_remote_code=True, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    difference = logit_difference(model, tokens, reference)
+    print(f"logits: largest difference to Megatron's {difference:.1e} (of values up to {np.abs(reference).max():.1f})", flush=True)
+    loss, predicted = heldout_loss(model, tokens, given.length)
+    print(f"held-out loss {loss:.4f} nats a token over {predicted} tokens, the whole split", flush=True)
+    text, seconds, cache_difference = sample(model, tokenizer, given.prompt, given.new_tokens)
+    print(f"generated {given.new_tokens} tokens with the cache in {seconds:.1f} s; logits as without it to {cache_difference:.1e}:")
+    print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
+    findings = {
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "logit_difference": difference,
+        "logits_compared": int(reference.size),
+        "heldout_nats_per_token": loss,
+        "heldout_tokens": predicted,
+        "cache_difference": cache_difference,
+        "sample": text,
+    }
+    given.out.write_text(json.dumps(findings, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
