@@ -25,7 +25,9 @@ class FemConfig:
 
     conditioner: bool = setting(True, "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + phi(history).")
     free_energy: bool = setting(True, "L: the free-energy branch F beside the expectation mu.")
-    temperature: bool = setting(True, "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the read is F alone.")
+    temperature: bool = setting(
+        True, "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the read is F alone."
+    )
     gate: bool = setting(True, "G: the outer gate g, RMS-normalised over a head's channels.")
     budget: str = setting(
         "i",

@@ -234,7 +234,7 @@ def _install_cpu_shim() -> None:
     for module in core.values():
         module.torch = proxy  # type: ignore[attr-defined]
     # rope_utils.py:64 and language_module.py:244 call .cuda() on a tensor.
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     random = core["tensor_parallel.random"]
     # random.py:41-112 read and write the CUDA generator through torch._C.
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
@@ -294,9 +294,9 @@ def _fix_torch_adam_in_distributed_optimizer() -> None:
             if key != "step":
                 target.copy_(tensors[key])
 
-    cls.sharded_state_dict = fixed_sharded_state_dict  # type: ignore[method-assign]
-    cls.load_state_dict = fixed_load_state_dict  # type: ignore[method-assign]
-    cls._set_main_param_and_optimizer_states = fixed_set_states  # type: ignore[method-assign]
+    cls.sharded_state_dict = fixed_sharded_state_dict
+    cls.load_state_dict = fixed_load_state_dict
+    cls._set_main_param_and_optimizer_states = fixed_set_states
     cls._torch_adam_fixed = True
 
 

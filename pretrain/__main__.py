@@ -51,7 +51,9 @@ def _train(prepared: Prepared) -> int:
         print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
         return 1
     if outcome.stopped_by and os.environ.get("RANK", "0") == "0":
-        print(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command continues from {outcome.last_checkpoint}")
+        print(
+            f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command continues from {outcome.last_checkpoint}"
+        )
     return 0
 
 

@@ -37,7 +37,11 @@ from pretrain.loader import ConfigError, to_dict
 MANIFEST = "manifest.json"
 PICKLES = (".metadata", "common.pt")
 _STEP = re.compile(r"step_(\d{8,})$")
-_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch.distributed.checkpoint.planner")
+_METADATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
+)
 _METADATA_NAMES = {
     ("torch", "Size"),
     ("torch", "device"),
@@ -319,7 +323,11 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Builds nothing but what a torch_dist ``.metadata`` consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if "." not in name and module in {*_METADATA_MODULES, *(m for m, _ in _METADATA_NAMES)} else None
+        found = (
+            super().find_class(module, name)
+            if "." not in name and module in {*_METADATA_MODULES, *(m for m, _ in _METADATA_NAMES)}
+            else None
+        )
         a_class_of_its_own = module in _METADATA_MODULES and isinstance(found, type) and found.__module__ == module
         if not (a_class_of_its_own or (module, name) in _METADATA_NAMES or (module == "torch" and isinstance(found, torch.dtype))):
             raise ConfigError(f".metadata names {module}.{name}, which no checkpoint of ours contains: not reading it")

@@ -37,11 +37,15 @@ class ParallelConfig:
     world_size: int | None = setting(None, "Processes the run is planned for; null: as many as the launcher started.")
     tensor_model_parallel_size: int = setting(1, "TP: each rank holds whole heads and a slice of the MLP and the vocabulary.")
     pipeline_model_parallel_size: int = setting(1, "PP: each rank holds consecutive layers (1F1B schedule).")
-    virtual_pipeline_model_parallel_size: int | None = setting(None, "Model chunks a pipeline rank holds (interleaved schedule); null: one.")
+    virtual_pipeline_model_parallel_size: int | None = setting(
+        None, "Model chunks a pipeline rank holds (interleaved schedule); null: one."
+    )
     sequence_parallel: bool = setting(False, "SP: norms and residuals are split along the sequence over the TP ranks.")
     use_distributed_optimizer: bool = setting(True, "ZeRO-1: optimizer state is split over the DP ranks.")
     overlap_grad_reduce: bool = setting(False, "Reduce gradients while the backward pass still runs.")
-    overlap_param_gather: bool = setting(False, "Gather updated parameters while the next forward pass starts; needs the distributed optimizer.")
+    overlap_param_gather: bool = setting(
+        False, "Gather updated parameters while the next forward pass starts; needs the distributed optimizer."
+    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class TrainConfig:
     tokens: int | None = setting(None, "Tokens to consume, rounded up to whole steps; or give train.steps.")
     micro_batch_size: int = setting(1, "Sequences a rank handles at once.")
     global_batch_size: int = setting(128, "Sequences a step over all ranks; the rest is gradient accumulation.")
-    precision: str = setting("bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32"))
+    precision: str = setting(
+        "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
+    )
     recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
     seed: int = setting(42, "Seed of the initialisation and of the data order.")
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.")
@@ -85,7 +91,11 @@ class CheckpointConfig:
     interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and on SIGTERM or SIGUSR1.")
     keep_last: int = setting(3, "Checkpoints kept; older ones are deleted after a newer one is complete.")
     async_save: bool = setting(False, "Write in a background process while training goes on.")
-    resume: str = setting("auto", "auto: continue from the newest good checkpoint of the run directory; none: start anew, refused where checkpoints exist.", ("auto", "none"))
+    resume: str = setting(
+        "auto",
+        "auto: continue from the newest good checkpoint of the run directory; none: start anew, refused where checkpoints exist.",
+        ("auto", "none"),
+    )
     load: str | None = setting(None, "Start from the weights of this checkpoint folder (model only) when the run has none of its own.")
 
 
@@ -104,7 +114,9 @@ class LogConfig:
     interval: int = setting(10, "Steps between lines on the console; JSON lines are written for every step.")
     tensorboard: bool = setting(False, "Write TensorBoard events to the run directory.")
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
-    device: str | None = setting(None, "Device whose peak FLOP/s the MFU refers to (see pretrain.plan.DEVICE_PEAK_TFLOPS); null: found out on CUDA, no MFU on CPU.")
+    device: str | None = setting(
+        None, "Device whose peak FLOP/s the MFU refers to (see pretrain.plan.DEVICE_PEAK_TFLOPS); null: found out on CUDA, no MFU on CPU."
+    )
 
 
 @dataclass(frozen=True)

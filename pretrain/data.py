@@ -43,7 +43,9 @@ class Datasets:
     train_samples: int
 
 
-def build_datasets(config: RunConfig, *, vocab_size: int, eod_id: int, content_key: str, train_samples: int, default_cache: Path) -> Datasets:
+def build_datasets(
+    config: RunConfig, *, vocab_size: int, eod_id: int, content_key: str, train_samples: int, default_cache: Path
+) -> Datasets:
     """Open (and on first use index) the training and validation blends; collective over all ranks.
 
     ``content_key`` identifies the files' contents: a regenerated .bin at the same path never meets a stale index.

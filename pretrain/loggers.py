@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import netrc
 import os
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,7 +115,7 @@ class Wandb:
         # One id a run directory: a resumed run continues the same curve.
         id_file = folder / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(wandb.util.generate_id())
+            id_file.write_text(uuid.uuid4().hex[:8])
         self.run = wandb.init(
             project=config.log.wandb.project,
             name=config.name,

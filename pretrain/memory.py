@@ -16,8 +16,8 @@ Numbers marked 4 are fp32 in either precision.
     attention     e (q + q + w + o) + 4 heads      q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one width
     packed        e P            the whole projection, where a view into it is kept: the g-logit, or v where the attention reads v itself
     gates         e d + e d      lambda, + 4d for its fp32 copy in bf16; g before its RMS norm (fp32 on a CPU), + 4d for g itself
-    prep          4 * 2d         expm1(x), exp(x); + 4d for v - c where beta is learned (T)
-    epilogue      4 * 2d         the logarithms' arguments; T: + 4d each for mu - c, the two quotients of beta and F - mu; G: + 4d for o / g
+    prep          4 * 2d         x = beta (v - c) and the stream's slope (L)
+    epilogue      4 * 4d         mu - c, Z's and mu's factors and F - mu (L); + 4d for o before the outer gate (G)
     out_proj      e d            its input (in fp32 with neither L nor G it is the attention's output)
     MLP           e (D/s + 5F)   input of fc1; gate and up, silu(gate), up + 0, their product
 """
@@ -92,8 +92,8 @@ def layer_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
         terms["conditioner"] = e * (hidden + shape.conditioner) + WIDE * (5 / t + 4) * shape.conditioner
         terms["scaling"] = e * 2 * packed
     if shape.free_energy:
-        terms["prep"] = WIDE * (2 + shape.temperature) * value
-        terms["epilogue"] = WIDE * (2 + 4 * shape.temperature + shape.gate) * value
+        terms["prep"] = WIDE * 2 * value
+        terms["epilogue"] = WIDE * (4 + shape.gate) * value
     elif shape.gate and narrow:
         terms["epilogue"] = WIDE * value
     return terms

@@ -42,6 +42,8 @@ _SPLIT_DIMENSION = {
     "mlp.linear_fc2.weight": 1,
 }
 
+COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -88,7 +90,7 @@ def _layer_shapes(model: ModelConfig) -> Shapes:
 
 
 def component(name: str) -> str:
-    """The part of the model a parameter is counted under."""
+    """The part of the model a parameter is counted under, one of COMPONENTS."""
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("output_layer."):
@@ -257,11 +259,13 @@ def render(plan: Plan) -> str:
 
 def _model_lines(plan: Plan) -> Iterator[str]:
     model, shape, total = plan.config.model, plan.config.model.mixer_shape(), plan.total_parameters
-    yield f"{plan.config.name}: {model.mixer}, {model.num_layers} layers of {model.hidden_size}, {shape.heads} heads (d_k {shape.qk_head},"
-    yield f"  d_v {shape.value_head}), MLP {model.ffn_size}, vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
+    yield f"{plan.config.name}: {model.mixer}, {model.num_layers} layers of {model.hidden_size}, {shape.heads} heads"
+    yield f"  d_k {shape.qk_head}, d_v {shape.value_head}, MLP {model.ffn_size}, vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
     yield "parameters"
-    for name, count in plan.parameters.items():
-        yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
+    for name in COMPONENTS:
+        if name in plan.parameters:
+            count = plan.parameters[name]
+            yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
     yield f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and output layer)"
     if model.mixer != "transformer":
         excess = 100 * (total / plan.transformer_parameters - 1)

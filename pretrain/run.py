@@ -1,4 +1,4 @@
-"""Builds what a run needs, each part from the ones above it, and hands it to the loop: process groups, data, engine, checkpoints, trainer."""
+"""Builds what a run needs, each part from the ones above it, and hands it to the loop: groups, data, engine, checkpoints, trainer."""
 
 from __future__ import annotations
 
@@ -148,4 +148,3 @@ def _speaker(first: bool) -> Callable[[str], None]:
             print(text, flush=True)
 
     return say
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,7 +61,7 @@ class Trainer:
             self.meter.restart()
             while self.progress.step < self.schedule.steps:
                 record = self._step(stream)
-                self._tell(lambda callback, record=record: callback.on_step(record))
+                self._tell_step(record)
                 if self._due(self.config.train.eval_interval):
                     self._evaluate()
                 stopped_by = _agree(received)
@@ -122,6 +121,9 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.progress.step % interval == 0 and self.progress.step < self.schedule.steps
+
+    def _tell_step(self, record: StepRecord) -> None:
+        self._tell(lambda callback: callback.on_step(record))
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:

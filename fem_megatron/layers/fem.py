@@ -6,7 +6,7 @@ With every switch off it is standard attention: the Transformer baseline runs th
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,8 @@ class FemMixer(MegatronModule):
         tp_size = self.tp_group.size()
         self.local_heads = shape.heads // tp_size
         # The input is gathered by forward(), once for all: these projections must not gather or reduce again.
-        local = dataclasses.replace(config, sequence_parallel=False)
+        local = copy.copy(config)
+        local.sequence_parallel = False
         packed = shape.heads * shape.head_width
         self.in_proj = build_module(
             submodules.in_proj,
@@ -132,10 +133,12 @@ class FemMixer(MegatronModule):
             q = apply_rotary_pos_emb(q, q_angles, config=self.config, cp_group=self.pg_collection.cp)
             k = apply_rotary_pos_emb(k, k_angles, config=self.config, cp_group=self.pg_collection.cp)
         o = fem_attention(
-            *(_heads_first(t) for t in (q, k, v)),
-            beta=self.inverse_temperature(),
-            lam=None if lam is None else _heads_first(torch.sigmoid(lam)),
-            gate=None if gate is None else _heads_first(outer_gate(gate, self.config.layernorm_epsilon)),
+            _heads_first(q),
+            _heads_first(k),
+            _heads_first(v),
+            self.inverse_temperature(),
+            _heads_first(torch.sigmoid(lam)) if self.shape.temperature else None,
+            _heads_first(outer_gate(gate, self.config.layernorm_epsilon)) if self.shape.gate else None,
             causal=self.config.causal,
             implementation=self.config.attention_backend_name,
         )
@@ -152,12 +155,11 @@ class FemMixer(MegatronModule):
         b = self.beta.to(torch.promote_types(self.beta.dtype, torch.float32))
         return softplus(b + BETA_OFFSET).view(self.local_heads, self.shape.value_head)
 
-    def _split_heads(self, z: torch.Tensor) -> list[torch.Tensor | None]:
-        """z [s, b, packed / tp] -> q, k, v, lambda-logit, g-logit, each [s, b, local heads, width] or None where absent."""
-        parts = z.unflatten(-1, (self.local_heads, self.shape.head_width)).split(self.shape.head_widths, dim=-1)
-        return [part if part.shape[-1] else None for part in parts]
+    def _split_heads(self, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """z [s, b, packed / tp] -> q, k, v, lambda-logit, g-logit, each [s, b, local heads, width]; of width 0 where a switch is off."""
+        return z.unflatten(-1, (self.local_heads, self.shape.head_width)).split(self.shape.head_widths, dim=-1)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None) -> Any:
         """Megatron's default, with beta split over the tensor-parallel ranks."""
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.beta is not None:
@@ -175,4 +177,3 @@ def outer_gate(logit: torch.Tensor, eps: float) -> torch.Tensor:
 
 def _heads_first(t: torch.Tensor) -> torch.Tensor:
     return t.permute(1, 2, 0, 3)
-

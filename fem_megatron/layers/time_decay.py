@@ -47,7 +47,13 @@ class TimeDecayConditioner(MegatronModule):
         dtype = config.params_dtype
         self.norm = _Scale(config.hidden_size, dtype)
         self.state_norm = _Scale(size, dtype)
-        shared = {"config": config, "init_method": config.init_method, "bias": False, "disable_grad_reduce": True, "tp_group": self.tp_group}
+        shared = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "disable_grad_reduce": True,
+            "tp_group": self.tp_group,
+        }
         self.in_proj = build_module(submodules.in_proj, config.hidden_size, 3 * size, **shared)
         self.out_proj = build_module(submodules.out_proj, size, output_size, **shared)
         self.out_proj.weight.init_zero = True

@@ -48,13 +48,13 @@ class _Read(torch.autograd.Function):
             mu[n, rows] = log_p.exp() @ v[n, keys]
             if beta is not None:
                 free_energy[n, rows] = _joint_logits(log_p, v[n, keys], beta[n]).logsumexp(-1) / beta[n, None]
-        ctx.save_for_backward(q, k, v, beta, mu, free_energy)
+        ctx.save_for_backward(q, k, v, beta, free_energy)
         ctx.causal, ctx.scale = causal, scale
         return mu, free_energy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, mu, free_energy = ctx.saved_tensors
+        q, k, v, beta, free_energy = ctx.saved_tensors
         d_mu, d_free = grads
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         d_beta = torch.zeros_like(v[:, 0])

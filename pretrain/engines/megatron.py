@@ -12,8 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -104,9 +103,7 @@ class MegatronEngine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         metadata = {**SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        state: dict[str, Any] = {
-            f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)
-        }
+        state: dict[str, Any] = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
         if not model_only:
             model_state = state["model0"] if len(self.models) == 1 else dict(state)
             state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def one_process() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def build_mixer(model: ModelConfig, *, causal: bool = True) -> torch.nn.Module:
+def build_mixer(model: ModelConfig, *, causal: bool = True) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import build_module
 
@@ -38,7 +39,7 @@ def build_mixer(model: ModelConfig, *, causal: bool = True) -> torch.nn.Module:
     config = transformer_config(model, Layout(params_dtype=torch.float64))
     config.causal = causal
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    mixer: torch.nn.Module = build_module(MIXER_SPECS[model.mixer](config), config=config, layer_number=1, pg_collection=groups)
+    mixer = build_module(MIXER_SPECS[model.mixer](config), config=config, layer_number=1, pg_collection=groups)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in mixer.parameters():
@@ -51,7 +52,7 @@ def pack(heads: int, *parts: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-def load_fixture(name: str) -> tuple[dict, Arrays]:
+def load_fixture(name: str) -> tuple[dict[str, Any], Arrays]:
     with np.load(FIXTURES / f"{name}.npz") as file:
         return json.loads(str(file["meta"])), {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
 
@@ -69,7 +70,7 @@ def _released_order(rows: torch.Tensor, widths: list[int]) -> list[torch.Tensor]
     return [q_rows, k_rows, v_rows, lam_rows, gate_rows]
 
 
-def place(mixer: torch.nn.Module, arrays: Arrays, heads: int, kind: str) -> Arrays:
+def place(mixer: Any, arrays: Arrays, heads: int, kind: str) -> Arrays:
     """The fixture's parameters (``param``) or gradients (``grad``) by our names and packing."""
     names = [f"{kind}/W_{name}.weight" for name in ("q", "k", "v", "lambda", "gate")]
     placed = {
@@ -95,7 +96,9 @@ def place(mixer: torch.nn.Module, arrays: Arrays, heads: int, kind: str) -> Arra
 @pytest.mark.parametrize("name", ["fem_softmax_full", "fem_softmax_no_conv", "fem_softmax_bidirectional"])
 def test_reproduces_the_fixture(name: str, backend: str) -> None:
     meta, arrays = load_fixture(name)
-    fem = FemConfig(conditioner=meta["C"], budget="ii" if meta["d_k"] == meta["d_v"] else "i", value_size=meta["fem_dim"], conditioner_size=4)
+    fem = FemConfig(
+        conditioner=meta["C"], budget="ii" if meta["d_k"] == meta["d_v"] else "i", value_size=meta["fem_dim"], conditioner_size=4
+    )
     model = ModelConfig(
         hidden_size=meta["D"], num_attention_heads=meta["H"], vocab_size=8, rope=False, norm_eps=0.0, attention_backend=backend, fem=fem
     )
@@ -108,7 +111,7 @@ def test_reproduces_the_fixture(name: str, backend: str) -> None:
     (y * arrays["w"].transpose(0, 1)).sum().backward()
 
     # The fixture adds 1e-6 to the gate (of order one) before it normalises it; ours adds nothing there. All else agrees to rounding.
-    def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    def close(got: torch.Tensor | None, wanted: torch.Tensor) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=3e-6 * wanted.abs().max().item())
 
     close(y, arrays["y"].transpose(0, 1))

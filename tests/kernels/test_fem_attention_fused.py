@@ -70,6 +70,16 @@ def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) ->
     assert relative(gap, free_energy - mu) < 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_range", [1.0, 6.0, 70.0])
+def test_free_energy_is_never_under_the_mean_whatever_the_rounding(value_range: float, dtype: torch.dtype) -> None:
+    x = inputs(64, value_range=value_range, sharpness=8.0, dtype=dtype)
+    lam = x["lam"].float().requires_grad_() if dtype == torch.bfloat16 else x["lam"].requires_grad_()
+    o = fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation="fused")
+    (gap,) = torch.autograd.grad(o.float().sum(), lam)
+    assert (gap >= 0).all() and gap.max() > 0.01
+
+
 def test_bfloat16_gap_is_finite_where_rounding_leaves_the_possible() -> None:
     # three neighbouring bfloat16 numbers: the mean of the first three, 144.33, rounds to 144, as if no value were larger
     v = torch.tensor([144.0, 144.0, 145.0, 146.0])[None, None, :, None].bfloat16().requires_grad_()

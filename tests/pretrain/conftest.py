@@ -16,7 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pretrain.__main__ import main
+
 ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "configs/run/demo.yaml")
 MODULES = (argparse, ast, inspect, json, os, subprocess, textwrap)
 
 
@@ -65,3 +68,25 @@ SMALL = [
     "checkpoint.interval=4",
     "checkpoint.keep_last=3",
 ]
+
+
+class Command:
+    """``python -m pretrain`` in this process; what it printed is kept."""
+
+    def __init__(self, settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        self.settings, self.capsys = settings, capsys
+        self.run_dir = Path(settings[0].removeprefix("run_dir="))
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.out = self.err = ""
+
+    def __call__(self, *overrides: str) -> int:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        code = main([DEMO, *self.settings, *overrides])
+        self.out, self.err = self.capsys.readouterr()
+        return code
+
+
+@pytest.fixture
+def pretrain(settings: list[str], capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(settings, capsys)

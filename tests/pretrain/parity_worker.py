@@ -88,7 +88,8 @@ def weights_digest(engine: Any) -> dict[str, str]:
         for name, weight in model.named_parameters():
             split = getattr(weight, "tensor_model_parallel", False)
             rank = parallel_state.get_tensor_model_parallel_rank() if split else 0
-            mine[global_name(model, name)] = (rank, getattr(weight, "partition_dim", 0), getattr(weight, "partition_stride", 1), weight.detach())
+            dim, stride = getattr(weight, "partition_dim", 0), getattr(weight, "partition_stride", 1)
+            mine[global_name(model, name)] = (rank, dim, stride, weight.detach())
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     slices: dict[str, dict[int, tuple[int, int, torch.Tensor]]] = {}

@@ -22,33 +22,10 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.__main__ import main
 from pretrain.checkpoint import MANIFEST, load_full_model_state
+from tests.pretrain.conftest import DEMO, Command
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = str(ROOT / "configs/run/demo.yaml")
-
-
-class Command:
-    """``python -m pretrain`` in this process; what it printed is kept."""
-
-    def __init__(self, settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        self.settings, self.capsys = settings, capsys
-        self.run_dir = Path(settings[0].removeprefix("run_dir="))
-        self.checkpoints = self.run_dir / "checkpoints"
-        self.out = self.err = ""
-
-    def __call__(self, *overrides: str) -> int:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
-        code = main([DEMO, *self.settings, *overrides])
-        self.out, self.err = self.capsys.readouterr()
-        return code
-
-
-@pytest.fixture
-def pretrain(settings: list[str], capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(settings, capsys)
 
 
 def curve(run_dir: Path) -> dict[int, tuple[float, float]]:
@@ -74,7 +51,13 @@ def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}", "-m", "pretrain"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*start, DEMO, *overrides], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [*start, DEMO, *overrides],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -93,10 +76,8 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     """SIGKILL torchrun and its workers, which have sessions of their own and would outlive it."""
     victims = [process.pid]
     for pid in victims:
-        try:
+        with contextlib.suppress(OSError):
             victims += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        except OSError:
-            pass
     for pid in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -150,7 +131,9 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_saves_and_the_same_command_continues(pretrain: Command, settings: list[str], tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_saves_and_the_same_command_continues(
+    pretrain: Command, settings: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
     """The signal comes twice, as schedulers send it; the run ends cleanly with one checkpoint and loses nothing."""
     assert pretrain(f"run_dir={tmp_path / 'whole'}") == 0
 

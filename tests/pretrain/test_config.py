@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from pretrain import reference_page
 from pretrain.config import RunConfig, Source
 from pretrain.loader import ConfigError, dump_yaml, load_run, to_dict, walk
 from pretrain.validate import planned_world_size, prepare, validate
+from tests.pretrain.small import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "run"
@@ -287,7 +289,7 @@ TP, PP, VPP = (
     ],
 )
 def test_a_contradiction_names_key_value_and_the_nearest_value_that_would_do(launched: int, overrides: list[str], said: str) -> None:
-    assert said in complaint(CONFIGS / "demo.yaml", *overrides, launched=launched)
+    assert said in complaint(CONFIGS / "demo.yaml", *SMALL, *overrides, launched=launched)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +304,7 @@ def test_a_contradiction_names_key_value_and_the_nearest_value_that_would_do(lau
     ],
 )
 def test_layouts_and_lengths_that_fit_are_let_pass(launched: int, overrides: list[str]) -> None:
-    validate(load_run(CONFIGS / "demo.yaml", overrides), launched)
+    validate(load_run(CONFIGS / "demo.yaml", [*SMALL, *overrides]), launched)
 
 
 def test_a_plan_takes_the_world_size_that_the_configuration_asks_for() -> None:
@@ -320,7 +322,7 @@ def test_every_field_is_documented_and_the_page_is_up_to_date() -> None:
 
 
 def test_the_saved_form_holds_every_key() -> None:
-    def keys(tree: dict, prefix: str = "") -> set[str]:
+    def keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
         return {
             name
             for key, value in tree.items()

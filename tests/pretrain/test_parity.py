@@ -1,6 +1,6 @@
 """Every layout trains the same model: from one checkpoint, loss and grad norm over three steps equal one process's. Real gloo ranks.
 
-Loss alone would not do: AdamW hides a gradient that is off by a factor. The starting checkpoint has optimizer state (eight steps were taken).
+Loss alone would not do: AdamW hides a gradient that is off by a factor. The starting checkpoint has optimizer state, of eight steps.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def launch(world: int, jobs: list[dict[str, Any]], folder: Path) -> dict[str, An
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}"] if world > 1 else [sys.executable]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}"] if world > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
-    command = [*start, str(ROOT / "tests/pretrain/parity_worker.py"), str(jobs_file), str(out)]
+    command = [sys.executable, *launcher, str(ROOT / "tests/pretrain/parity_worker.py"), str(jobs_file), str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return json.loads(out.read_text())

@@ -28,6 +28,7 @@ from pretrain.plan import (
     render,
     stage_parameters,
 )
+from tests.pretrain.small import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "run"
@@ -41,6 +42,10 @@ TP, PP, VPP = (
 
 def run(name: str, *overrides: str) -> RunConfig:
     return load_run(CONFIGS / name, overrides)
+
+
+def small(*overrides: str) -> RunConfig:
+    return run("demo.yaml", *SMALL, "model.vocab_size=6000", *overrides)
 
 
 def total(model: ModelConfig) -> int:
@@ -99,7 +104,7 @@ def test_the_embedding_is_padded_whatever_the_layout() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", [[f"{PP}=3"], [f"{TP}=2"], [f"{TP}=2", f"{PP}=2"], [f"{PP}=2", f"{VPP}=3"]])
 def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(layout: list[str], tied: bool) -> None:
-    config = run("demo.yaml", "model.vocab_size=6000", f"model.tie_embeddings={str(tied).lower()}", *layout)
+    config = small(f"model.tie_embeddings={str(tied).lower()}", *layout)
     tensor, stages = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     shapes = parameter_shapes(config.model)
     vectors = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 1 and not name.endswith("beta"))
@@ -156,8 +161,8 @@ def test_a_device_is_found_by_its_name(name: str, peak: float | None) -> None:
     [("bf16", True, 2, 12 / 4), ("bf16", False, 2, 12), ("fp32", True, 4, 8 / 4), ("fp32", False, 4, 8)],
 )
 def test_static_memory_is_bytes_a_parameter(precision: str, distributed: bool, weights: int, optimizer: float) -> None:
-    overrides = [f"train.precision={precision}", f"parallel.use_distributed_optimizer={str(distributed).lower()}", "model.vocab_size=6000"]
-    config = run("demo.yaml", *overrides)
+    overrides = [f"train.precision={precision}", f"parallel.use_distributed_optimizer={str(distributed).lower()}"]
+    config = small(*overrides)
     plan = make_plan(config, 4)
     (stage,) = plan.memory
     assert stage.parameters == plan.total_parameters
@@ -169,10 +174,10 @@ def test_static_memory_is_bytes_a_parameter(precision: str, distributed: bool, w
 
 
 def test_micro_batches_in_flight_are_those_of_the_schedules() -> None:
-    config = run("demo.yaml", "model.vocab_size=6000", f"{PP}=3")
+    config = small(f"{PP}=3")
     assert [chunks_in_flight(config, stage, 1) for stage in range(3)] == [3, 2, 1]
     assert [chunks_in_flight(config, stage, 4) for stage in range(3)] == [1, 1, 1]  # one micro-batch a step, no more
-    interleaved = run("demo.yaml", "model.vocab_size=6000", f"{PP}=2", f"{VPP}=3", "train.global_batch_size=32")
+    interleaved = small(f"{PP}=2", f"{VPP}=3", "train.global_batch_size=32")
     # Warm-up (PP - rank - 1) * 2 + (VPP - 1) * PP passes of a chunk, and the one under way.
     assert [chunks_in_flight(interleaved, stage, 1) for stage in range(2)] == [7, 5]
 
@@ -225,7 +230,7 @@ def test_the_text_says_what_was_asked_for() -> None:
     ):
         assert words in text
     assert len(max(text.splitlines(), key=len)) <= 120
-    assert "interleaved, 3 chunks" in render(make_plan(run("demo.yaml", "model.vocab_size=6000", f"{PP}=2", f"{VPP}=3"), 2))
+    assert "interleaved, 3 chunks" in render(make_plan(small(f"{PP}=2", f"{VPP}=3"), 2))
 
 
 def test_planning_needs_neither_torch_nor_megatron_and_takes_no_time() -> None:

@@ -1,6 +1,6 @@
 """``python -m tools.demo.megatron_logits CHECKPOINT TOKENS.bin OUT.npy``: the logits that the training code computes, in one process.
 
-The checkpoint's whole weights go into ``fem_megatron.model`` and see the first sequences of a data split. Knows nothing of the exported model.
+The checkpoint's whole weights go into ``fem_megatron.model`` and see the first sequences of a data split. Knows nothing of the export.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``python tools/demo/stock_transformers.py MODEL ...``: an exported model as its user meets it: stock transformers and nothing of ours.
 
-Started as a file, so that the project's packages cannot even be imported. It compares logits with Megatron's, measures the loss on a whole
-held-out split, and generates a text with the cache.
+Started as a file, and it makes sure that no package of the project is imported. It compares logits with Megatron's, measures the loss on a
+whole held-out split, and generates a text with the cache.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+OURS = ("fem_megatron", "kernels", "pretrain", "tools")
 
 
 def logit_difference(model: PreTrainedModel, tokens: np.ndarray, reference: np.ndarray) -> float:
@@ -45,7 +48,7 @@ def heldout_loss(model: PreTrainedModel, tokens: np.ndarray, length: int, batch:
     return total / (len(ids) - 1), len(ids) - 1
 
 
-def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> tuple[str, float, float]:
+def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> tuple[str, float, float]:
     """(text, seconds, largest difference between the logits met step by step with the cache and those of one pass without it)."""
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -65,7 +68,7 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     with torch.no_grad():
         whole = model(input_ids=answer.sequences[:, :-1], use_cache=False).logits[:, -new_tokens:]
     difference = float((torch.stack(answer.logits, dim=1) - whole).abs().max())
-    return tokenizer.decode(answer.sequences[0], skip_special_tokens=True), seconds, difference
+    return str(tokenizer.decode(answer.sequences[0], skip_special_tokens=True)), seconds, difference
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,6 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
     tokens, reference = np.fromfile(given.tokens, dtype=np.uint16), np.load(given.megatron_logits)
     model = AutoModelForCausalLM.from_pretrained(given.model, trust_remote_code=True, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
+    imported = sorted(name for name in sys.modules if name.partition(".")[0] in OURS)
+    if imported:
+        print(f"stock_transformers.py: error: {imported[0]} was imported: this is to be transformers alone", file=sys.stderr)
+        return 1
+    print(f"loaded {given.model}: {type(model).__name__}, code from its own folder, none of the project's packages imported", flush=True)
     difference = logit_difference(model, tokens, reference)
     print(f"logits: largest difference to Megatron's {difference:.1e} (of values up to {np.abs(reference).max():.1f})", flush=True)
     loss, predicted = heldout_loss(model, tokens, given.length)

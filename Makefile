@@ -1,0 +1,57 @@
+# Everything from a fresh clone. The first target that needs it makes .venv; after that nothing is installed until pyproject.toml or
+# constraints.txt change. With PYTHON=/path/to/python that environment is used as it is, and nothing is installed.
+# PYTHON_BASE names the interpreter that .venv is made from; default: the first below that is 3.11, 3.12 or 3.13.
+
+VENV := .venv
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON_BASE ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$p && break; done)
+BASE = $(or $(PYTHON_BASE),python3)
+# $(call refuse,INTERPRETER,WHAT IS WRONG AND WHAT TO DO): one line, and make stops. A comma would end the text.
+refuse = { echo "make: $(1) ($$($(1) --version 2>&1 | head -n 1)): $(2)" >&2; exit 1; }
+
+ifeq ($(origin PYTHON),command line)
+ENVIRONMENT := check-python
+else
+PYTHON := $(VENV)/bin/python
+ENVIRONMENT := $(VENV)/.installed
+endif
+
+.PHONY: help setup check-python demo test test-all lint format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(ENVIRONMENT)  ## make .venv with the tested versions of everything, once
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(BASE) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(BASE),Python 3.11 to 3.13 is needed; install one or name one with PYTHON_BASE=/path/to/python)
+	@$(BASE) -c 'import ensurepip, venv' 2>/dev/null || $(call refuse,$(BASE),it has no venv; install that (Debian and Ubuntu: python3-venv) or name another with PYTHON_BASE=/path/to/python)
+	$(BASE) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+check-python:
+	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
+	@$(PYTHON) -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null || $(call refuse,$(PYTHON),megatron-core is not installed there; leave PYTHON out or run $(PYTHON) -m pip install -c constraints.txt -e .[dev])
+
+demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: about 8 minutes on two cores
+	$(PYTHON) -m tools.demo
+
+test: lint  ## static checks and the tests: about 20 minutes on two cores
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10
+
+test-all: lint  ## the same with the slow tests
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -m ''
+
+lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
+
+format: $(ENVIRONMENT)  ## let ruff mend and format what it can
+	$(PYTHON) -m ruff check --fix
+	$(PYTHON) -m ruff format
+
+clean:  ## remove caches and build leftovers; .venv, data and runs stay
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './runs/*' -prune -exec rm -rf {} +

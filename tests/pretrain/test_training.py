@@ -1,0 +1,139 @@
+"""What a run tells and leaves behind, and what it does when numbers go wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.loader import load_run
+from pretrain.validate import prepare
+from tests.pretrain.conftest import DEMO, Command
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_run_directory_tells_all(pretrain: Command) -> None:
+    assert pretrain("train.steps=4", "log.interval=2") == 0
+    folder = pretrain.run_dir
+    again = load_run(folder / "config.yaml")
+    assert again.train.steps == 4
+    assert again.model.vocab_size == 512, "the resolved configuration names the vocabulary that the data gave"
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["git_revision"]
+    assert "-m pretrain" in (folder / "relaunch.sh").read_text()
+    steps = [record for record in records(folder) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert [record["consumed_tokens"] for record in steps] == [256, 512, 768, 1024]
+    assert all(record["tokens_per_second"] > 0 and record["peak_memory_bytes"] > 2**20 and record["mfu"] is None for record in steps)
+    assert steps[2]["lr"] > steps[0]["lr"] > 0
+    assert [record["step"] for record in records(folder) if "valid_loss" in record] == [4]
+    line = next(text for text in pretrain.out.splitlines() if text.startswith("step 2/4"))
+    for word in ("tokens 512", "loss", "lr", "grad norm", "tok/s", "TFLOP/s", "peak", "ETA"):
+        assert word in line
+
+
+def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
+    """With a learning rate of almost nothing, validations at different steps agree to fp32 rounding of the loss."""
+    assert pretrain("optimizer.lr=1e-12", "optimizer.min_lr=0") == 0
+    losses = [record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record]
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
+
+
+def test_tensorboard_and_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both back-ends for real; wandb offline, because nobody is logged in."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("NETRC", str(pretrain.run_dir / "no-netrc"))
+    monkeypatch.setenv("HOME", str(pretrain.run_dir))
+    assert pretrain("train.steps=4", "log.interval=1", "log.tensorboard=true", "log.wandb.enabled=true") == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
+    events.Reload()
+    losses = [record["loss"] for record in records(pretrain.run_dir) if "loss" in record]
+    # TensorBoard stores float32.
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
+    assert list(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_hopeless_run_stops_with_a_checkpoint(pretrain: Command) -> None:
+    """A learning rate of 1e18 ruins the weights at the first step; the steps after it are skipped, counted, and then the run gives up."""
+    assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 1
+    assert pretrain.err.count("\n") == 1
+    assert "not finite for 3 steps in a row (up to step 4)" in pretrain.err
+    assert "lower optimizer.lr" in pretrain.err
+    assert [record["skipped"] for record in records(pretrain.run_dir) if "loss" in record] == [False, True, True, True]
+    manifest = json.loads((pretrain.checkpoints / "step_00000004" / "manifest.json").read_text())
+    assert (manifest["progress"]["skipped_steps"], manifest["progress"]["bad_steps_in_a_row"]) == (3, 3)
+
+
+@pytest.fixture
+def engine(settings: list[str]) -> Iterator[Any]:
+    from megatron.core import parallel_state
+
+    from fem_megatron import platform
+    from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+    from pretrain.schedule import Schedule
+
+    config = prepare(load_run(DEMO, settings), 1).config
+    platform.initialize_distributed()
+    initialize_model_parallel(config)
+    yield MegatronEngine(config, Schedule.of(config))
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_step_that_is_not_finite_changes_nothing(engine: Any) -> None:
+    """One poisoned micro-batch: the step is reported as skipped, weights and optimizer state keep every bit, and training goes on."""
+    generator = torch.Generator().manual_seed(0)
+
+    def stream(poison: float) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            tokens = torch.randint(0, 512, (2, 33), generator=generator)
+            mask = torch.full((2, 32), poison)
+            positions = torch.arange(32).repeat(2, 1)
+            yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
+
+    def state() -> list[torch.Tensor]:
+        adam = engine.optimizer.chained_optimizers[0].optimizer
+        moments = [value.clone() for entry in adam.state.values() for value in entry.values()]
+        return [weight.detach().clone() for weight in engine.models[0].parameters()] + moments
+
+    assert not engine.train_step(stream(1.0), 8).skipped
+    before = state()
+    poisoned = engine.train_step(stream(math.nan), 16)
+    assert poisoned.skipped
+    assert math.isnan(poisoned.loss)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    assert not engine.train_step(stream(1.0), 24).skipped
+    assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+
+def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:
+    assert pretrain("optimizer.schedule=wsd", "optimizer.decay_steps=4") == 0
+    tokens = ["train.steps=null", f"train.tokens={12 * 256 - 1}", "optimizer.warmup_steps=null", f"optimizer.warmup_tokens={3 * 256}"]
+    other = tmp_path / "tokens"
+    assert pretrain(f"run_dir={other}", *tokens, "optimizer.schedule=wsd", f"optimizer.decay_tokens={4 * 256}") == 0
+    rates = [record["lr"] for record in records(pretrain.run_dir) if "loss" in record]
+    assert rates == [record["lr"] for record in records(other) if "loss" in record]
+    peak, last = 3e-3, 3e-4
+    # Warm-up over 3 steps, plateau, linear decay over the last 4.
+    expected = [peak / 3, peak * 2 / 3, *[peak] * 6, *(peak - (peak - last) * i / 4 for i in (1, 2, 3, 4))]
+    assert rates == pytest.approx(expected, rel=1e-9)
+
+
+def test_wrong_input_ends_in_one_line_and_code_2(pretrain: Command) -> None:
+    assert pretrain("model.hidden_sise=64") == 2
+    assert pretrain.err == "pretrain: error: command line: unknown key model.hidden_sise; did you mean model.hidden_size?\n"
+    assert not pretrain.run_dir.exists()

@@ -1,0 +1,330 @@
+"""The house's rules, read off the sources of the whole repository: who imports whom, who may know CUDA, sizes, docstrings, packaging.
+
+Each rule is a function from sources to faults, and is shown a fault of its kind too: a rule that finds nothing anywhere is worth nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Room -> the rooms it may import. A room that is not here fails the first test: it needs a rule.
+ROOMS: dict[str, set[str]] = {
+    "kernels": set(),
+    "fem_megatron": {"kernels"},
+    "pretrain": {"fem_megatron"},
+    "tools": {"kernels", "fem_megatron", "pretrain", "data_prep"},
+    "data_prep": set(),
+}
+# Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
+TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.loader", "pretrain.plan", "pretrain.validate", "pretrain.data_facts"]
+MODULE_LINES, FUNCTION_LINES = 400, 70
+LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
+HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.apache.org", "pypi.org", "docs.astral.sh"}
+
+Sources = dict[str, str]
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def repository_files() -> list[str]:
+    """Paths of the repository's files, git's and new ones that git would take."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    return sorted(name for name in set(listed) if (ROOT / name).is_file())
+
+
+@functools.cache
+def python_sources() -> Sources:
+    """Path -> text of every Python file."""
+    return {name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(".py")}
+
+
+def of_rooms() -> Sources:
+    """The Python files that are not tests."""
+    return {name: text for name, text in python_sources().items() if name.split("/")[0] in ROOMS}
+
+
+def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in a file, inside functions and under TYPE_CHECKING too."""
+    package = name.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            yield node.lineno, ".".join([*base, *filter(None, [node.module])])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            yield from ((node.lineno, arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def definitions(text: str) -> Iterator[tuple[str, Definition]]:
+    """(dotted name, node) of every module-level function and class, and every method."""
+    for node in ast.parse(text).body:
+        if isinstance(node, Definition):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{inner.name}", inner) for inner in node.body if isinstance(inner, ast.FunctionDef))
+
+
+def bases(node: ast.ClassDef) -> list[str]:
+    """The base classes as they are written."""
+    return [ast.unparse(base) for base in node.bases]
+
+
+# --- the rules: sources -> faults ------------------------------------------------------------------------------------------------
+
+
+def imports_against_the_stream(sources: Sources) -> list[str]:
+    """A room's import of a room above or beside it, or of the tests."""
+    faults = []
+    for name, text in sources.items():
+        room = name.split("/")[0]
+        for line, module in imported(name, text):
+            other = module.split(".")[0]
+            if other != room and other in {*ROOMS, "tests"} - ROOMS[room]:
+                faults.append(f"{name}:{line}: {room} imports {module}")
+    return faults
+
+
+def knows_cuda(sources: Sources) -> list[str]:
+    """A word about CUDA in code outside platform.py; strings (documentation, messages, configuration values) may name it."""
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, text in sources.items()
+        if name != "fem_megatron/platform.py"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.") and node.attr in ("cuda", "xpu", "mps", "accelerator")
+    ]
+
+
+def patches_a_library(sources: Sources) -> list[str]:
+    """An assignment into torch or Megatron-core outside platform.py: ``torch.x = ``, ``setattr(torch, ...)``, ``parallel_state.x = ``."""
+    faults = []
+    for name, text in sources.items():
+        if name == "fem_megatron/platform.py":
+            continue
+        tree = ast.parse(text)
+        theirs = {"torch", "megatron"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "megatron"):
+                theirs |= {alias.asname or alias.name for alias in node.names}
+        for node in ast.walk(tree):
+            targets: list[ast.expr] = []
+            if isinstance(node, ast.Assign):
+                targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
+            elif isinstance(node, ast.AugAssign | ast.AnnAssign) and isinstance(node.target, ast.Attribute):
+                targets = [node.target]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                targets = node.args[:1]
+            faults += [
+                f"{name}:{target.lineno}: {ast.unparse(target)}" for target in targets if ast.unparse(target).split(".")[0] in theirs
+            ]
+    return faults
+
+
+def too_long(sources: Sources) -> list[str]:
+    """A module of more than 400 lines or a function of more than 70 whose docstring gives no reason ("Long, because ...")."""
+    faults = []
+    for name, text in sources.items():
+        tree = ast.parse(text)
+        lines = len(text.splitlines())
+        if lines > MODULE_LINES and not LONG.search(ast.get_docstring(tree) or ""):
+            faults.append(f"{name}: {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES and not LONG.search(ast.get_docstring(node) or ""):
+                    faults.append(f"{name}:{node.lineno}: {node.name} has {lines} lines")
+    return faults
+
+
+def undocumented(sources: Sources) -> list[str]:
+    """A module, public class, function or method without docstring.
+
+    A method may do without where a class of the same file documents that name (an interface), or under torch.autograd.Function.
+    """
+    faults = []
+    for name, text in sources.items():
+        if text.strip() and not ast.get_docstring(ast.parse(text)):
+            faults.append(f"{name}: the module")
+        documented = {dotted.split(".")[-1] for dotted, node in definitions(text) if "." in dotted and ast.get_docstring(node)}
+        operations = {
+            dotted for dotted, node in definitions(text) if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in bases(node)
+        }
+        for dotted, node in definitions(text):
+            private = any(part.startswith("_") for part in dotted.split("."))
+            excused = "." in dotted and (node.name in documented or dotted.split(".")[0] in operations)
+            if not private and not excused and not ast.get_docstring(node):
+                faults.append(f"{name}:{node.lineno}: {dotted}")
+    return faults
+
+
+def names_a_machine(texts: Sources) -> list[str]:
+    """A home or working folder, an address, a host that is not a public reference."""
+    paths = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|scratch|data\d*)/\w|\bfile://")
+    addresses = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
+    faults = []
+    for name, text in texts.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            hosts = [host for host in re.findall(r"\bhttps?://([\w.-]+)", line) if host not in HOSTS]
+            own = [address for address in addresses.findall(line) if address not in ("127.0.0.1", "0.0.0.0")]
+            faults += [f"{name}:{number}: {word}" for word in [*hosts, *own, *(match.group() for match in paths.finditer(line))]]
+    return faults
+
+
+# --- the rules hold --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_room_has_a_rule() -> None:
+    rooms = {name.split("/")[0] for name in python_sources() if "/" in name} - {"tests"}
+    assert rooms == set(ROOMS)
+
+
+@pytest.mark.parametrize("rule", [imports_against_the_stream, knows_cuda, patches_a_library, undocumented])
+def test_in_the_rooms(rule: Callable[[Sources], list[str]]) -> None:
+    faults = rule(of_rooms())
+    assert not faults, "\n".join(faults)
+
+
+def test_sizes() -> None:
+    faults = too_long(python_sources())
+    assert not faults, "\n".join(faults)
+
+
+def test_no_machine_is_named() -> None:
+    texts = {}
+    for name in repository_files():
+        if not name.endswith((".npz", ".png")) and name != "tests/test_house.py":
+            texts[name] = (ROOT / name).read_text(encoding="utf-8")
+    assert len(texts) > 100
+    faults = names_a_machine(texts)
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text"),
+    [
+        (imports_against_the_stream, "kernels/a.py", "from fem_megatron import platform"),
+        (imports_against_the_stream, "kernels/a/b.py", "from ...fem_megatron import platform"),
+        (imports_against_the_stream, "fem_megatron/a.py", "def f():\n    import pretrain.config"),
+        (imports_against_the_stream, "pretrain/a.py", "import kernels.fem_attention as k"),
+        (imports_against_the_stream, "data_prep/a.py", "import importlib\nimportlib.import_module('pretrain.loader')"),
+        (imports_against_the_stream, "tools/a.py", "from tests.kernels import oracle"),
+        (knows_cuda, "pretrain/a.py", "import torch\nx = torch.cuda.is_available()"),
+        (patches_a_library, "pretrain/a.py", "import torch\ntorch.Tensor.cuda = None"),
+        (patches_a_library, "tools/a.py", "from megatron.core import parallel_state as p\np.x = 1"),
+        (patches_a_library, "tools/a.py", "import megatron.core\nsetattr(megatron.core.utils, 'x', 1)"),
+        (too_long, "tools/a.py", "x = 1\n" * (MODULE_LINES + 1)),
+        (too_long, "tools/a.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
+        (undocumented, "tools/a.py", "x = 1"),
+        (undocumented, "tools/a.py", "'''M.'''\ndef f(): pass"),
+        (undocumented, "tools/a.py", "'''M.'''\nclass C:\n    '''C.'''\n    def f(self): pass"),
+        (names_a_machine, "a.yaml", "prefix: /home/me/data"),
+        (names_a_machine, "a.md", "see http://wiki.internal/page"),
+        (names_a_machine, "a.sh", "MASTER_ADDR=10.0.0.7"),
+    ],
+)
+def test_a_rule_finds_its_fault(rule: Callable[[Sources], list[str]], name: str, text: str) -> None:
+    assert len(rule({name: text})) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text"),
+    [
+        (imports_against_the_stream, "tools/hf/a.py", "from .export import x\nfrom ..demo import y\nimport pretrain, kernels"),
+        (patches_a_library, "pretrain/a.py", "import torch\nself.torch = torch\nx.torch.y = 1"),
+        (too_long, "tools/a.py", "'''M.\n\nLong, because the table is.\n'''\n" + "x = 1\n" * MODULE_LINES),
+        (
+            undocumented,
+            "tools/a.py",
+            "'''M.'''\ndef _f(): pass\nclass P:\n    '''P.'''\n    def f(self): 'F.'\nclass C:\n    '''C.'''\n    def f(self): 0",
+        ),
+        (names_a_machine, "a.md", "https://github.com/x 127.0.0.1 version 1.2.3 ~/data runs/home/x"),
+    ],
+)
+def test_a_rule_lets_the_rest_pass(rule: Callable[[Sources], list[str]], name: str, text: str) -> None:
+    assert rule({name: text}) == []
+
+
+# --- what only running tells -----------------------------------------------------------------------------------------------------
+
+
+def torch_after(modules: list[str]) -> str:
+    """What of torch and Megatron is loaded after importing ``modules`` in a fresh interpreter."""
+    code = f"import sys, {', '.join(modules)}; print(*sorted({{'torch', 'megatron', 'transformers'}} & set(sys.modules)))"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_torch_free_modules() -> None:
+    data_prep = [name.removesuffix(".py").replace("/", ".") for name in of_rooms() if name.startswith("data_prep/")]
+    assert torch_after(TORCH_FREE) == ""
+    assert torch_after([name.removesuffix(".__init__") for name in data_prep if not name.endswith("__main__")]) == ""
+    assert "torch" in torch_after(["kernels.fem_attention"])  # the probe sees it where it is
+
+
+def test_the_registry_has_the_configurations_mixers() -> None:
+    from fem_megatron.config import MIXERS
+    from fem_megatron.specs import MIXER_SPECS
+
+    assert set(MIXERS) == set(MIXER_SPECS)
+
+
+# --- packaging -------------------------------------------------------------------------------------------------------------------
+
+
+def project() -> dict[str, object]:
+    """pyproject.toml's [project]."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert isinstance(table, dict)
+    return table
+
+
+def requirements(*extras: str) -> dict[str, Requirement]:
+    """Canonical name -> requirement of the project and the named extras."""
+    table = project()
+    listed = list(table["dependencies"])  # type: ignore[call-overload]
+    for extra in extras:
+        listed += table["optional-dependencies"][extra]  # type: ignore[index]
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, listed)}
+
+
+def test_constraints_pin_what_the_project_asks_for() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+", line)] == []  # no local version, no index, no range
+    pins = dict(line.split("==") for line in lines)
+    assert len(pins) == len(lines)
+    for name, requirement in requirements("dev").items():
+        assert requirement.specifier.contains(pins[name], prereleases=True), f"{requirement} but {pins[name]} is pinned"
+
+
+def test_every_third_party_import_is_declared() -> None:
+    distribution = {"yaml": "pyyaml", "megatron": "megatron-core", "huggingface_hub": "huggingface-hub"}
+    known = {*sys.stdlib_module_names, *ROOMS}
+    used = {module.split(".")[0] for name, text in of_rooms().items() for _, module in imported(name, text)} - known
+    declared = set(requirements("gpu", "deepspeed"))
+    assert {name for name in used if distribution.get(name, name) not in declared} == set()
+    # The other way: nothing is asked for that nothing needs. These three are imported for us, by Megatron-core's checkpoint writer,
+    # huggingface_hub.save_torch_state_dict and torch.utils.tensorboard, none of which declares it.
+    assert set(requirements()) - {distribution.get(name, name) for name in used} == {"psutil", "safetensors", "tensorboard"}
+
+
+def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
+    """Hugging Face publishes a package `kernels`; transformers decides by name and version whether it is there."""
+    from transformers.utils import import_utils
+
+    low, high = (tuple(map(int, text.split("."))) for text in (import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION))
+    version = tuple(map(int, str(project()["version"]).split(".")))
+    assert not low <= version < high
+    assert not import_utils.is_kernels_available()

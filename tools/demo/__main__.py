@@ -1,0 +1,71 @@
+"""``python -m tools.demo [--out DIR] [section.key=value ...]``: the whole product at work in a few minutes on a CPU.
+
+Exit codes: 0 all is as it should be; 1 a step failed, or the model learned too little; 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pretrain.loader import ConfigError, load_run
+from tools.demo import picture, report, steps
+from tools.demo.history import History
+from tools.demo.shell import DemoError, Shell, say
+
+ROOT = Path(__file__).resolve().parents[2]
+# One thread a rank: the ranks are what fills the cores. Nothing here needs a network.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tools.demo", description="The whole product at work in a few minutes on a CPU.")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of everything it writes; default: runs/demo")
+    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings of every training run, as for python -m pretrain")
+    given = parser.parse_args(arguments)
+    # As an exception, so that what the demo started is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        config = load_run(ROOT / "configs" / "run" / "demo.yaml", given.settings)
+        demo = steps.Demo(Shell(ROOT, ENVIRONMENT), given.out.absolute(), config, tuple(given.settings))
+        say(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
+        say("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
+        found = steps.run(demo)
+        _publish(found, demo)
+    except ConfigError as error:
+        print(f"demo: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+def _publish(found: dict[str, object], demo: steps.Demo) -> None:
+    """The table, report.json and report.png. Raises DemoError where the model learned too little, after all three are there."""
+    picture.draw(History.read(demo.out / "fem"), History.read(demo.out / "transformer"), found, demo.out / "report.png")
+    temporary = demo.out / ".report.json"
+    temporary.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(temporary, demo.out / "report.json")
+    seconds = found["seconds"]
+    assert isinstance(seconds, dict)
+    say("\n" + report.table(found) + "\n")
+    for line in report.verdict(found):
+        say(line)
+    say("\ntime: " + ", ".join(f"{name} {report.minutes(value)}" for name, value in seconds.items()))
+    say(f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, the model in {demo.path('hf', 'fem')}")
+    short = report.shortfall(found)
+    if short:
+        raise DemoError(f"step 5 (report) failed: {short}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

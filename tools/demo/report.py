@@ -1,0 +1,126 @@
+"""What the demo measured, in numbers and words: unigram, bits per byte, the table, the verdict. Starts nothing and draws nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.demo.history import History
+
+MARGIN = 1.5  # nats a token below the unigram entropy that the model must reach
+
+
+def unigram(train: Path, heldout: Path, vocabulary: int) -> dict[str, float]:
+    """Nats a token of the two models without context, for .bin files of uint16.
+
+    ``heldout_entropy``: the held-out split's own frequencies, which no model without context can beat; ``train_cross_entropy``: the
+    training split's frequencies (one added to each count) on the held-out split, which is what such a model would really reach.
+    """
+    counts = [np.bincount(np.fromfile(file, dtype=np.uint16), minlength=vocabulary) for file in (train, heldout)]
+    own = counts[1] / counts[1].sum()
+    learned = (counts[0] + 1) / (counts[0] + 1).sum()
+    seen = own > 0
+    return {
+        "heldout_entropy": float(-(own[seen] * np.log(own[seen])).sum()),
+        "train_cross_entropy": float(-(own[seen] * np.log(learned[seen])).sum()),
+    }
+
+
+def bits_per_byte(nats_per_token: float, split: dict[str, Any]) -> float:
+    """``split`` is the manifest's: its tokens (EOD included) carry its text's UTF-8 bytes."""
+    return nats_per_token / math.log(2) * split["tokens"] / split["text_bytes"]
+
+
+def model_findings(found: dict[str, Any], history: History, heldout: dict[str, Any]) -> dict[str, Any]:
+    """One model's row: what stock transformers found of it, and how it trained at the layout that both models share."""
+    return {
+        "heldout_nats_per_token": found["heldout_nats_per_token"],
+        "heldout_bits_per_byte": bits_per_byte(found["heldout_nats_per_token"], heldout),
+        "heldout_tokens": found["heldout_tokens"],
+        "parameters": found["parameters"],
+        "tokens_trained": history.steps[-1]["consumed_tokens"],
+        "tokens_per_second": history.tokens_per_second(),
+        "peak_memory_bytes": history.peak_memory_bytes(),
+        "sample": found["sample"],
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The report as text."""
+    rows = [
+        ("", "held-out loss", "bits per", "parameters", "training", "peak memory"),
+        ("", "nats a token", "byte", "", "tokens/s", "a rank"),
+    ]
+    for key, name in (("fem", "FEM-softmax"), ("transformer", "Transformer")):
+        model = found["models"][key]
+        rows.append(
+            (
+                name,
+                f"{model['heldout_nats_per_token']:.3f}",
+                f"{model['heldout_bits_per_byte']:.3f}",
+                f"{model['parameters'] / 1e6:.2f}M",
+                f"{model['tokens_per_second']:,.0f}",
+                f"{model['peak_memory_bytes'] / 2**30:.2f} GiB",
+            )
+        )
+    alone = found["unigram"]
+    rows.append(("unigram (held-out text's own)", f"{alone['heldout_entropy']:.3f}", f"{alone['bits_per_byte']:.3f}", "", "", ""))
+    rows.append(("unigram (from training text)", f"{alone['train_cross_entropy']:.3f}", "", "", "", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    lines.insert(2, "-" * len(lines[0]))
+    return "\n".join(line.rstrip() for line in [*lines, "", *notes(found)])
+
+
+def notes(found: dict[str, Any]) -> list[str]:
+    """What the table's numbers mean, and the parity figures."""
+    run, parity, fem = found["run"], found["parity"], found["models"]["fem"]
+    logits, cache = parity["logit_difference"], parity["cache_difference"]
+    return [
+        f"Held-out loss: all {fem['heldout_tokens']:,} tokens of the valid split, in windows of {run['seq_length']}, "
+        "by the exported models in stock transformers.",
+        f"Training: {run['steps']} steps of {run['batch_tokens']:,} tokens each; tokens/s (median) and memory at {run['resumed_layout']};",
+        f"  FEM before the stop, at {run['stopped_layout']}: {fem['tokens_per_second_stopped_layout']:,.0f} tokens/s, "
+        f"{fem['peak_memory_bytes_stopped_layout'] / 2**30:.2f} GiB.",
+        f"Parity, largest differences: losses of the {parity['resume_steps']} steps after the resume at another layout against those "
+        f"without it {parity['resume_relative_loss_difference']:.1e} (relative);",
+        f"  exported logits against Megatron's {logits['fem']:.1e} (FEM), {logits['transformer']:.1e} (Transformer); "
+        f"generation with cache against without {cache['fem']:.1e}, {cache['transformer']:.1e}.",
+    ]
+
+
+def verdict(found: dict[str, Any]) -> list[str]:
+    """Where FEM stands, whatever it is."""
+    fem, plain = found["models"]["fem"], found["models"]["transformer"]
+    gain = plain["heldout_nats_per_token"] - fem["heldout_nats_per_token"]
+    relation = "lower" if gain > 0 else "higher"
+    below = found["unigram"]["heldout_entropy"] - fem["heldout_nats_per_token"]
+    cost = plain["tokens_per_second"] / fem["tokens_per_second"]
+    return [
+        f"FEM-softmax is {below:.2f} nats a token below the unigram entropy ({MARGIN} are asked for).",
+        f"FEM-softmax's held-out loss is {abs(gain):.3f} nats a token {relation} than the Transformer's after the same steps on the same "
+        f"batches ({fem['parameters'] / plain['parameters'] - 1:+.1%} parameters), and a step takes {cost:.2f} times as long here.",
+        f"One seed and {fem['tokens_trained'] / 1e6:.2f}M tokens: this shows that both train and how they compare here, "
+        "not which is better at scale.",
+    ]
+
+
+def shortfall(found: dict[str, Any]) -> str | None:
+    """What the FEM model failed to learn, or None."""
+    entropy, loss = found["unigram"]["heldout_entropy"], found["models"]["fem"]["heldout_nats_per_token"]
+    if loss <= entropy - MARGIN:
+        return None
+    return (
+        f"the held-out loss {loss:.3f} is not {MARGIN} nats below the unigram entropy {entropy:.3f}: at most {entropy - MARGIN:.3f} will do"
+    )
+
+
+def minutes(seconds: float) -> str:
+    """Seconds as m:ss."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

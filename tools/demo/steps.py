@@ -1,0 +1,225 @@
+"""The five steps: which commands run, in which order, and what their results must be for the next step to be worth starting."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import RunConfig
+from tools.demo import report
+from tools.demo.history import History, checkpoint_step, largest_difference
+from tools.demo.shell import DemoError, Shell, say, terminate_children
+
+VOCABULARY = 4096
+PROMPT = "def read(self"
+STOPPED_LAYOUT = "TP 2 x PP 2 with sequence parallelism, 4 ranks"
+RESUMED_LAYOUT = "TP 1 x PP 1, DP 2 with the distributed optimizer, 2 ranks"
+SPLIT = [
+    "parallel.tensor_model_parallel_size=2",
+    "parallel.pipeline_model_parallel_size=2",
+    "parallel.sequence_parallel=true",
+]
+STOP_AT = 0.4  # of the run's steps: four ranks share two cores, so the slower layout gets the smaller part
+COMPARED_STEPS = 3
+LOGIT_TOLERANCE = 1e-4  # absolute, fp32: the same sums in another order
+RESUME_TOLERANCE = 1e-5  # relative, fp32: the same, through COMPARED_STEPS updates
+TRAINING_LIMIT, COMMAND_LIMIT = 3600.0, 600.0  # seconds; about ten times what two slow cores need
+PRODUCTS = ("fem", "fem_same_layout", "transformer", "hf", "check", "report.json", "report.png")
+
+
+@dataclass
+class Demo:
+    """One demo: where it writes, and what it has found so far. ``config`` is the FEM run's, as ``pretrain`` will read it."""
+
+    shell: Shell
+    out: Path
+    config: RunConfig
+    settings: tuple[str, ...] = ()  # the user's section.key=value, for every run
+    stopped_at: int = 0
+    resume: tuple[int, float] = (0, 0.0)  # steps compared, largest relative difference of their losses
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # what stock_transformers found of each
+    seconds: dict[str, float] = field(default_factory=dict)
+    load_average: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    def path(self, *parts: str) -> str:
+        """A file of the demo as a command names it."""
+        return self.shell.shown(self.out.joinpath(*parts))
+
+    def python(self, what: str, *arguments: str) -> None:
+        """Runs this interpreter."""
+        self.shell.run([self.shell.python, *arguments], what, COMMAND_LIMIT)
+
+    def overrides(self, name: str) -> list[str]:
+        """None in the place that the configuration names; elsewhere the run directory and the data."""
+        if self.out == self.shell.root / "runs" / "demo" and name in ("fem", "transformer"):
+            return []
+        data = [f"data.{split}.0.prefix={json.dumps(self.path('data', split))}" for split in ("train", "valid", "test")]
+        return [f"run_dir={json.dumps(self.path(name))}", *data]
+
+    def pretrain(self, what: str, name: str, ranks: int, *arguments: str, watch: Callable[[int], None] | None = None) -> None:
+        """Runs ``pretrain`` under torchrun for the run directory ``name``."""
+        recipe = "configs/run/demo_transformer.yaml" if name == "transformer" else "configs/run/demo.yaml"
+        settings = (*self.overrides(name), *self.settings, *arguments)
+        self.shell.run([*self.shell.torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", recipe, *settings], what, TRAINING_LIMIT, watch)
+
+    def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
+        """Trains at the split layout and sends the workers SIGTERM once ``after`` steps are done; the step of the checkpoint they wrote."""
+        signalled: list[int] = []
+
+        def watch(torchrun: int) -> None:
+            if not signalled and History.read(self.out / name).last_step >= after:
+                say(f"  $ pkill -TERM -P {torchrun}")
+                signalled.append(torchrun)
+                terminate_children(torchrun)
+
+        self.pretrain(what, name, 4, *SPLIT, watch=watch)
+        total = self.config.train.steps or 0
+        step = checkpoint_step(self.out / name)
+        if not signalled or not after <= step < total:
+            raise DemoError(f"{what}: it was to stop after step {after} of {total}, but its last checkpoint is of step {step}")
+        return step
+
+    def prepare_data(self) -> None:
+        """Text of the standard library, a tokenizer, .bin/.idx; after what an earlier demo trained is gone."""
+        known = {"corpus", "tokenizer", "data", *PRODUCTS}
+        if self.out.is_dir() and any(self.out.iterdir()) and not any((self.out / name).exists() for name in known):
+            raise DemoError(f"{self.out} is not empty and not from an earlier demo: choose another --out")
+        old = [self.path(name) for name in PRODUCTS if (self.out / name).exists()]
+        if old:
+            self.shell.run(["rm", "-rf", *old], "starting anew", COMMAND_LIMIT)
+        corpus, tokenizer, data = self.path("corpus", "stdlib.parquet"), self.path("tokenizer"), self.path("data")
+        prepare = ("-m", "data_prep")
+        self.python("gathering text", *prepare, "stdlib", corpus, "--overwrite")
+        vocabulary = ("--vocab-size", str(VOCABULARY))
+        self.python("training the tokenizer", *prepare, "train-tokenizer", corpus, *vocabulary, "--out", tokenizer, "--overwrite")
+        self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "5", "--overwrite")
+
+    def pretrain_until_sigterm(self) -> None:
+        """FEM over four ranks, stopped on the way."""
+        say(f"  layout: {STOPPED_LAYOUT}; SIGTERM to the workers about step {self._stop_step} of {self.config.train.steps}")
+        self.stopped_at = self.pretrain_and_stop("pretraining", "fem", self._stop_step)
+        say(f"  stopped by SIGTERM, exit code 0, checkpoint of step {self.stopped_at}")
+
+    @property
+    def _stop_step(self) -> int:
+        return max(1, round(STOP_AT * (self.config.train.steps or 0)))
+
+    def resume_elsewhere(self) -> None:
+        """The same run at another layout to its end; and a copy of it at the old layout for a few steps, to compare with."""
+        say(f"  first a copy that goes on at the old layout ({STOPPED_LAYOUT}), to compare with:")
+        self.shell.run(["cp", "-r", self.path("fem"), self.path("fem_same_layout")], "copying the run", COMMAND_LIMIT)
+        self.pretrain_and_stop("continuing the copy", "fem_same_layout", self.stopped_at + COMPARED_STEPS)
+        say(f"  now the run itself, at another layout ({RESUMED_LAYOUT}), to its end:")
+        self.pretrain("resuming", "fem", 2, "parallel.use_distributed_optimizer=true")
+        after = History.read(self.out / "fem").part(after=self.stopped_at)
+        same = History.read(self.out / "fem_same_layout").part(after=self.stopped_at)
+        if after.last_step != self.config.train.steps:
+            raise DemoError(f"resuming: the run ended at step {after.last_step} of {self.config.train.steps}")
+        steps, difference = self.resume = largest_difference(after.losses(), same.losses())
+        say(f"  the next {steps} losses at both layouts:")
+        for step in sorted(after.losses().keys() & same.losses().keys()):
+            say(f"    step {step}: {same.losses()[step]:.7f} as it was, {after.losses()[step]:.7f} resumed elsewhere")
+        say(f"  largest relative difference {difference:.1e} (allowed {RESUME_TOLERANCE:.0e})")
+        if difference > RESUME_TOLERANCE:
+            raise DemoError(f"resuming: the losses after the resume differ by {difference:.1e} from those without it")
+
+    def export(self, name: str = "fem") -> None:
+        """To Hugging Face's format, compared with Megatron's logits in a process of its own."""
+        valid, logits, findings = self.path("data", "valid.bin"), self.path("check", f"{name}.npy"), self.path("check", f"{name}.json")
+        length = ("--length", str(self.config.data.seq_length))
+        self.python("exporting", "-m", "tools.hf", "export", self.path(name), self.path("hf", name))
+        self.python("Megatron's logits", "-m", "tools.demo.megatron_logits", self.path(name), valid, logits, *length)
+        stock = ("tools/demo/stock_transformers.py", self.path("hf", name), "--tokens", valid, "--megatron-logits", logits)
+        self.python("stock transformers", *stock, "--out", findings, *length, "--prompt", PROMPT)
+        found = self.models[name] = json.loads((self.out / "check" / f"{name}.json").read_text())
+        for key, what in (("logit_difference", "to Megatron's logits"), ("cache_difference", "between generating with and without cache")):
+            if not found[key] < LOGIT_TOLERANCE:
+                raise DemoError(f"export: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}")
+
+    def compare_and_report(self) -> None:
+        """The Transformer by the same commands, then the report."""
+        say("  the Transformer of the same budget: same data, same order, same batches, same schedule")
+        self.pretrain("pretraining the Transformer", "transformer", 2, "parallel.use_distributed_optimizer=true")
+        self.export("transformer")
+
+    def findings(self) -> dict[str, Any]:
+        """Everything measured, as ``report.json`` holds it."""
+        manifest = json.loads((self.out / "data" / "manifest.json").read_text())
+        valid = manifest["splits"]["valid"]
+        unigram = report.unigram(self.out / "data" / "train.bin", self.out / "data" / "valid.bin", manifest["tokenizer"]["vocab_size"])
+        fem, plain = History.read(self.out / "fem"), History.read(self.out / "transformer")
+        resumed, stopped = fem.part(after=self.stopped_at), fem.part(up_to=self.stopped_at)
+        models = {
+            "fem": report.model_findings(self.models["fem"], resumed, valid),
+            "transformer": report.model_findings(self.models["transformer"], plain, valid),
+        }
+        models["fem"] |= {
+            "tokens_per_second_stopped_layout": stopped.tokens_per_second(),
+            "peak_memory_bytes_stopped_layout": stopped.peak_memory_bytes(),
+        }
+        found = {
+            "format": 1,
+            "models": models,
+            "unigram": {**unigram, "bits_per_byte": report.bits_per_byte(unigram["heldout_entropy"], valid)},
+            "parity": {
+                "resume_steps": self.resume[0],
+                "resume_relative_loss_difference": self.resume[1],
+                "logit_difference": {name: self.models[name]["logit_difference"] for name in models},
+                "cache_difference": {name: self.models[name]["cache_difference"] for name in models},
+            },
+            "run": {
+                "steps": self.config.train.steps,
+                "stopped_at": self.stopped_at,
+                "batch_tokens": self.config.train.global_batch_size * self.config.data.seq_length,
+                "seq_length": self.config.data.seq_length,
+                "stopped_layout": STOPPED_LAYOUT,
+                "resumed_layout": RESUMED_LAYOUT,
+            },
+            "data": manifest["splits"],
+            "machine": machine(self.load_average),
+        }
+        return {**found, "verdict": report.verdict(found)}
+
+
+def machine(load_average: float) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "cores": os.cpu_count(),
+        "load_average_at_start": load_average,
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in ("torch", "megatron-core", "transformers")},
+    }
+
+
+def run(demo: Demo) -> dict[str, Any]:
+    """All steps, then the report's three forms. Returns what ``report.json`` holds.
+
+    Raises:
+        DemoError: a step failed, or the model learned too little.
+    """
+    started = time.monotonic()
+    steps: tuple[tuple[str, str, Callable[[], None]], ...] = (
+        ("data", "the running Python's standard library: parquet, tokenizer, .bin/.idx", demo.prepare_data),
+        ("pretrain", "FEM-softmax over four ranks, stopped by SIGTERM", demo.pretrain_until_sigterm),
+        ("resume", "the same run at another layout, to its end", demo.resume_elsewhere),
+        ("export", "to Hugging Face's format, loaded by stock transformers", demo.export),
+        ("report", "the Transformer twin, the table and the picture", demo.compare_and_report),
+    )
+    for number, (name, purpose, step) in enumerate(steps, 1):
+        begun = time.monotonic()
+        say(f"\n[{number}/{len(steps)}] {name}: {purpose}   ({report.minutes(begun - started)} since the start)")
+        try:
+            step()
+        except DemoError as error:
+            raise DemoError(f"step {number} ({name}) failed: {error}") from None
+        demo.seconds[name] = time.monotonic() - begun
+    found = demo.findings()
+    found["seconds"] = {**demo.seconds, "total": time.monotonic() - started}
+    return found
