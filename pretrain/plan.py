@@ -260,7 +260,8 @@ def render(plan: Plan) -> str:
 def _model_lines(plan: Plan) -> Iterator[str]:
     model, shape, total = plan.config.model, plan.config.model.mixer_shape(), plan.total_parameters
     yield f"{plan.config.name}: {model.mixer}, {model.num_layers} layers of {model.hidden_size}, {shape.heads} heads"
-    yield f"  d_k {shape.qk_head}, d_v {shape.value_head}, MLP {model.ffn_size}, vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
+    vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
+    yield f"  d_k {shape.qk_head}, d_v {shape.value_head}, MLP {model.ffn_size}, {vocabulary}"
     yield "parameters"
     for name in COMPONENTS:
         if name in plan.parameters:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fem_megatron import platform
 from fem_megatron.config import FemConfig, ModelConfig
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 Arrays = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    platform.initialize_distributed()
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def build_mixer(model: ModelConfig, *, causal: bool = True) -> Any:

@@ -26,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tools.demo", description="The whole product at work in a few minutes on a CPU.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of everything it writes; default: runs/demo")
-    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings of every training run, as for python -m pretrain")
+    parser.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="settings of every training run, as for python -m pretrain"
+    )
     given = parser.parse_args(arguments)
     # As an exception, so that what the demo started is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

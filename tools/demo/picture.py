@@ -13,14 +13,15 @@ from tools.demo.history import History
 FEM, TRANSFORMER, QUIET = "#0072B2", "#D55E00", "#555555"
 
 
-def smooth(values: np.ndarray, half_life: float) -> np.ndarray:
-    """Exponential moving average without the pull of its start: the weights of what was seen sum to one."""
-    keep = 0.5 ** (1 / half_life)
-    total, weight, result = 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        result.append(total / weight)
-    return np.array(result)
+def smooth(values: np.ndarray, width: float) -> np.ndarray:
+    """At each step the value of a line fitted to its neighbours, which count by a Gaussian of ``width`` steps: no lag, no bent ends."""
+    steps = np.arange(len(values))
+    result = np.empty(len(values))
+    for step in steps:
+        weight = np.exp(-0.5 * ((steps - step) / width) ** 2)
+        _, level = np.polyfit(steps - step, values, 1, w=np.sqrt(weight)) if len(values) > 2 else (0.0, values[step])
+        result[step] = level
+    return result
 
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
@@ -31,19 +32,19 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6.6), sharex=True, height_ratios=(3.2, 1), layout="constrained")
-    half_life = max(2.0, fem.last_step / 30)
+    width = max(1.0, fem.last_step / 40)
     curves = (("Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))), ("FEM-softmax", fem, FEM, "o", "-"))
     for name, history, colour, marker, style in curves:
         steps, losses = _series(history)
         above.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
         label = f"{name}, training (smoothed; faint: each step)"
-        above.plot(steps, smooth(losses, half_life), color=colour, linewidth=1.9, linestyle=style, label=label)
+        above.plot(steps, smooth(losses, width), color=colour, linewidth=1.9, linestyle=style, label=label)
         if history.validations:
             where, values = zip(*history.validations, strict=True)
             look = {"linestyle": "", "marker": marker, "color": colour, "markeredgecolor": "white", "markersize": 8}
             above.plot(where, values, label=f"{name}, part of the held-out split", **look)
     _mark(above, below, found)
-    _difference(below, fem, transformer, half_life)
+    _difference(below, fem, transformer, width)
     above.set_ylabel("loss, nats a token")
     above.legend(frameon=False, loc="upper right", fontsize=9)
     models, run = found["models"], found["run"]
@@ -98,13 +99,13 @@ def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
     )
 
 
-def _difference(axes: Any, fem: History, transformer: History, half_life: float) -> None:
+def _difference(axes: Any, fem: History, transformer: History, width: float) -> None:
     """FEM's training loss minus the Transformer's on the same batch."""
     ours, theirs = fem.losses(), transformer.losses()
     steps = sorted(ours.keys() & theirs.keys())
     gaps = np.array([ours[step] - theirs[step] for step in steps])
     axes.axhline(0.0, color=QUIET, linewidth=0.9)
     axes.plot(steps, gaps, color=FEM, alpha=0.22, linewidth=0.8)
-    axes.plot(steps, smooth(gaps, half_life), color=FEM, linewidth=1.9)
+    axes.plot(steps, smooth(gaps, width), color=FEM, linewidth=1.9)
     axes.set_ylabel("FEM − Transformer,\nsame batch")
     axes.annotate("below 0: FEM is better", (0.995, 0.04), xycoords="axes fraction", fontsize=9, color=QUIET, ha="right")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,14 +61,16 @@ class Demo:
         """None in the place that the configuration names; elsewhere the run directory and the data."""
         if self.out == self.shell.root / "runs" / "demo" and name in ("fem", "transformer"):
             return []
-        data = [f"data.{split}.0.prefix={json.dumps(self.path('data', split))}" for split in ("train", "valid", "test")]
-        return [f"run_dir={json.dumps(self.path(name))}", *data]
+        data = [f"data.{split}.0.prefix={_yaml(self.path('data', split))}" for split in ("train", "valid", "test")]
+        return [f"run_dir={_yaml(self.path(name))}", *data]
 
     def pretrain(self, what: str, name: str, ranks: int, *arguments: str, watch: Callable[[int], None] | None = None) -> None:
         """Runs ``pretrain`` under torchrun for the run directory ``name``."""
         recipe = "configs/run/demo_transformer.yaml" if name == "transformer" else "configs/run/demo.yaml"
         settings = (*self.overrides(name), *self.settings, *arguments)
-        self.shell.run([*self.shell.torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", recipe, *settings], what, TRAINING_LIMIT, watch)
+        self.shell.run(
+            [*self.shell.torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", recipe, *settings], what, TRAINING_LIMIT, watch
+        )
 
     def pretrain_and_stop(self, what: str, name: str, after: int) -> int:
         """Trains at the split layout and sends the workers SIGTERM once ``after`` steps are done; the step of the checkpoint they wrote."""
@@ -186,6 +189,11 @@ class Demo:
             "machine": machine(self.load_average),
         }
         return {**found, "verdict": report.verdict(found)}
+
+
+def _yaml(text: str) -> str:
+    """A path as a value of ``section.key=value``, quoted only where YAML could take it for something else."""
+    return text if re.fullmatch(r"/?[A-Za-z][\w./-]*", text) else json.dumps(text)
 
 
 def machine(load_average: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 OURS = ("fem_megatron", "kernels", "pretrain", "tools")
 
@@ -82,9 +84,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default="def read(self")
     parser.add_argument("--new-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
+    disable_progress_bar()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokens, reference = np.fromfile(given.tokens, dtype=np.uint16), np.load(given.megatron_logits)
     model = AutoModelForCausalLM.from_pretrained(given.model, trust_remote_code=True, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=True)
     imported = sorted(name for name in sys.modules if name.partition(".")[0] in OURS)
     if imported:
         print(f"stock_transformers.py: error: {imported[0]} was imported: this is to be transformers alone", file=sys.stderr)

@@ -1,0 +1,110 @@
+"""Whole models: parameters as planned, initialisation as documented, the baseline as standard attention, causality. One process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fem_megatron.config import MIXERS, FemConfig, ModelConfig
+from pretrain.plan import parameter_shapes
+
+SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100)
+MODELS = {
+    "fem": SMALL,
+    "fem, budget ii": replace(SMALL, hidden_size=48, fem=FemConfig(budget="ii")),
+    "fem, tied": replace(SMALL, tie_embeddings=True),
+    "fem without C": replace(SMALL, fem=FemConfig(conditioner=False)),
+    "fem without T": replace(SMALL, hidden_size=48, fem=FemConfig(temperature=False)),
+    "fem without L": replace(SMALL, hidden_size=48, fem=FemConfig(free_energy=False)),
+    "fem without G": replace(SMALL, hidden_size=48, fem=FemConfig(gate=False)),
+    "transformer": replace(SMALL, mixer="transformer"),
+}
+
+
+def build(model: ModelConfig, dtype: torch.dtype = torch.float64) -> Any:
+    from fem_megatron.model import Layout, build
+
+    return build(model, Layout(params_dtype=dtype), 16, seed=1)[0]
+
+
+def test_every_mixer_has_a_spec() -> None:
+    from fem_megatron.specs import MIXER_SPECS
+
+    assert tuple(MIXER_SPECS) == MIXERS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_the_planned_ones(name: str) -> None:
+    built = {key: tuple(weight.shape) for key, weight in build(MODELS[name]).named_parameters()}
+    assert built == parameter_shapes(MODELS[name])
+
+
+def test_initialisation_is_as_documented() -> None:
+    """normal(0, init_std) for matrices, W_out of the conditioner zero, norm weights one, beta 1.95; every layer its own draw."""
+    model = build(replace(SMALL, hidden_size=64, init_std=0.03))
+    for name, weight in model.named_parameters():
+        if name.endswith(("tdc.out_proj.weight", ".beta")):
+            assert not weight.any()
+        elif weight.ndim == 1:
+            assert (weight == 1).all()
+        else:
+            # The standard deviation of n draws scatters by 1/sqrt(2n): five of these.
+            assert weight.std().item() == pytest.approx(0.03, rel=5 / math.sqrt(2 * weight.numel()))
+    mixer = model.get_submodule("decoder.layers.0.self_attention")
+    assert mixer.inverse_temperature().mean().item() == pytest.approx(1.953, abs=1e-3)
+    weights = [model.get_parameter(f"decoder.layers.{i}.mlp.linear_fc2.weight") for i in (0, 1)]
+    assert not torch.equal(*weights)
+
+
+def test_switches_off_is_standard_attention() -> None:
+    """The baseline's mixer against torch's attention with rotate-half RoPE, written out."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    mixer = build(replace(SMALL, mixer="transformer")).get_submodule("decoder.layers.0.self_attention")
+    x = torch.randn(7, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angles = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)(7)
+    got, _ = mixer(x, rotary_pos_emb=angles)
+    q, k, v = (x @ mixer.in_proj.weight.T).unflatten(-1, (4, 24)).split(8, dim=-1)
+
+    def rotate(t: torch.Tensor) -> torch.Tensor:
+        first, second = t.chunk(2, -1)
+        return t * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q), rotate(k), v))
+    read = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wanted = read.permute(2, 0, 1, 3).flatten(2) @ mixer.out_proj.weight.T
+    # Float64 through two orders of summation; Megatron-core casts its cosines to the activations' type as the line above does.
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fem", "fem without L", "transformer"])
+def test_the_future_does_not_leak(name: str) -> None:
+    """Replacing every token after t leaves the logits up to t, bit for bit in the reference form; and what is replaced does matter."""
+    model = build(replace(MODELS[name], attention_backend="reference"))
+    tokens = torch.randint(0, 100, (1, 16), generator=torch.Generator().manual_seed(3))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 17) % 100
+    positions = torch.arange(16)[None]
+    with torch.no_grad():
+        before, after = (model(ids, positions, None) for ids in (tokens, changed))
+    # The plain read is torch's attention kernel, whose blocks of rows are rounded together: 1e-12 in float64.
+    tolerance = 0.0 if name == "fem" else 1e-12
+    assert (before[:, :9] - after[:, :9]).abs().max() <= tolerance
+    assert not torch.equal(before[:, 9], after[:, 9])
+
+
+def test_norm_of_many_parts_is_exact() -> None:
+    """The grad norm on the CPU: a large tensor with few heavy rows, where a plain float32 sum is 2e-5 off."""
+    from fem_megatron.platform import _l2_norm
+
+    heavy = torch.randn(4096 * 64 + 37, generator=torch.Generator().manual_seed(0)) * 1e-4
+    heavy[:6400] *= 1000
+    rest = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    wanted = torch.cat([heavy, rest.flatten()]).double().norm().item()
+    norm, _ = _l2_norm(0, torch.zeros(1), [[heavy, rest, torch.zeros(0)]], False)
+    # float32's own resolution.
+    assert norm.item() == pytest.approx(wanted, rel=1e-7)
