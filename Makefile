@@ -4,8 +4,10 @@
 
 VENV := .venv
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-PYTHON_BASE ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$p && break; done)
-BASE = $(or $(PYTHON_BASE),python3)
+ifndef PYTHON_BASE
+PYTHON_BASE := $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$p && break; done)
+endif
+BASE := $(or $(PYTHON_BASE),python3)
 # $(call refuse,INTERPRETER,WHAT IS WRONG AND WHAT TO DO): one line, and make stops. A comma would end the text.
 refuse = { echo "make: $(1) ($$($(1) --version 2>&1 | head -n 1)): $(2)" >&2; exit 1; }
 

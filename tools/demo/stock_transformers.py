@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 OURS = ("fem_megatron", "kernels", "pretrain", "tools")
 
 
-def logit_difference(model: PreTrainedModel, tokens: np.ndarray, reference: np.ndarray) -> float:
+def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> float:
     """Largest absolute difference between the model's logits for the first tokens and ``reference`` [sequences, length, vocabulary]."""
     sequences, length, _ = reference.shape
     ids = torch.from_numpy(tokens[: sequences * length].astype(np.int64)).view(sequences, length)
@@ -31,7 +29,7 @@ def logit_difference(model: PreTrainedModel, tokens: np.ndarray, reference: np.n
     return float((logits - torch.from_numpy(reference)).abs().max())
 
 
-def heldout_loss(model: PreTrainedModel, tokens: np.ndarray, length: int, batch: int = 16) -> tuple[float, int]:
+def heldout_loss(model: Any, tokens: np.ndarray, length: int, batch: int = 16) -> tuple[float, int]:
     """(mean loss in nats a token, tokens predicted): every token but the first, each once, in windows of ``length`` that do not overlap.
 
     A token sees those before it in its window alone, as in training.
@@ -50,7 +48,7 @@ def heldout_loss(model: PreTrainedModel, tokens: np.ndarray, length: int, batch:
     return total / (len(ids) - 1), len(ids) - 1
 
 
-def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> tuple[str, float, float]:
+def sample(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> tuple[str, float, float]:
     """(text, seconds, largest difference between the logits met step by step with the cache and those of one pass without it)."""
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -84,6 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default="def read(self")
     parser.add_argument("--new-tokens", type=int, default=64)
     given = parser.parse_args(arguments)
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds: not for --help
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokens, reference = np.fromfile(given.tokens, dtype=np.uint16), np.load(given.megatron_logits)

@@ -1,0 +1,178 @@
+"""What the documents promise: every command in them is one that exists and accepts these words; every configuration loads and validates.
+
+A command is checked, not carried out, but for plans: its own argument parser reads it, make's targets are asked for a dry run.
+Commands are the lines of ```sh blocks, where each must be understood here, and the indented lines that begin with one of our launchers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import RunConfig
+from pretrain.loader import ConfigError, load_run
+from pretrain.plan import make_plan, render
+from pretrain.validate import planned_world_size, prepare, validate
+from tests.test_house import ROOT, project, repository_files
+
+# Runs a module's real parser on sys.argv and stops where its work would begin.
+PARSE_ONLY = """
+import argparse, runpy, sys
+real = argparse.ArgumentParser.parse_args
+def parse(self, args=None, namespace=None):
+    real(self, args, namespace)
+    sys.exit(0)
+argparse.ArgumentParser.parse_args = parse
+how, what, *sys.argv[1:] = sys.argv[1:]
+sys.path.insert(0, "")
+runpy.run_module(what, run_name="__main__", alter_sys=True) if how == "-m" else runpy.run_path(what, run_name="__main__")
+sys.exit("it parses no arguments")
+"""
+
+
+def commands_of(text: str) -> list[str]:
+    """The command lines of a Markdown text, continuation lines joined, comments and prompts gone."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    fenced = [line for block in re.findall(r"^```sh\n(.*?)^```", joined, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+    indented = re.findall(
+        r"^ {4}((?:[\w./-]*/)?(?:python3?|torchrun|make|pip) .*)", re.sub(r"^```.*?^```", "", joined, flags=re.M | re.S), re.M
+    )
+    lines = [re.sub(r"^\s*\$ ", "", line).strip() for line in [*fenced, *indented]]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def documents() -> dict[str, str]:
+    """Path -> text of every Markdown file."""
+    return {name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(".md")}
+
+
+def fault(command: str) -> str | None:
+    """What is wrong with a command line as a reader would type it in the repository's root, or None."""
+    program, *words = shlex.split(command, comments=True)
+    absent = [word for word in words if re.match(r"(configs|docs|tests|tools)/", word) and not (ROOT / word).exists()]
+    if absent:
+        return f"there is no {absent[0]}"
+    if program == "make":
+        return _make(words)
+    if program in ("git", "cd"):
+        return None
+    name = Path(program).name
+    if name == "pip" or (re.fullmatch(r"python3?", name) and words[:2] == ["-m", "pip"]):
+        return _pip(words[2:] if name != "pip" else words)
+    if name == "torchrun":
+        options = re.fullmatch(r"(?:--standalone )?--nproc-per-node (\d+) (-m .*)", shlex.join(words))
+        return _python(shlex.split(options[2]), int(options[1])) if options else "torchrun's options are not those of our documents"
+    if re.fullmatch(r"python3?", name):
+        return _python(words, None)
+    return f"{program} is not a command that this test understands"
+
+
+def _make(words: list[str]) -> str | None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(["make", "-n", *words, f"PYTHON={sys.executable}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.stderr if done.returncode else None
+
+
+def _pip(words: list[str]) -> str | None:
+    extras = {extra for word in words for listed in re.findall(r"^\.\[(.*)\]$", word) for extra in listed.split(",")}
+    missing = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "-c" and not (ROOT / words[index + 1]).is_file()]
+    known = project()["optional-dependencies"]
+    assert isinstance(known, dict)
+    return ", ".join([*missing, *sorted(extras - set(known))]) or None
+
+
+def _python(words: list[str], processes: int | None) -> str | None:
+    if words[:2] == ["-m", "pretrain"] and "--plan" not in words and "--help" not in words:
+        return _pretrain(words[2:], processes)
+    if "--plan" in words:
+        command = [sys.executable, *words]
+    else:
+        command = [sys.executable, "-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return (done.stderr or done.stdout) if done.returncode else None
+
+
+def _pretrain(words: list[str], processes: int | None) -> str | None:
+    try:
+        config = with_vocabulary(load_run(ROOT / words[0], words[1:]))
+        validate(config, processes or 1)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """The configuration as if its data were prepared: with a vocabulary."""
+    return replace(config, model=replace(config.model, vocab_size=config.model.vocab_size or 4096))
+
+
+def all_commands() -> list[tuple[str, str]]:
+    """(document, command) of all documents, each command once."""
+    found = {command: name for name, text in documents().items() for command in commands_of(text)}
+    return [(name, command) for command, name in found.items()]
+
+
+@pytest.mark.parametrize(("document", "command"), all_commands())
+def test_a_documents_command(document: str, command: str) -> None:
+    problem = fault(command)
+    assert problem is None, f"{document}: {command}\n{problem}"
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    commands = commands_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert commands[:2] == ["make demo", "make test"]
+    assert any("-m pretrain" in command and "--plan" in command for command in commands)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make dmo",
+        "python -m pretrain configs/run/demo.yaml train.stps=20",
+        "python -m pretrain configs/run/dmo.yaml",
+        "python -m pretrain configs/run/fem_sm_1.3b_100bt.yaml --plan model.hidden_sise=64",
+        "torchrun --nproc-per-node 3 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2",
+        "python -m data_prep verfy data",
+        "python -m data_prep run data.parquet",
+        "python -m tools.hf export runs/demo/fem out --type fp32",
+        "python -m pytest tests/test_nothing.py",
+        "python -m tools.nothing",
+        "python tools/nothing.py",
+        "pip install -c constraints.txt -e .[cpu]",
+        "pip install -c constraint.txt -e .[dev]",
+        "frobnicate now",
+    ],
+)
+def test_a_wrong_command_is_found(command: str) -> None:
+    assert fault(command)
+
+
+def test_commands_are_found_in_markdown() -> None:
+    text = "```sh\n# why\nmake a \\\n    b=1\n\n$ cd x\n```\n```text\nmake no\n```\nwords\n\n    .venv/bin/python -m c\n    x = make y\n"
+    assert commands_of(text) == ["make a b=1", "cd x", ".venv/bin/python -m c"]
+
+
+def runs() -> list[Path]:
+    """Every complete run."""
+    return sorted((ROOT / "configs/run").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("run", runs(), ids=lambda path: path.stem)
+def test_a_run_loads_validates_and_plans(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # relative data prefixes then name no file, whatever was prepared in the working tree
+    prepared = prepare(with_vocabulary(load_run(run)), None, plan_only=True)
+    assert prepared.world_size == planned_world_size(prepared.config)
+    assert "total" in render(make_plan(prepared.config, prepared.world_size))
+    assert prepared.config.name == run.stem
+
+
+@pytest.mark.parametrize("part", sorted(ROOT.glob("configs/[!r]*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_part_loads(part: Path) -> None:
+    load_run(runs()[0], [f"{part.parent.name}={part.stem}"])

@@ -1,0 +1,289 @@
+"""The demo's own parts: numbers, words, picture, and how it starts and ends commands; marked slow, the whole of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tools.demo import picture, report, stock_transformers
+from tools.demo.__main__ import main
+from tools.demo.history import History, checkpoint_step, largest_difference
+from tools.demo.shell import DemoError, Shell, children, printed, terminate_children
+
+ROOT = Path(__file__).parents[2]
+SPLIT = {"tokens": 1000, "text_bytes": 3500}
+
+
+def history(offset: float = 0.0, steps: int = 60) -> History:
+    entries = tuple(
+        {
+            "step": step,
+            "loss": 8.0 * step**-0.1 + offset,
+            "consumed_tokens": step * 4096,
+            "tokens_per_second": 1000.0 + step,
+            "peak_memory_bytes": 2**30 + step,
+        }
+        for step in range(1, steps + 1)
+    )
+    return History(entries, ((20, 6.0 + offset), (steps, 5.0 + offset)))
+
+
+def findings(fem_loss: float = 4.9, plain_loss: float = 5.0) -> dict[str, Any]:
+    """A report as the demo makes it, of invented measurements."""
+    models = {}
+    for name, loss, parameters in (("fem", fem_loss, 3_490_000), ("transformer", plain_loss, 3_440_000)):
+        found = {"heldout_nats_per_token": loss, "heldout_tokens": 999, "parameters": parameters, "sample": "def read(self):"}
+        models[name] = report.model_findings(found, history(), SPLIT)
+    models["fem"] |= {"tokens_per_second_stopped_layout": 500.0, "peak_memory_bytes_stopped_layout": 2**29}
+    return {
+        "models": models,
+        "unigram": {"heldout_entropy": 6.5, "train_cross_entropy": 6.8, "bits_per_byte": report.bits_per_byte(6.5, SPLIT)},
+        "parity": {
+            "resume_steps": 3,
+            "resume_relative_loss_difference": 1.25e-8,
+            "logit_difference": {"fem": 2.5e-6, "transformer": 3.5e-6},
+            "cache_difference": {"fem": 4.5e-6, "transformer": 5.5e-6},
+        },
+        "run": {
+            "steps": 60,
+            "stopped_at": 25,
+            "batch_tokens": 4096,
+            "seq_length": 256,
+            "stopped_layout": "TP 2 x PP 2",
+            "resumed_layout": "DP 2",
+        },
+    }
+
+
+def write_ids(file: Path, ids: Any) -> Path:
+    np.asarray(ids, dtype=np.uint16).tofile(file)
+    return file
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_unigram_entropy_of_equally_frequent_tokens_is_the_logarithm_of_their_number(tmp_path: Path) -> None:
+    train = write_ids(tmp_path / "train.bin", [0] * 900 + [5] * 100)
+    found = report.unigram(train, write_ids(tmp_path / "valid.bin", [3, 4, 5, 6] * 50), vocabulary=10)
+    assert found["heldout_entropy"] == pytest.approx(math.log(4), abs=1e-12)  # float64 sums of four terms
+    # One added to each count: token 5 has 101 of 1010, tokens 3, 4 and 6 have one each.
+    expected = -(math.log(101 / 1010) + 3 * math.log(1 / 1010)) / 4
+    assert found["train_cross_entropy"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_no_model_without_context_beats_the_heldout_entropy(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    train = write_ids(tmp_path / "train.bin", draw.zipf(1.5, 5000) % 50)
+    found = report.unigram(train, write_ids(tmp_path / "valid.bin", draw.zipf(1.5, 500) % 50), vocabulary=50)
+    assert 0 < found["heldout_entropy"] < found["train_cross_entropy"]
+
+
+def test_bits_per_byte() -> None:
+    # A token of one byte at ln 2 nats is one bit a byte; a token of two bytes, half of it.
+    assert report.bits_per_byte(math.log(2), {"tokens": 10, "text_bytes": 10}) == pytest.approx(1.0)
+    assert report.bits_per_byte(math.log(2), {"tokens": 10, "text_bytes": 20}) == pytest.approx(0.5)
+
+
+class NextId(torch.nn.Module):
+    """Sure that the token after i is i + 1; as an exported model answers."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=50.0 * torch.nn.functional.one_hot((input_ids + 1) % 40, 40).float())
+
+
+@pytest.mark.parametrize("count", [33, 65, 70, 97])  # whole windows of 32, and a shorter last one
+def test_the_heldout_loss_asks_for_every_token_but_the_first_once(count: int) -> None:
+    right = np.arange(count, dtype=np.uint16) % 40
+    loss, predicted = stock_transformers.heldout_loss(NextId(), right, length=32, batch=2)
+    assert predicted == count - 1
+    assert loss == pytest.approx(0.0, abs=1e-6)  # 39 exp(-50), far below float32's resolution
+    wrong = right.copy()
+    wrong[-1] = 0 if right[-1] else 1
+    # One of count - 1 targets now has a logit 50 below the one the model is sure of.
+    assert stock_transformers.heldout_loss(NextId(), wrong, length=32, batch=2)[0] == pytest.approx(50 / (count - 1), rel=1e-5)
+
+
+def test_the_logit_difference_is_the_largest_one() -> None:
+    tokens = np.arange(12, dtype=np.uint16)
+    reference = NextId()(torch.arange(8).view(2, 4), use_cache=False).logits.numpy()
+    assert stock_transformers.logit_difference(NextId(), tokens, reference) == 0.0
+    reference[1, 2, 3] += 0.25
+    assert stock_transformers.logit_difference(NextId(), tokens, reference) == 0.25
+
+
+# --- a run's history -------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_step_told_twice_the_last_line_counts_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "loss": 8.0, "tokens_per_second": 10.0, "peak_memory_bytes": 5},
+        {"step": 2, "loss": 7.0, "tokens_per_second": 10.0, "peak_memory_bytes": 9},
+        {"message": "text"},
+        {"step": 2, "valid_loss": 7.5},
+        {"step": 2, "loss": 6.0, "tokens_per_second": 30.0, "peak_memory_bytes": 7},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
+    found = History.read(tmp_path)
+    assert found.losses() == {1: 8.0, 2: 6.0}
+    assert found.validations == ((2, 7.5),)
+    assert (found.last_step, found.peak_memory_bytes(), found.part(after=1).tokens_per_second()) == (2, 7, 30.0)
+    assert found.part(up_to=1).losses() == {1: 8.0}
+    assert History.read(tmp_path / "nowhere").last_step == 0
+
+
+def test_the_newest_checkpoint_is_what_latest_names(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="no checkpoint"):
+        checkpoint_step(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000064\n")
+    assert checkpoint_step(tmp_path) == 64
+
+
+def test_only_steps_that_both_runs_have_are_compared() -> None:
+    steps, difference = largest_difference({5: 2.0, 6: 4.0, 7: 9.0}, {4: 1.0, 5: 2.0, 6: 4.2})
+    assert (steps, round(difference, 12)) == (2, round(0.2 / 4.2, 12))
+    with pytest.raises(DemoError, match="no step in common"):
+        largest_difference({1: 2.0}, {2: 2.0})
+
+
+# --- words and picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_holds_every_figure() -> None:
+    text = report.table(findings())
+    for figure in ("4.900", "5.000", "6.500", "6.800", "3.49M", "3.44M", "1.2e-08", "2.5e-06", "3.5e-06", "4.5e-06", "5.5e-06", "999"):
+        assert figure in text
+    assert f"{4.9 / math.log(2) * 1000 / 3500:.3f}" in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_the_verdict_says_where_fem_stands_whatever_it_is() -> None:
+    assert "0.100 nats a token lower than the Transformer's" in report.verdict(findings(4.9, 5.0))[1]
+    assert "0.200 nats a token higher than the Transformer's" in report.verdict(findings(5.2, 5.0))[1]
+
+
+def test_too_high_a_loss_is_a_shortfall() -> None:
+    assert report.shortfall(findings(fem_loss=4.99)) is None
+    short = report.shortfall(findings(fem_loss=5.01))
+    assert short is not None
+    assert "5.010" in short and "5.000" in short
+
+
+def test_smoothing_keeps_a_straight_line_and_quietens_noise() -> None:
+    line = 7.0 - 0.01 * np.arange(50)
+    noise = np.random.default_rng(0).normal(size=50)
+    assert picture.smooth(line, 3.0) == pytest.approx(line, abs=1e-9)  # least squares in float64
+    assert picture.smooth(line + noise, 3.0).std() < (line + noise).std() / 1.5
+
+
+def test_the_picture_shows_both_models(tmp_path: Path) -> None:
+    file = tmp_path / "report.png"
+    picture.draw(history(), history(offset=0.1), findings(), file)
+    from matplotlib import image
+
+    pixels = np.round(image.imread(file)[..., :3] * 255).astype(int)
+    for colour in (picture.FEM, picture.TRANSFORMER):
+        exact = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (np.abs(pixels - exact).max(axis=-1) <= 1).sum() > 500  # a line of 100 pixels' length at the least
+
+
+# --- commands --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path, {"DEMO_WORD": "spoken"})
+
+
+def test_a_command_is_printed_as_typed_and_its_output_shown(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.run(["sh", "-c", "echo $DEMO_WORD; echo aside >&2"], "speaking", 10)
+    assert capsys.readouterr().out.splitlines() == ["  $ sh -c 'echo $DEMO_WORD; echo aside >&2'", "    spoken", "    aside"]
+    assert printed(["torchrun", "-m", "pretrain", "train.steps=20", "a b"]) == "torchrun -m pretrain train.steps=20 'a b'"
+
+
+def test_a_failed_command_is_one_line_that_names_it(shell: Shell) -> None:
+    with pytest.raises(DemoError, match="^encoding: the command above left with exit code 3$"):
+        shell.run(["sh", "-c", "exit 3"], "encoding", 10)
+    with pytest.raises(DemoError, match="nowhere cannot be started: No such file"):
+        shell.run(["./nowhere"], "encoding", 10)
+
+
+def test_a_command_that_takes_too_long_is_ended(shell: Shell) -> None:
+    pids: list[int] = []
+    started = time.monotonic()
+    with pytest.raises(DemoError, match="took more than 0 s"):
+        shell.run(["sleep", "60"], "waiting", 0.3, watch=pids.append)
+    assert time.monotonic() - started < 20
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_sigterm_reaches_a_commands_children_and_not_itself(shell: Shell) -> None:
+    script = "import subprocess, sys; sys.exit(0 if subprocess.Popen(['sleep', '60']).wait() == -15 else 1)"
+    signalled: list[int] = []
+
+    def watch(pid: int) -> None:
+        if children(pid) and not signalled:
+            signalled.append(pid)
+            terminate_children(pid)
+
+    shell.run([sys.executable, "-c", script], "waiting", 20, watch)
+    assert signalled
+
+
+def test_a_command_that_dies_is_not_called_stopped(shell: Shell) -> None:
+    with pytest.raises(DemoError, match="exit code -15"):
+        shell.run(["sh", "-c", "kill -TERM $$"], "training", 10)
+
+
+@pytest.fixture
+def restore_sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def refuses(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.usefixtures("restore_sigterm")
+def test_errors_of_a_user_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean model.hidden_size" in refuses(["--out", str(tmp_path / "new"), "model.hidden_sise=64"], 2, capsys)
+    (tmp_path / "letters.txt").write_text("not the demo's")
+    assert "step 1 (data) failed" in refuses(["--out", str(tmp_path)], 1, capsys)
+    assert [file.name for file in tmp_path.iterdir()] == ["letters.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_demo_twice_into_one_folder(tmp_path: Path) -> None:
+    """The second time shorter: it starts anew, and says that it learned too little."""
+    command = [sys.executable, "-m", "tools.demo", "--out", str(tmp_path / "demo")]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr
+    found = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert report.shortfall(found) is None
+    assert 0 < found["run"]["stopped_at"] < found["run"]["steps"]
+    assert (tmp_path / "demo" / "report.png").stat().st_size > 10_000
+    assert all(line in first.stdout for line in found["verdict"])
+    second = subprocess.run([*command, "train.steps=20"], cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 1
+    assert "unchanged" in second.stdout
+    assert "nats below the unigram entropy" in second.stderr.splitlines()[-1]
+    assert json.loads((tmp_path / "demo" / "report.json").read_text())["run"]["steps"] == 20
