@@ -108,6 +108,8 @@ def initialize_distributed(timeout_minutes: float = 30) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(key, value)
     if has_cuda():
+        # Megatron overlaps tensor-parallel collectives with matrix products only where the device takes kernels in one order.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
 

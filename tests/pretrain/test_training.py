@@ -120,6 +120,19 @@ def test_a_step_that_is_not_finite_changes_nothing(engine: Any) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
+def test_vectors_are_not_decayed(engine: Any) -> None:
+    """Norm weights and beta keep out of weight decay, every matrix is in it."""
+    groups = engine.optimizer.param_groups
+    decayed = {group["wd_mult"]: sum(weight.numel() for weight in group["params"]) for group in groups}
+    weights = list(engine.models[0].parameters())
+    assert decayed == {
+        1.0: sum(weight.numel() for weight in weights if weight.ndim > 1),
+        0.0: sum(weight.numel() for weight in weights if weight.ndim == 1),
+    }
+    engine.scheduler.step(0)
+    assert {group["weight_decay"] for group in groups} == {0.0, engine.config.optimizer.weight_decay}
+
+
 def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:
     assert pretrain("optimizer.schedule=wsd", "optimizer.decay_steps=4") == 0
     tokens = ["train.steps=null", f"train.tokens={12 * 256 - 1}", "optimizer.warmup_steps=null", f"optimizer.warmup_tokens={3 * 256}"]
