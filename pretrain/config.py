@@ -27,7 +27,7 @@ class DataConfig:
     test: tuple[Source, ...] = setting((), "Test blend, read by evaluation tools alone.")
     seq_length: int = setting(4096, "Tokens a sequence.")
     tokenizer: str | None = setting(None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.")
-    index_cache: str | None = setting(None, "Folder of the sample index cache; null: index_cache/ beside the run directory's parent.")
+    index_cache: str | None = setting(None, "Folder of the sample index cache; null: index_cache/ in the run directory.")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     # As an exception, so that what the demo started is ended on the way out.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         config = load_run(ROOT / "configs" / "run" / "demo.yaml", given.settings)
         demo = steps.Demo(Shell(ROOT, ENVIRONMENT), given.out.absolute(), config, tuple(given.settings))
@@ -49,6 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("demo: interrupted", file=sys.stderr, flush=True)
         return 130
     return 0
+
+
+def _terminated(*_: object) -> None:
+    print("demo: ended by SIGTERM", file=sys.stderr, flush=True)
+    sys.exit(143)
 
 
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:
