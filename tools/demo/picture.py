@@ -33,8 +33,8 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6.6), sharex=True, height_ratios=(3.2, 1), layout="constrained")
     width = max(1.0, fem.last_step / 40)
-    curves = (("Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))), ("FEM-softmax", fem, FEM, "o", "-"))
-    for name, history, colour, marker, style in curves:
+    curves = (("transformer", "Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))), ("fem", "FEM-softmax", fem, FEM, "o", "-"))
+    for key, name, history, colour, marker, style in curves:
         steps, losses = _series(history)
         above.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
         label = f"{name}, training (smoothed; faint: each step)"
@@ -42,7 +42,10 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
         if history.validations:
             where, values = zip(*history.validations, strict=True)
             look = {"linestyle": "", "marker": marker, "color": colour, "markeredgecolor": "white", "markersize": 8}
-            above.plot(where, values, label=f"{name}, part of the held-out split", **look)
+            above.plot(where, values, label=f"{name}, held-out: a sample (open: the whole split)", **look)
+        # A little to the right of the last step, clear of the sample's markers.
+        whole, open_marker = found["models"][key]["heldout_nats_per_token"], {"color": "white", "markeredgecolor": colour}
+        above.plot([1.02 * steps[-1]], [whole], linestyle="", marker=marker, markeredgewidth=1.8, markersize=8, **open_marker)
     _mark(above, below, found)
     _difference(below, fem, transformer, width)
     above.set_ylabel("loss, nats a token")
