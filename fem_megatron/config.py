@@ -101,6 +101,7 @@ class MixerShape:
 
     @classmethod
     def of(cls, model: ModelConfig) -> MixerShape:
+        """The widths that ``model`` asks for. Raises ValueError where the heads do not divide one of them."""
         fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
         plain = model.mixer == "transformer"
         temperature = fem.temperature and fem.free_energy and not plain

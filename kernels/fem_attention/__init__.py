@@ -26,6 +26,7 @@ class OncePerMessage(logging.Filter):
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record's template comes for the first time."""
         first = str(record.msg) not in self._said
         self._said.add(str(record.msg))
         return first
