@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 
 from fem_megatron import platform
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.fem import FemTransformerConfig
+from fem_megatron.shapes.base import Normal
 from fem_megatron.specs import block_spec
 
 
@@ -37,17 +38,13 @@ def _keep_memory(weight: torch.Tensor) -> None:
     """Leave the weight as allocated: ``initialize`` fills every parameter afterwards, by name."""
 
 
-def transformer_config(model: ModelConfig, layout: Layout) -> FemTransformerConfig:
+def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
     """Megatron's configuration of ``model`` under ``layout`` on this machine."""
-    shape = model.mixer_shape()
-    return FemTransformerConfig(
+    return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        kv_channels=shape.qk_head,
         ffn_hidden_size=model.ffn_size,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
@@ -71,8 +68,6 @@ def transformer_config(model: ModelConfig, layout: Layout) -> FemTransformerConf
         recompute_num_layers=1 if layout.recompute else None,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
-        mixer_shape=shape,
-        attention_backend_name=model.attention_backend,
         **platform.transformer_config_overrides(),
     )
 
@@ -80,7 +75,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> FemTransformerConf
 def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> list[GPTModel]:
     """This rank's model chunks (one, or one a virtual pipeline stage), initialised, on this machine's device.
 
-    Needs Megatron's process groups. Raises ValueError where a width does not divide (see ``ModelConfig.mixer_shape``).
+    Needs Megatron's process groups. Raises ValueError where a width does not divide (see ``ModelConfig.blocks``).
     """
     config = transformer_config(model, layout)
     stages = [None] if layout.virtual_pipeline_model_parallel_size is None else range(layout.virtual_pipeline_model_parallel_size)
@@ -88,15 +83,14 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
     for stage in stages:
         chunk = GPTModel(
             config,
-            block_spec(model.mixer, config, stage),
+            block_spec(model, config, stage),
             vocab_size=model.padded_vocab_size(),
             max_sequence_length=seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
             parallel_output=True,
             share_embeddings_and_output_weights=model.tie_embeddings,
-            position_embedding_type="rope" if model.rope else "none",
-            rotary_base=model.rope_base,
+            position_embedding_type="none",  # the mixers turn their own queries and keys
             vp_stage=stage,
         )
         chunk = chunk.to(device=platform.device(), dtype=layout.params_dtype)
@@ -118,27 +112,23 @@ def global_name(chunk: GPTModel, name: str) -> str:
 
 @torch.no_grad()
 def initialize(chunk: GPTModel, std: float, seed: int) -> None:
-    """Draw every matrix from normal(0, std), each from a generator of its own, seeded by its name in the whole model.
+    """Draw every weight that is to be drawn from normal(0, std), each from a generator of its own, seeded by its name in the whole model.
 
-    A rank draws the whole matrix and keeps its slice, so the weights are the same at every layout. Vectors (norm weights, beta) keep the
-    value that their layer gave them; a matrix marked ``init_zero`` becomes zero.
+    A rank draws the whole weight and keeps its slice, so the weights are the same at every layout. Those that start from a constant
+    (norms, beta, a conditioner's last projection) keep it.
     """
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     for name, weight in chunk.named_parameters():
-        if weight.ndim < 2:
+        # Megatron's own: the embedding and the output layer, drawn, and the final norm, a constant.
+        init = weight.spec.init if hasattr(weight, "spec") else ("normal" if weight.ndim == 2 else 1.0)
+        if isinstance(init, int | float):
             continue
-        if getattr(weight, "init_zero", False):
-            weight.zero_()
-            continue
+        spread = init.std if isinstance(init, Normal) else std
         digest = hashlib.sha256(f"{seed}:{global_name(chunk, name)}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         split = getattr(weight, "tensor_model_parallel", False)
         dim = weight.partition_dim if split else 0
         shape = list(weight.shape)
         shape[dim] *= size if split else 1
-        whole = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        if split:
-            # A stride of n means that the whole matrix is n blocks (SwiGLU: gate, up), each split over the ranks.
-            blocks = whole.chunk(weight.partition_stride, dim)
-            whole = torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
-        weight.copy_(whole)
+        whole = torch.empty(shape, dtype=torch.float32).normal_(0.0, spread, generator=generator)
+        weight.copy_(whole.chunk(size, dim)[rank] if split else whole)

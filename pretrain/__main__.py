@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from fem_megatron.catalogue import table
 from pretrain.loader import ConfigError, load_run
 from pretrain.plan import make_plan, render
 from pretrain.validate import Prepared, prepare
@@ -20,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pretrain", description="Pretrain a language model; see docs/configuration.md for every key.")
     parser.add_argument("config", metavar="CONFIG.yaml", help="a run, such as configs/run/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("--list-mixers", action=_ListMixers, nargs=0, help="print the names that model.mixer may take, and stop")
     parser.add_argument("--plan", action="store_true", help="print parameters, FLOPs, memory, tokens and layout, and stop")
     options = parser.parse_args(arguments)
     speaks = os.environ.get("RANK", "0") == "0"
@@ -36,6 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
         if speaks:
             print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
         return 2
+
+
+class _ListMixers(argparse.Action):
+    """An option that prints and stops before CONFIG.yaml is asked for, as --help does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        print(table())
+        parser.exit()
 
 
 def _train(prepared: Prepared) -> int:

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from fem_megatron import platform
-from fem_megatron.config import FemConfig, ModelConfig
+from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
 from pretrain.loader import ConfigError, to_dict
@@ -235,8 +235,7 @@ def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], Mo
         if not key.startswith(("optimizer.", "rng."))
     }
     state = dist_checkpointing.load(wanted, str(found.path), validate_access_integrity=False)
-    fields = dict(found.manifest["config"]["model"])
-    return {key: state[key] for key in wanted}, ModelConfig(**{**fields, "fem": FemConfig(**fields["fem"])}), found.manifest
+    return {key: state[key] for key in wanted}, ModelConfig.from_dict(found.manifest["config"]["model"]), found.manifest
 
 
 def _check_identity(found: Found, config: RunConfig, *, model_only: bool) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fem_megatron.config import ModelConfig, setting
+from fem_megatron.config import ModelConfig
+from fem_megatron.settings import setting
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ class LogConfig:
     interval: int = setting(10, "Steps between lines on the console; JSON lines are written for every step.")
     tensorboard: bool = setting(False, "Write TensorBoard events to the run directory.")
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
+    diagnostics_interval: int = setting(
+        100, "Steps between looks at every layer's energies, entropies and step norm, on 256 tokens; to the loss's loggers; 0: never."
+    )
     device: str | None = setting(
         None, "Device whose peak FLOP/s the MFU refers to (see pretrain.plan.DEVICE_PEAK_TFLOPS); null: found out on CUDA, no MFU on CPU."
     )

@@ -260,7 +260,7 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 def describe(kind: Any) -> str:
     """A type in a user's words."""
     kind, optional = _strip_optional(kind)
-    if is_dataclass(kind):
+    if is_dataclass(kind) or typing.get_origin(kind) is dict:
         words = "a mapping"
     elif _item_type(kind) is not None:
         item = _item_type(kind)
@@ -286,12 +286,22 @@ def _build(cls: Any, raw: Any, path: tuple[str, ...], tree: _Tree) -> Any:
         if key not in known:
             raise ConfigError(f"{tree.where(here)}: unknown key {'.'.join(here)}; {_suggest(path, str(key), list(known))}")
         values[key] = _convert(hints[key], value, here, tree)
-        choices = known[key].metadata.get("choices")
-        if choices and values[key] not in choices:
-            near = nearest(str(value), [str(choice) for choice in choices])
-            hint = f"did you mean {near}?" if near else f"choose one of {', '.join(map(str, choices))}"
-            raise ConfigError(f"{tree.where(here)}: {'.'.join(here)} = {_show(value)} is not a choice; {hint}")
+        _check_choice(known[key].metadata.get("choices"), values[key], here, tree)
     return cls(**values)
+
+
+def _check_choice(choices: tuple[Any, ...] | None, value: Any, path: tuple[str, ...], tree: _Tree) -> None:
+    """``value``, each entry of it if it is a list, is one of the choices; one that ends in ``.*`` stands for any name after the dot."""
+    for entry in value if isinstance(value, tuple) else (value,):
+        if not choices or entry is None or any(entry == choice or _matches(entry, choice) for choice in choices):
+            continue
+        near = nearest(str(entry), [str(choice) for choice in choices])
+        hint = f"did you mean {near}?" if near else f"choose one of {', '.join(map(str, choices))}"
+        raise ConfigError(f"{tree.where(path)}: {'.'.join(path)} = {_show(entry)} is not a choice; {hint}")
+
+
+def _matches(entry: Any, choice: Any) -> bool:
+    return isinstance(choice, str) and choice.endswith(".*") and isinstance(entry, str) and entry.startswith(choice[:-1])
 
 
 def _suggest(path: tuple[str, ...], key: str, known: list[str]) -> str:
@@ -313,6 +323,8 @@ def _convert(kind: Any, value: Any, path: tuple[str, ...], tree: _Tree) -> Any:
         return None
     if is_dataclass(inner):
         return _build(inner, value, path, tree)
+    if typing.get_origin(inner) is dict and isinstance(value, dict):
+        return value
     item = _item_type(inner)
     if item is not None and isinstance(value, list):
         return tuple(_convert(item, entry, (*path, str(index)), tree) for index, entry in enumerate(value))

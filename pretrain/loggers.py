@@ -9,6 +9,8 @@ import json
 import netrc
 import os
 import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,11 +28,18 @@ class Callback(Protocol):
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         """After a validation."""
 
+    def on_layers(self, step: int, values: dict[str, float]) -> None:
+        """After a step whose layers were looked at: ``diagnostics/layer_03/mixer/step_norm`` -> value."""
+
     def on_message(self, text: str) -> None:
         """Something a person should know."""
 
     def on_end(self) -> None:
         """The loop is over, whatever ended it."""
+
+
+Watch = Callable[[int], AbstractContextManager[dict[str, float]]]
+"""What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_layers` tells."""
 
 
 class Console:
@@ -55,6 +64,9 @@ class Console:
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()), flush=True)
 
+    def on_layers(self, step: int, values: dict[str, float]) -> None:
+        pass
+
     def on_message(self, text: str) -> None:
         print(text, flush=True)
 
@@ -73,6 +85,8 @@ class JsonLines:
 
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
+
+    on_layers = on_eval
 
     def on_message(self, text: str) -> None:
         self.file.write(json.dumps({"message": text}) + "\n")
@@ -97,6 +111,8 @@ class TensorBoard:
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+
+    on_layers = on_eval
 
     def on_message(self, text: str) -> None:
         self.writer.add_text("message", text)
@@ -133,6 +149,8 @@ class Wandb:
 
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
+
+    on_layers = on_eval
 
     def on_message(self, text: str) -> None:
         pass

@@ -12,23 +12,55 @@ Numbers marked 4 are fp32 in either precision.
     projection    e D            the input of in_proj, gathered once under SP; shared by the conditioner's LayerNorm
     conditioner   e (D + H_c) + 4 (5/t + 4) H_c    inputs of its two projections, the scan's and the norms' operands
     scaling       e 2P           z and 1 + phi, the factors of the conditioned projection
-    rope          e 4 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch
+    rope          e 2 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch
     attention     e (q + q + w + o) + 4 heads      q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one width
     packed        e P            the whole projection, where a view into it is kept: the g-logit, or v where the attention reads v itself
     gates         e d + e d      lambda, + 4d for its fp32 copy in bf16; g before its RMS norm (fp32 on a CPU), + 4d for g itself
     prep          4 * 2d         x = beta (v - c) and the stream's slope (L)
     epilogue      4 * 4d         mu - c, Z's and mu's factors and F - mu (L); + 4d for o before the outer gate (G)
     out_proj      e d            its input (in fp32 with neither L nor G it is the attention's output)
-    MLP           e (D/s + 5F)   input of fc1; gate and up, silu(gate), up + 0, their product
+    MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
+
+The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP. Every other mixer is estimated from what it was seen to
+keep for each channel of its width (``_KEPT``), and the plan says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fem_megatron.config import ModelConfig
+from fem_megatron.shapes.attention import AttentionShape
+from fem_megatron.shapes.base import Shape
+from fem_megatron.shapes.block import BlockShape
+from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
+from fem_megatron.shapes.delta import DeltaShape
+from fem_megatron.shapes.differential import DifferentialShape
+from fem_megatron.shapes.fem import FemShape
+from fem_megatron.shapes.hyperset import HyperSetShape
+from fem_megatron.shapes.mamba2 import Mamba2Shape
+from fem_megatron.shapes.mlp import SwiGluShape
+from fem_megatron.shapes.priors.aft import AftShape
+from fem_megatron.shapes.priors.base import SoftmaxShape
+from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
 from pretrain.config import RunConfig
 
 WIDE = 4  # bytes of fp32
+
+# Bytes a token and channel of hidden_size that autograd keeps of one application, in fp32 and in bf16 training, its norm aside: seen on
+# a CPU at the default switches, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other.
+_KEPT: dict[type, tuple[float, float]] = {
+    AftShape: (87.0, 68.0),
+    CemAttentionShape: (46.0, 63.0),
+    CemMlpShape: (25.0, 18.0),
+    SecondOrderShape: (35.0, 38.0),
+    EnergyLinearShape: (32.0, 28.0),
+    HyperSetShape: (101.0, 79.0),
+    DifferentialShape: (49.0, 32.0),
+    DeltaShape: (101.0, 78.0),
+    Mamba2Shape: (67.0, 44.0),
+}
+_KEPT_OTHER = (90.0, 70.0)
 
 
 @dataclass(frozen=True)
@@ -67,26 +99,55 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
     )
 
 
-def layer_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
+def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
     """Bytes a token that autograd keeps of one layer on one rank, by term (the table above)."""
-    model, shape, e = config.model, config.model.mixer_shape(), _element(config)
-    t, s = config.parallel.tensor_model_parallel_size, _sequence_split(config)
-    hidden, inner, value = model.hidden_size, model.ffn_size / t, shape.value_size / t
-    packed, query = shape.heads * shape.head_width / t, shape.heads * shape.qk_head / t
+    terms: dict[str, float] = {}
+    for shape in filter(None, (block.mixer, block.mlp)):
+        for name, value in _update_activations(config, shape, cuda=cuda).items():
+            terms[name] = terms.get(name, 0.0) + block.recurrence * value
+    return terms
+
+
+def is_estimated(model: ModelConfig) -> bool:
+    """Whether a mixer or an MLP of the model is outside the table, so that its activations are an estimate."""
+    shapes = [shape for block in model.blocks() for shape in (block.mixer, block.mlp) if shape is not None]
+    return not all(isinstance(shape, SwiGluShape | AttentionShape) or _is_fem_softmax(shape) for shape in shapes)
+
+
+def _is_fem_softmax(shape: Shape) -> bool:
+    return isinstance(shape, FemShape) and isinstance(shape.prior, SoftmaxShape)
+
+
+def _update_activations(config: RunConfig, shape: Shape, *, cuda: bool) -> dict[str, float]:
+    """Terms of one mixer or MLP, its norm included."""
+    e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
+    t = config.parallel.tensor_model_parallel_size
+    norms = {"norms": (e if cuda else WIDE * 2) * hidden / s}
+    if isinstance(shape, SwiGluShape):
+        return norms | {"MLP": e * (hidden / s + 4 * shape.inner / t)}
+    if isinstance(shape, AttentionShape):
+        return norms | _attention_terms(config, shape)
+    if isinstance(shape, FemShape) and isinstance(shape.prior, SoftmaxShape):
+        return norms | _fem_terms(config, shape, shape.prior.qk_head, cuda=cuda)
+    return norms | {"estimate": _estimate(config, shape)}
+
+
+def _fem_terms(config: RunConfig, shape: FemShape, qk_head: int, *, cuda: bool) -> dict[str, float]:
+    model, e, t = config.model, _element(config), config.parallel.tensor_model_parallel_size
+    hidden, value = model.hidden_size, shape.value_size / t
+    packed, query = shape.heads * shape.head_width / t, shape.heads * qk_head / t
     narrow = e < WIDE
     read = value * (2 if shape.free_energy else 1)
     if not cuda:
         query, unpadded, read = max(query, read), read, max(query, read)
     reads_packed_values = not shape.free_energy and (cuda or read == unpadded)
     terms = {
-        "norms": (e * 2 if cuda else WIDE * 4) * hidden / s,
         "projection": e * hidden,
-        "rope": e * 4 * shape.qk_head / config.train.micro_batch_size if model.rope else 0.0,
+        "rope": e * 2 * qk_head / config.train.micro_batch_size if model.rope else 0.0,
         "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * shape.heads / t,
         "packed": e * packed if shape.gate or reads_packed_values else 0.0,
         "gates": shape.temperature * (e + WIDE * narrow) * value + shape.gate * ((e if cuda else WIDE) + WIDE) * value,
         "out_proj": e * value if shape.free_energy or shape.gate or narrow else 0.0,
-        "MLP": e * (hidden / s + 5 * inner),
     }
     if shape.conditioner:
         terms["conditioner"] = e * (hidden + shape.conditioner) + WIDE * (5 / t + 4) * shape.conditioner
@@ -97,6 +158,29 @@ def layer_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
     elif shape.gate and narrow:
         terms["epilogue"] = WIDE * value
     return terms
+
+
+def _attention_terms(config: RunConfig, shape: AttentionShape) -> dict[str, float]:
+    e, t = _element(config), config.parallel.tensor_model_parallel_size
+    query, keys = shape.heads * shape.head / t, shape.groups * shape.head / t
+    shared = 2 * query if shape.groups < shape.heads else keys  # k and v repeated for the group's queries, or k rotated, v read in place
+    return {
+        "projection": e * config.model.hidden_size,
+        "rope": e * 2 * shape.head / config.train.micro_batch_size if shape.rope else 0.0,
+        "attention": e * (2 * query + shared) + WIDE * shape.heads / t,
+        "packed": e * shape.groups * shape.group_width / t if shape.groups == shape.heads else 0.0,
+        "out_proj": e * query if e < WIDE else 0.0,
+    }
+
+
+def _estimate(config: RunConfig, shape: Shape) -> float:
+    """Bytes a token of a mixer or MLP outside the table: what was seen at its default switches (``_KEPT``), by width."""
+    kind = shape.prior if isinstance(shape, FemShape) else shape
+    fp32, bf16 = _KEPT.get(type(kind), _KEPT_OTHER)
+    kept = (fp32 if _element(config) == WIDE else bf16) * config.model.hidden_size
+    if isinstance(shape, CemMlpShape):
+        kept += _element(config) * (3 * shape.switches.steps_mlp + 1) * shape.inner
+    return kept / config.parallel.tensor_model_parallel_size
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
@@ -124,9 +208,11 @@ def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda
     layout, train = config.parallel, config.train
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
     residual = _element(config) * config.model.hidden_size / _sequence_split(config)
-    layer = residual if train.recompute == "full" else sum(layer_activations(config, cuda=cuda).values())
+    layers = 0.0
+    for block in config.model.blocks():
+        layers += residual if train.recompute == "full" else sum(layer_activations(config, block, cuda=cuda).values())
     in_flight = chunks_in_flight(config, stage, data_parallel)
-    per_token = in_flight * (layer * config.model.num_layers / (stages * chunks) + (residual if stages > 1 else 0))
+    per_token = in_flight * (layers / (stages * chunks) + (residual if stages > 1 else 0))
     if stage == stages - 1:
         per_token += sum(head_activations(config, cuda=cuda).values())
     return int(per_token * train.micro_batch_size * config.data.seq_length)
@@ -140,16 +226,21 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     """
     model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
     tokens = train.micro_batch_size * config.data.seq_length
-    shape, inner = model.mixer_shape(), model.ffn_size / t
-    per_token = e * max(5 * inner, 4 * shape.heads * shape.head_width / t) + e * 2 * model.hidden_size
+    inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
+    per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
     if train.recompute == "full":
-        per_token += sum(layer_activations(config, cuda=cuda).values())
+        per_token += max(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks())
     layer = per_token * tokens + e * 2 * inner * model.hidden_size
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)
     rows = model.padded_vocab_size() / t
     loss = (rows * e * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
     return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
+
+
+def _packed_width(block: BlockShape) -> int:
+    """Channels of the mixer's widest linear map."""
+    return max((max(weight.shape) for weight in block.mixer.weights().values() if len(weight.shape) == 2), default=0)
 
 
 def _element(config: RunConfig) -> int:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
+from fem_megatron.shapes.base import Weight, Weights
 from pretrain.config import RunConfig
-from pretrain.memory import StageMemory, stage_memory
+from pretrain.memory import StageMemory, is_estimated, stage_memory
 from pretrain.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -30,18 +32,6 @@ DEVICE_PEAK_TFLOPS = {
     "L40S": 362.0,
 }
 
-# Which dimension of a weight the tensor-parallel ranks share out; weights not named here are whole on every rank.
-_SPLIT_DIMENSION = {
-    "word_embeddings.weight": 0,
-    "output_layer.weight": 0,
-    "in_proj.weight": 0,
-    "self_attention.out_proj.weight": 1,
-    "self_attention.beta": 0,
-    "tdc.out_proj.weight": 0,
-    "mlp.linear_fc1.weight": 0,
-    "mlp.linear_fc2.weight": 1,
-}
-
 COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -56,37 +46,21 @@ def peak_tflops(device: str) -> float | None:
 # --- parameters ----------------------------------------------------------------------------------------------------------------
 
 
-def parameter_shapes(model: ModelConfig) -> Shapes:
-    """Name -> shape of every parameter of the whole model (unsharded; tied output layer absent), as its state dict has them."""
+def model_weights(model: ModelConfig) -> Weights:
+    """Name -> weight of every parameter of the whole model (unsharded; tied output layer absent), as its state dict has them."""
     hidden, rows = model.hidden_size, model.padded_vocab_size()
-    shapes: Shapes = {"embedding.word_embeddings.weight": (rows, hidden)}
-    for layer in range(model.num_layers):
-        shapes.update({f"decoder.layers.{layer}.{name}": shape for name, shape in _layer_shapes(model).items()})
-    shapes["decoder.final_layernorm.weight"] = (hidden,)
+    weights: Weights = {"embedding.word_embeddings.weight": Weight((rows, hidden), split=0)}
+    for layer, block in enumerate(model.blocks()):
+        weights.update({f"decoder.layers.{layer}.{name}": weight for name, weight in block.weights().items()})
+    weights["decoder.final_layernorm.weight"] = Weight((hidden,), init=1.0, per_token=True)
     if not model.tie_embeddings:
-        shapes["output_layer.weight"] = (rows, hidden)
-    return shapes
+        weights["output_layer.weight"] = Weight((rows, hidden), split=0)
+    return weights
 
 
-def _layer_shapes(model: ModelConfig) -> Shapes:
-    shape, hidden, inner = model.mixer_shape(), model.hidden_size, model.ffn_size
-    packed = shape.heads * shape.head_width
-    shapes: Shapes = {
-        "input_layernorm.weight": (hidden,),
-        "self_attention.in_proj.weight": (packed, hidden),
-        "self_attention.out_proj.weight": (hidden, shape.value_size),
-        "pre_mlp_layernorm.weight": (hidden,),
-        "mlp.linear_fc1.weight": (2 * inner, hidden),
-        "mlp.linear_fc2.weight": (hidden, inner),
-    }
-    if shape.free_energy and shape.temperature:
-        shapes["self_attention.beta"] = (shape.value_size,)
-    if shape.conditioner:
-        shapes["self_attention.tdc.norm.weight"] = (hidden,)
-        shapes["self_attention.tdc.in_proj.weight"] = (3 * shape.conditioner, hidden)
-        shapes["self_attention.tdc.state_norm.weight"] = (shape.conditioner,)
-        shapes["self_attention.tdc.out_proj.weight"] = (packed, shape.conditioner)
-    return shapes
+def parameter_shapes(model: ModelConfig) -> Shapes:
+    """Name -> shape of every parameter of the whole model."""
+    return {name: weight.shape for name, weight in model_weights(model).items()}
 
 
 def component(name: str) -> str:
@@ -97,9 +71,9 @@ def component(name: str) -> str:
         return "output layer"
     if ".tdc." in name:
         return "conditioner"
-    if "layernorm" in name:
+    if name.endswith(("layernorm.weight", ".norm.weight")):
         return "norms"
-    return "mixer" if ".self_attention." in name else "MLP"
+    return "mixer" if ".mixer." in name else "MLP"
 
 
 def count_by_component(model: ModelConfig) -> dict[str, int]:
@@ -115,9 +89,8 @@ def stage_parameters(config: RunConfig) -> list[int]:
     layout = config.parallel
     stages = layout.pipeline_model_parallel_size
     counts = [0] * stages
-    for name, shape in parameter_shapes(config.model).items():
-        split = next((dim for suffix, dim in _SPLIT_DIMENSION.items() if name.endswith(suffix)), None)
-        size = math.prod(shape) // (1 if split is None else layout.tensor_model_parallel_size)
+    for name, weight in model_weights(config.model).items():
+        size = weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
         for stage in _stages_of(name, config.model, stages):
             counts[stage] += size
     return counts
@@ -138,24 +111,20 @@ def _stages_of(name: str, model: ModelConfig, stages: int) -> set[int]:
 def forward_flops(model: ModelConfig, seq_length: int) -> dict[str, float]:
     """FLOPs of one token's forward pass, by component: matrix products alone, a multiply-add counted as two.
 
-    Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average, and each costs a head 2 d_k for the score
-    and 2 w for the read, w = 2 d_v where the free-energy branch is on (the stream [v | exp(beta v - r)]), d_v where it is off.
+    Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average. Each mixer's own products are in its
+    ``Shape.flops``.
     """
-    shape = model.mixer_shape()
-    read_width = shape.value_head * (2 if shape.free_energy else 1)
-    keys = (seq_length + 1) / 2
-    flops = {
-        "mixer projections": 0.0,
-        "attention": model.num_layers * shape.heads * keys * 2.0 * (shape.qk_head + read_width),
-        "conditioner": 0.0,
-        "MLP": 0.0,
-        "output layer": 2.0 * model.padded_vocab_size() * model.hidden_size,
-    }
-    names = {"mixer": "mixer projections", "conditioner": "conditioner", "MLP": "MLP"}
-    for name, dims in parameter_shapes(model).items():
-        if len(dims) == 2 and component(name) in names:
-            flops[names[component(name)]] += 2.0 * math.prod(dims)
+    flops: dict[str, float] = {}
+    for block in model.blocks():
+        for name, value in block.flops(seq_length).items():
+            flops[name] = flops.get(name, 0.0) + value
+    flops["output layer"] = 2.0 * model.padded_vocab_size() * model.hidden_size
     return {name: value for name, value in flops.items() if value}
+
+
+def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
+    """Bytes of one sequence's decoding state after ``length`` tokens, over all layers, activations of ``element`` bytes."""
+    return sum(block.state_bytes(length, element) for block in model.blocks())
 
 
 def flops_per_token(config: RunConfig) -> float:
@@ -222,7 +191,7 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     data_parallel = world_size // (layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
     schedule = Schedule.of(config)
     parameters = count_by_component(config.model)
-    twin = replace(config.model, mixer="transformer")
+    twin = replace(config.model, mixer="transformer", pattern=None, mlp=None, recurrence=1)
     counts = stage_parameters(config)
     return Plan(
         config=config,
@@ -258,17 +227,23 @@ def render(plan: Plan) -> str:
 
 
 def _model_lines(plan: Plan) -> Iterator[str]:
-    model, shape, total = plan.config.model, plan.config.model.mixer_shape(), plan.total_parameters
-    yield f"{plan.config.name}: {model.mixer}, {model.num_layers} layers of {model.hidden_size}, {shape.heads} heads"
-    vocabulary = f"vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
-    yield f"  d_k {shape.qk_head}, d_v {shape.value_head}, MLP {model.ffn_size}, {vocabulary}"
+    model, total = plan.config.model, plan.total_parameters
+    names = mixer_names(model)
+    again = f", each applied {model.recurrence} times" if model.recurrence > 1 else ""
+    what = " ".join(model.pattern or (model.mixer,))
+    yield f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads{again}"
+    for name, block in dict(zip(names, model.blocks(), strict=True)).items():
+        yield f"  {name}: {', '.join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)}"
+    yield f"  vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
     yield "parameters"
     for name in COMPONENTS:
         if name in plan.parameters:
             count = plan.parameters[name]
             yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
     yield f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and output layer)"
-    if model.mixer != "transformer":
+    if any(name.startswith("fla.") for name in names):
+        yield "  without those inside flash-linear-attention's layers, which the package alone knows"
+    elif set(names) != {"transformer"}:
         excess = 100 * (total / plan.transformer_parameters - 1)
         yield f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has {excess:+.2f}%"
 
@@ -281,6 +256,8 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     yield f"  forward {_si(forward)}FLOP, training {_si(plan.train_flops)}FLOP" + (
         f", with recompute {_si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
     )
+    length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
+    yield f"  decoding state of {length:,} tokens: {_gib(decoding_state_bytes(config.model, length, element))} a sequence"
     schedule = plan.schedule
     yield "length"
     yield f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {_si(plan.tokens)}tokens ({plan.tokens:,})"
@@ -307,7 +284,8 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'})"
+    estimated = "; activations estimated, to about 25%" if is_estimated(plan.config.model) else ""
+    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def page() -> str:
 def _row(key: str, item: Any, kind: Any) -> str:
     choices = item.metadata.get("choices")
     words = ", ".join(f"`{choice}`" for choice in choices) if choices else describe(kind)
-    return f"| `{key}` | {words} | {_default(item.default)} | {_cell(item.metadata['doc'])} |"
+    return f"| `{key}` | {words} | {_default(item)} | {_cell(item.metadata['doc'])} |"
 
 
 def _cell(text: str) -> str:
@@ -58,8 +58,8 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _default(value: Any) -> str:
-    value = to_dict(value)
+def _default(item: Any) -> str:
+    value = to_dict(item.default if item.default_factory is MISSING else item.default_factory())
     text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     return f"`{text}`" if text else "empty"
 

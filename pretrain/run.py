@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 
-from fem_megatron import platform
+from fem_megatron import catalogue, platform
 from pretrain.checkpoint import Checkpoints, Found, Progress, find, from_rank_0
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
@@ -19,6 +20,7 @@ from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
 from pretrain.loader import ConfigError
 from pretrain.loggers import make_callbacks
 from pretrain.metrics import Meter
+from pretrain.observer import Observer
 from pretrain.plan import flops_per_token, make_plan, peak_tflops
 from pretrain.run_directory import claimed, describe, run_directory
 from pretrain.schedule import Schedule
@@ -37,6 +39,7 @@ def train(prepared: Prepared) -> Outcome:
     """
     config, facts = prepared.config, prepared.facts
     assert facts is not None
+    _check_packages(config)
     platform.initialize_distributed()
     folder = run_directory(config)
     try:
@@ -47,6 +50,16 @@ def train(prepared: Prepared) -> Outcome:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _check_packages(config: RunConfig) -> None:
+    """A mixer that another package computes needs that package, and a GPU."""
+    for name in dict.fromkeys(catalogue.mixer_names(config.model)):
+        package = catalogue.describe(name).package
+        if package is not None and not platform.has_cuda():
+            raise ConfigError(f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet and mamba2 run without")
+        if package is not None and find_spec(package) is None:
+            raise ConfigError(f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]")
 
 
 def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
@@ -89,6 +102,7 @@ def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
         ),
         progress=progress,
         content_key=facts.content_key,
+        watch=Observer(engine.models, config.log.diagnostics_interval),
     )
     try:
         return trainer.run()

@@ -17,7 +17,7 @@ from pretrain.checkpoint import Checkpoints, Progress
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, batches
 from pretrain.engines import Engine
-from pretrain.loggers import Callback
+from pretrain.loggers import Callback, Watch
 from pretrain.metrics import Meter, StepRecord, peak_memory_over_ranks
 from pretrain.schedule import Schedule
 
@@ -48,6 +48,7 @@ class Trainer:
     meter: Meter
     progress: Progress
     content_key: str
+    watch: Watch
 
     def run(self) -> Outcome:
         """The whole loop.
@@ -60,8 +61,9 @@ class Trainer:
         with _signals() as received:
             self.meter.restart()
             while self.progress.step < self.schedule.steps:
-                record = self._step(stream)
-                self._tell_step(record)
+                with self.watch(self.progress.step + 1) as seen:
+                    record = self._step(stream)
+                self._tell_step(record, seen)
                 if self._due(self.config.train.eval_interval):
                     self._evaluate()
                 stopped_by = _agree(received)
@@ -122,8 +124,11 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.progress.step % interval == 0 and self.progress.step < self.schedule.steps
 
-    def _tell_step(self, record: StepRecord) -> None:
+    def _tell_step(self, record: StepRecord, seen: dict[str, float]) -> None:
         self._tell(lambda callback: callback.on_step(record))
+        if seen:
+            self._tell(lambda callback: callback.on_layers(record.step, seen))
+            self.meter.restart()
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
@@ -18,7 +19,7 @@ from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.schedule import Schedule
 
 _AT_LEAST_ONE = (
-    "model.hidden_size model.num_layers model.num_attention_heads model.ffn_hidden_size model.vocab_size model.rope_base "
+    "model.hidden_size model.num_layers model.recurrence model.num_attention_heads model.ffn_hidden_size model.vocab_size model.rope_base "
     "model.make_vocab_size_divisible_by model.fem.value_size model.fem.conditioner_size data.seq_length parallel.world_size "
     "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size train.steps train.tokens train.micro_batch_size "
     "train.global_batch_size train.eval_batches train.max_bad_steps optimizer.decay_steps optimizer.decay_tokens checkpoint.keep_last "
@@ -26,7 +27,7 @@ _AT_LEAST_ONE = (
 ).split()
 _NOT_NEGATIVE = (
     "train.seed train.eval_interval optimizer.min_lr optimizer.weight_decay optimizer.clip_grad optimizer.warmup_steps "
-    "optimizer.warmup_tokens checkpoint.interval"
+    "optimizer.warmup_tokens checkpoint.interval log.diagnostics_interval"
 ).split()
 _POSITIVE = "model.norm_eps model.init_std optimizer.lr optimizer.eps".split()
 
@@ -73,6 +74,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     """
     _check_ranges(config)
     _check_model(config.model)
+    _check_mixer_limits(config)
     _check_tensor_parallel(config, world_size)
     _check_pipeline(config, world_size)
     _check_layout(config, world_size)
@@ -115,21 +117,36 @@ def _check_model(model: ModelConfig) -> None:
     heads, width = model.num_attention_heads, model.hidden_size
     near = _closest(_divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count)))
     try:
-        shape = model.mixer_shape()
+        blocks = model.blocks()
     except ValueError as error:
-        hint = f"the nearest number of heads that does: {near}" if near else "change model.fem.value_size"
-        raise ConfigError(f"{error}; {hint}") from None
-    if model.rope and shape.qk_head % 2:
+        hint = f"; the nearest number of heads that does: {near}" if near and "num_attention_heads" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from None
+    odd = next((size for block in blocks if (size := block.mixer.rotary_size()) % 2), None)
+    if odd is not None:
         hint = f"model.num_attention_heads={near} or model.rope=false" if near else "model.rope=false"
-        what = f"model.num_attention_heads = {heads} gives heads of {shape.qk_head} channels"
+        what = f"model.num_attention_heads = {heads} gives heads of {odd} channels"
         raise ConfigError(f"{what}, and model.rope needs an even number: {hint}")
+    if not model.causal:
+        raise ConfigError("model.causal = false: next-token training would see its answers; set model.causal=true")
 
 
 def _fits(model: ModelConfig) -> bool:
     try:
-        return not (model.rope and model.mixer_shape().qk_head % 2)
+        return not any(block.mixer.rotary_size() % 2 for block in model.blocks())
     except ValueError:
         return False
+
+
+def _check_mixer_limits(config: RunConfig) -> None:
+    """What a mixer by itself cannot do: long sequences, tensor parallelism."""
+    model, length = config.model, config.data.seq_length
+    tensor = config.parallel.tensor_model_parallel_size
+    for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
+        longest = block.mixer.max_length()
+        if longest is not None and length > longest:
+            raise ConfigError(f"data.seq_length = {length}: {name} takes no more than {longest} tokens; set data.seq_length={longest}")
+        if tensor > 1 and "TP" not in describe(name).layouts.split():
+            raise ConfigError(f"parallel.tensor_model_parallel_size = {tensor}: {name} cannot be split; set it to 1")
 
 
 def _check_layout(config: RunConfig, world_size: int) -> None:
@@ -157,10 +174,12 @@ def _started(world_size: int) -> str:
 
 def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
     """What tensor parallelism over ``size`` ranks would cut through, or None."""
-    model, shape = config.model, config.model.mixer_shape()
-    widths = {"model.num_attention_heads": shape.heads, "the MLP's width, model.ffn_hidden_size": model.ffn_size}
-    if shape.conditioner:
-        widths["the conditioner's width, model.fem.conditioner_size"] = shape.conditioner
+    model = config.model
+    widths = {"model.num_attention_heads": model.num_attention_heads}
+    for block in model.blocks():
+        for name, width in block.split_widths().items():
+            if width % size or name not in widths:
+                widths[name] = width
     if model.vocab_size is not None:
         widths["the padded vocabulary, a multiple of model.make_vocab_size_divisible_by"] = model.padded_vocab_size()
     if config.parallel.sequence_parallel and size > 1:

@@ -10,27 +10,14 @@ import logging
 import torch
 from torch import Tensor
 
-from kernels.fem_attention.fused import MAX_RANGE, fused_attention, value_centre_and_range
+from kernels.fem_attention.fused import fused_attention
 from kernels.fem_attention.reference import reference_attention
+from kernels.free_energy.once import OncePerMessage
+from kernels.free_energy.streams import MAX_RANGE, value_centre_and_range
 
 __all__ = ["fem_attention"]
 
 IMPLEMENTATIONS = ("auto", "fused", "reference")
-
-
-class OncePerMessage(logging.Filter):
-    """Lets each message through once in a process; a message's identity is its template, so its figures may differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record's template comes for the first time."""
-        first = str(record.msg) not in self._said
-        self._said.add(str(record.msg))
-        return first
-
 
 _log = logging.getLogger(__name__)
 _log.addFilter(OncePerMessage())
@@ -45,6 +32,7 @@ def fem_attention(
     gate: Tensor | None = None,
     *,
     causal: bool = True,
+    keys_valid: Tensor | None = None,
     scale: float | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -52,7 +40,7 @@ def fem_attention(
 
     Shapes: q [b, h, tq, dk], k [b, h, tk, dk], v [b, h, tk, dv], beta [h, dv] (positive), lam and gate [b, h, tq, dv];
     returns [b, h, tq, dv]. The queries are the last tq of the tk positions (decoding: tq < tk).
-    beta None: o = mu. lam None: o = F. gate None: no gate.
+    keys_valid [b, tk] bool: False at padding, which no query reads but its own. beta None: o = mu. lam None: o = F. gate None: no gate.
     Types: q, k, v all float64, float32 or bfloat16; beta, lam, gate the same, or float32 beside bfloat16. The result has q's type.
     implementation: "reference" is exact for any finite values. "fused" (today also "auto") is torch's attention on [v | U], right while
     beta * (max v - min v) over the sequence is at most 80 in every channel. Beyond that, or with values that are not finite, the
@@ -60,11 +48,12 @@ def fem_attention(
     Which implementation runs is logged once (level INFO). Raises ValueError for shapes, types or names that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
-    _check(q, k, v, beta, lam, gate, causal, implementation)
+    _check(q, k, v, beta, lam, gate, implementation)
+    _check_keys_valid(keys_valid, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if implementation == "reference":
         _log.info("fem_attention: the reference implementation runs (asked for)")
-        return reference_attention(q, k, v, beta, lam, gate, causal=causal, scale=scale)
+        return reference_attention(q, k, v, beta, lam, gate, keys_valid, causal=causal, scale=scale)
     centre, spread = (None, None) if beta is None else value_centre_and_range(v, beta)
     if spread is not None and not (largest := float(spread.max())) <= MAX_RANGE:
         _log.warning(
@@ -72,14 +61,12 @@ def fem_attention(
             largest,
             MAX_RANGE,
         )
-        return reference_attention(q, k, v, beta, lam, gate, causal=causal, scale=scale)
+        return reference_attention(q, k, v, beta, lam, gate, keys_valid, causal=causal, scale=scale)
     _log.info("fem_attention: the fused implementation runs (torch scaled_dot_product_attention on [v | U])")
-    return fused_attention(q, k, v, beta, lam, gate, centre, spread, causal=causal, scale=scale)
+    return fused_attention(q, k, v, beta, lam, gate, centre, spread, keys_valid, causal=causal, scale=scale)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, causal: bool, implementation: str
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, implementation: str) -> None:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"fem_attention: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -119,3 +106,9 @@ def _check(
             raise ValueError(f"fem_attention: {name} is {given.dtype} but q is {q.dtype}; use {' or '.join(map(str, allowed))}")
         if given is not None and given.device != q.device:
             raise ValueError(f"fem_attention: {name} is on {given.device} but q is on {q.device}")
+
+
+def _check_keys_valid(keys_valid: Tensor | None, k: Tensor) -> None:
+    wanted = (k.shape[0], k.shape[2])
+    if keys_valid is not None and (keys_valid.shape != wanted or keys_valid.dtype != torch.bool):
+        raise ValueError(f"fem_attention: keys_valid is {keys_valid.dtype} {list(keys_valid.shape)}, expected bool {list(wanted)}")

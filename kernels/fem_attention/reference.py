@@ -20,13 +20,23 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, *, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    gate: Tensor | None,
+    keys_valid: Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
 ) -> Tensor:
     """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end."""
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads = [t.to(compute).flatten(0, 1) for t in (q, k, v)]
     temperature = None if beta is None else beta.to(compute).expand(v.shape[0], -1, -1).flatten(0, 1)
-    mu, free_energy = (t.unflatten(0, v.shape[:2]) for t in _Read.apply(*heads, temperature, causal, scale))
+    valid = None if keys_valid is None else keys_valid.repeat_interleave(v.shape[1], dim=0)
+    mu, free_energy = (t.unflatten(0, v.shape[:2]) for t in _Read.apply(*heads, temperature, valid, causal, scale))
     if beta is None:
         out = mu
     elif lam is None:
@@ -37,29 +47,34 @@ def reference_attention(
 
 
 class _Read(torch.autograd.Function):
-    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv]; F is left empty without beta. The backward remakes blocks."""
+    """(mu, F) of q [n, tq, dk], k [n, tk, dk], v [n, tk, dv], beta [n, dv], valid [n, tk]; F is left empty without beta.
+
+    The backward remakes blocks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         mu = q.new_empty(*q.shape[:2], v.shape[2])
         free_energy = torch.empty_like(mu)
         for n, rows, keys in _blocks(q, v, causal):
-            log_p = _log_prior(q[n, rows], k[n, keys], causal, scale)
+            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, causal), scale)
             mu[n, rows] = log_p.exp() @ v[n, keys]
             if beta is not None:
                 free_energy[n, rows] = _joint_logits(log_p, v[n, keys], beta[n]).logsumexp(-1) / beta[n, None]
-        ctx.save_for_backward(q, k, v, beta, free_energy)
+        ctx.save_for_backward(q, k, v, beta, valid, free_energy)
         ctx.causal, ctx.scale = causal, scale
         return mu, free_energy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, free_energy = ctx.saved_tensors
+        q, k, v, beta, valid, free_energy = ctx.saved_tensors
         d_mu, d_free = grads
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         d_beta = torch.zeros_like(v[:, 0])
         for n, rows, keys in _blocks(q, v, ctx.causal):
-            log_p = _log_prior(q[n, rows], k[n, keys], ctx.causal, ctx.scale)
+            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, ctx.causal), ctx.scale)
             p = log_p.exp()
             d_log_p = p * (d_mu[n, rows] @ v[n, keys].mT)
             dv[n, keys] += p.mT @ d_mu[n, rows]
@@ -73,7 +88,7 @@ class _Read(torch.autograd.Function):
             d_scores = d_log_p - p * d_log_p.sum(-1, keepdim=True)
             dq[n, rows] = d_scores @ k[n, keys] * ctx.scale
             dk[n, keys] += d_scores.mT @ q[n, rows] * ctx.scale
-        return dq, dk, dv, None if beta is None else d_beta / beta, None, None
+        return dq, dk, dv, None if beta is None else d_beta / beta, None, None, None
 
 
 def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
@@ -88,12 +103,21 @@ def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, 
             yield slice(head, min(head + heads_at_once, n)), slice(row, end), slice(0, end + tk - tq if causal else tk)
 
 
-def _log_prior(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """log p_t(i) of a block whose last key is its last query's own: [n, t, i], -inf where masked."""
+def _allowed(q: Tensor, k: Tensor, n: slice, rows: slice, keys: slice, valid: Tensor | None, causal: bool) -> Tensor | None:
+    """[n or 1, t, i] bool: the keys that a block's queries may read, None: all. A query that may read no key reads its own."""
+    if not causal and valid is None:
+        return None
+    row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + k.shape[1] - q.shape[1]
+    column = torch.arange(keys.stop, device=q.device)
+    allowed = (column <= row if causal else torch.ones_like(column <= row))[None]
+    return allowed if valid is None else (allowed & valid[n, None, keys]) | (column == row)
+
+
+def _log_prior(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+    """log p_t(i) of a block: [n, t, i], -inf where it may not be read."""
     scores = q @ k.mT * scale
-    if causal:
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + k.shape[1] - q.shape[1])
-        scores = scores.masked_fill(future, -torch.inf)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
     return scores.log_softmax(-1)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fem_megatron.config import MIXERS, FemConfig, ModelConfig
+from fem_megatron.config import ModelConfig
+from fem_megatron.shapes.fem import FemConfig
 from pretrain.plan import parameter_shapes
 
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100)
@@ -31,12 +32,6 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float64) -> Any:
     return build(model, Layout(params_dtype=dtype), 16, seed=1)[0]
 
 
-def test_every_mixer_has_a_spec() -> None:
-    from fem_megatron.specs import MIXER_SPECS
-
-    assert tuple(MIXER_SPECS) == MIXERS
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_the_planned_ones(name: str) -> None:
     built = {key: tuple(weight.shape) for key, weight in build(MODELS[name]).named_parameters()}
@@ -54,31 +49,10 @@ def test_initialisation_is_as_documented() -> None:
         else:
             # The standard deviation of n draws scatters by 1/sqrt(2n): five of these.
             assert weight.std().item() == pytest.approx(0.03, rel=5 / math.sqrt(2 * weight.numel()))
-    mixer = model.get_submodule("decoder.layers.0.self_attention")
+    mixer = model.get_submodule("decoder.layers.0.mixer")
     assert mixer.inverse_temperature().mean().item() == pytest.approx(1.953, abs=1e-3)
-    weights = [model.get_parameter(f"decoder.layers.{i}.mlp.linear_fc2.weight") for i in (0, 1)]
+    weights = [model.get_parameter(f"decoder.layers.{i}.mlp.down.weight") for i in (0, 1)]
     assert not torch.equal(*weights)
-
-
-def test_switches_off_is_standard_attention() -> None:
-    """The baseline's mixer against torch's attention with rotate-half RoPE, written out."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    mixer = build(replace(SMALL, mixer="transformer")).get_submodule("decoder.layers.0.self_attention")
-    x = torch.randn(7, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    angles = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)(7)
-    got, _ = mixer(x, rotary_pos_emb=angles)
-    q, k, v = (x @ mixer.in_proj.weight.T).unflatten(-1, (4, 24)).split(8, dim=-1)
-
-    def rotate(t: torch.Tensor) -> torch.Tensor:
-        first, second = t.chunk(2, -1)
-        return t * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
-
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q), rotate(k), v))
-    read = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    wanted = read.permute(2, 0, 1, 3).flatten(2) @ mixer.out_proj.weight.T
-    # Float64 through two orders of summation; Megatron-core casts its cosines to the activations' type as the line above does.
-    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["fem", "fem without L", "transformer"])

@@ -212,6 +212,27 @@ def reference_read(*tensors: Tensor) -> Tensor:
     return fem_attention(*tensors, implementation="reference")
 
 
+@both
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("queries", [12, 5])
+def test_padding_keys_are_not_there(implementation: str, causal: bool, queries: int) -> None:
+    x = inputs(12, queries=queries, batch=1)
+    valid = torch.ones(1, 12, dtype=torch.bool)
+    valid[:, [0, 1, 8]] = False
+    kept = valid[0].nonzero().flatten()
+    rows = kept[kept >= 12 - queries] - (12 - queries)
+    alone = {name: t if name == "beta" else t[:, :, kept if name in "kv" else rows] for name, t in x.items()}
+    x["v"][:, :, ~valid[0]] = 20.0
+    leaves = [t.requires_grad_() for t in x.values()]
+    o = fem_attention(**x, causal=causal, keys_valid=valid, implementation=implementation)
+    # float64 rounding, exponents up to 40 where padding widens the range
+    torch.testing.assert_close(o[:, :, rows], fem_attention(**alone, causal=causal, implementation=implementation), rtol=1e-10, atol=1e-10)
+    assert o.isfinite().all()
+    gradients = torch.autograd.grad(o[:, :, rows].square().sum(), leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert all((gradients[place][:, :, ~valid[0]] == 0).all() for place in (1, 2))  # k and v
+
+
 BAD: dict[str, dict[str, Any]] = {
     "q has shape": {"q": torch.zeros(3, 5, 8)},
     "k has shape": {"k": torch.zeros(2, 3, 5, 9)},
@@ -226,6 +247,8 @@ BAD: dict[str, dict[str, Any]] = {
     "v is torch.bfloat16": {"v": torch.zeros(2, 3, 5, 4, dtype=torch.bfloat16)},
     "lam is torch.float64": {"lam": torch.zeros(2, 3, 5, 4, dtype=torch.float64)},
     "k is on meta": {"k": torch.zeros(2, 3, 5, 8, device="meta")},
+    "keys_valid is torch.bool": {"keys_valid": torch.ones(2, 4, dtype=torch.bool)},
+    "keys_valid is torch.float32": {"keys_valid": torch.ones(2, 5)},
     "'triton' is not one of auto, fused, reference": {"implementation": "triton"},
 }
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import kernels.fem_attention as room
 from kernels.fem_attention import fem_attention
+from kernels.free_energy.once import OncePerMessage
 from tests.kernels.oracle import NAMES, definition, inputs, mu_and_free_energy, relative, results
 
 CASES: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """Log records as of a fresh process: nothing said yet."""
-    monkeypatch.setattr(logging.getLogger("kernels.fem_attention"), "filters", [room.OncePerMessage()])
+    monkeypatch.setattr(logging.getLogger("kernels.fem_attention"), "filters", [OncePerMessage()])
     caplog.set_level(logging.INFO, "kernels.fem_attention")
     return caplog
 
@@ -120,7 +120,7 @@ def test_beyond_its_range_the_reference_runs_and_it_is_said_once(implementation:
 def test_one_channel_out_of_range_or_not_finite_is_enough(messages: pytest.LogCaptureFixture) -> None:
     for value in (81.0, float("inf"), float("nan")):
         messages.clear()
-        logging.getLogger("kernels.fem_attention").filters[:] = [room.OncePerMessage()]
+        logging.getLogger("kernels.fem_attention").filters[:] = [OncePerMessage()]
         x = inputs(value_range=1.0)
         x["beta"][:] = 1.0
         x["v"][1, 2, 7, 3] = value

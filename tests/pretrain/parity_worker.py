@@ -50,7 +50,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     initial = weights_digest(engine)
     checkpoints = Checkpoints(run_directory(config) / "checkpoints", config, lambda text: None)
     progress = Progress(0, 0, schedule.total_samples)
-    if "load" in job:
+    if job.get("load"):
         found = find(Path(job["load"]))
         checkpoints.load(engine, found)
         progress = found.progress
@@ -83,27 +83,25 @@ def weights_digest(engine: Any) -> dict[str, str]:
 
     from fem_megatron.model import global_name
 
-    mine: dict[str, tuple[int, int, int, torch.Tensor]] = {}
+    mine: dict[str, tuple[int, int, torch.Tensor]] = {}
     for model in engine.models:
         for name, weight in model.named_parameters():
             split = getattr(weight, "tensor_model_parallel", False)
             rank = parallel_state.get_tensor_model_parallel_rank() if split else 0
-            dim, stride = getattr(weight, "partition_dim", 0), getattr(weight, "partition_stride", 1)
-            mine[global_name(model, name)] = (rank, dim, stride, weight.detach())
+            mine[global_name(model, name)] = (rank, getattr(weight, "partition_dim", 0), weight.detach())
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
-    slices: dict[str, dict[int, tuple[int, int, torch.Tensor]]] = {}
+    slices: dict[str, dict[int, tuple[int, torch.Tensor]]] = {}
     for rank_slices in everyone:
-        for name, (rank, dim, stride, weight) in rank_slices.items():
-            slices.setdefault(name, {})[rank] = (dim, stride, weight)
+        for name, (rank, dim, weight) in rank_slices.items():
+            slices.setdefault(name, {})[rank] = (dim, weight)
     return {name: digest(parts) for name, parts in slices.items()}
 
 
-def digest(parts: dict[int, tuple[int, int, torch.Tensor]]) -> str:
-    ordered = [parts[rank] for rank in sorted(parts)]
-    dim, stride, _ = ordered[0]
-    blocks = [torch.cat([weight.chunk(stride, dim)[i] for _, _, weight in ordered], dim) for i in range(stride)]
-    return hashlib.sha256(torch.cat(blocks, dim).contiguous().float().numpy().tobytes()).hexdigest()
+def digest(parts: dict[int, tuple[int, torch.Tensor]]) -> str:
+    dim = parts[min(parts)][0]
+    whole = torch.cat([parts[rank][1] for rank in sorted(parts)], dim)
+    return hashlib.sha256(whole.contiguous().float().numpy().tobytes()).hexdigest()
 
 
 if __name__ == "__main__":

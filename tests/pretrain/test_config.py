@@ -130,7 +130,7 @@ def test_an_unknown_key_names_file_key_and_the_nearest_one(runs: Path) -> None:
         ("run_dir=5", "command line: run_dir = 5: expected text or null"),
         ("data.train=runs/x", "command line: data.train = 'runs/x': expected a list of {prefix, weight}"),
         ("train.precision=fp16", "command line: train.precision = 'fp16' is not a choice; did you mean bf16?"),
-        ("model.mixer=gla", "command line: model.mixer = 'gla' is not a choice; choose one of fem_softmax, transformer"),
+        ("model.mixer=fem_soft", "command line: model.mixer = 'fem_soft' is not a choice; did you mean fem_softmax?"),
         ("model=fem_sm_340", "command line: model names the part 'fem_sm_340', but there is no file"),
         ("model=7", "command line: model = 7: expected a mapping or the name of a part in model/"),
     ],

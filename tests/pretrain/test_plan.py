@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fem_megatron.config import FemConfig, ModelConfig
+from fem_megatron.config import ModelConfig
+from fem_megatron.shapes.fem import FemConfig, FemShape
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts, SourceFacts
 from pretrain.loader import load_run
@@ -48,6 +49,10 @@ def small(*overrides: str) -> RunConfig:
     return run("demo.yaml", *SMALL, "model.vocab_size=6000", *overrides)
 
 
+def activations(config: RunConfig) -> dict[str, float]:
+    return layer_activations(config, config.model.blocks()[0], cuda=True)
+
+
 def total(model: ModelConfig) -> int:
     return sum(count_by_component(model).values())
 
@@ -82,7 +87,7 @@ def test_the_conditioner_has_the_parameters_of_its_equations() -> None:
 def test_each_switch_takes_exactly_its_own_parameters_away() -> None:
     def names(fem: FemConfig) -> set[str]:
         shapes = parameter_shapes(ModelConfig(vocab_size=100, num_layers=1, fem=fem))
-        return {name.removeprefix("decoder.layers.0.self_attention.") for name in shapes}
+        return {name.removeprefix("decoder.layers.0.mixer.") for name in shapes}
 
     everything = names(FemConfig())
     assert everything - names(FemConfig(conditioner=False)) == {
@@ -119,10 +124,10 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(layou
 
 def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
     model, length = ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16), 9
-    shape = model.mixer_shape()
+    shape = FemShape.of(model, "softmax")
     pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
     # A pair costs a head one product over d_k for its score, and one over [v | U], twice d_v, for its read.
-    whole = pairs * shape.heads * (2 * shape.qk_head + 2 * (2 * shape.value_head))
+    whole = pairs * shape.heads * (2 * shape.prior.slices()["k"] + 2 * (2 * shape.value_head))
     assert forward_flops(model, length)["attention"] * length == pytest.approx(whole, rel=1e-12)  # float64 rounding
 
 
@@ -142,7 +147,7 @@ def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layer
     assert flops_per_token(again) == flops_per_token(config)  # the MFU does not reward recompute
     assert hardware_flops_per_token(again) == 4 * sum(forward.values()) - forward["output layer"]
     # 2 FLOPs a matrix parameter, the embedding's look-up aside, plus attention.
-    weights = sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if len(shape) == 2 and "embed" not in name)
+    weights = sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if len(shape) >= 2 and "embed" not in name)
     assert sum(forward.values()) == 2 * weights + forward["attention"]
 
 
@@ -190,12 +195,10 @@ def test_parallelism_and_recompute_save_what_they_should() -> None:
     assert recomputed.activations < peak.activations / 10
     assert recomputed.workspace > peak.workspace
     half = run(LARGE, f"{TP}=2")
-    for term, bytes_per_token in layer_activations(half, cuda=True).items():
-        whole = layer_activations(plain, cuda=True)[term]
+    for term, bytes_per_token in activations(half).items():
+        whole = activations(plain)[term]
         assert whole / 2 <= bytes_per_token <= whole
-    assert sum(layer_activations(run(LARGE, f"{TP}=2", "parallel.sequence_parallel=true"), cuda=True).values()) < sum(
-        layer_activations(half, cuda=True).values()
-    )
+    assert sum(activations(run(LARGE, f"{TP}=2", "parallel.sequence_parallel=true")).values()) < sum(activations(half).values())
 
 
 def test_the_papers_recipes_fit_their_gpus() -> None:

@@ -2,20 +2,12 @@
 
 The parameters' names, one to one; no tensor is reshaped, and only the rows that pad the vocabulary are left out (see ``hf_name``):
 
-    embedding.word_embeddings.weight                      model.embed_tokens.weight
-    decoder.layers.N.input_layernorm.weight               model.layers.N.input_layernorm.weight
-    decoder.layers.N.self_attention.in_proj.weight        model.layers.N.self_attn.in_proj.weight
-    decoder.layers.N.self_attention.out_proj.weight       model.layers.N.self_attn.out_proj.weight
-    decoder.layers.N.self_attention.beta                  model.layers.N.self_attn.beta
-    decoder.layers.N.self_attention.tdc.norm.weight       model.layers.N.self_attn.tdc.norm.weight
-    decoder.layers.N.self_attention.tdc.in_proj.weight    model.layers.N.self_attn.tdc.in_proj.weight
-    decoder.layers.N.self_attention.tdc.state_norm.weight model.layers.N.self_attn.tdc.state_norm.weight
-    decoder.layers.N.self_attention.tdc.out_proj.weight   model.layers.N.self_attn.tdc.out_proj.weight
-    decoder.layers.N.pre_mlp_layernorm.weight             model.layers.N.post_attention_layernorm.weight
-    decoder.layers.N.mlp.linear_fc1.weight                model.layers.N.mlp.gate_up_proj.weight
-    decoder.layers.N.mlp.linear_fc2.weight                model.layers.N.mlp.down_proj.weight
-    decoder.final_layernorm.weight                        model.norm.weight
-    output_layer.weight                                   lm_head.weight
+    embedding.word_embeddings.weight  model.embed_tokens.weight
+    decoder.layers.N.*                model.layers.N.*           mixer.* and mlp.*, as the block's shape names them
+    decoder.final_layernorm.weight    model.norm.weight
+    output_layer.weight               lm_head.weight             absent where tied
+
+The code beside them is the training's own (see ``bundle``).
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +25,14 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
+from pretrain.plan import parameter_shapes
 
+from .bundle import bundle, packages
 from .configuration_fem import FemLMConfig
 from .model_card import model_card
 
-CODE_FILES = ("configuration_fem.py", "modeling_fem.py")
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
     "AutoModel": "modeling_fem.FemLMModel",
@@ -49,10 +43,6 @@ RENAMED = (
     ("decoder.layers.", "model.layers."),
     ("decoder.final_layernorm.", "model.norm."),
     ("output_layer.", "lm_head."),
-    (".self_attention.", ".self_attn."),
-    (".pre_mlp_layernorm.", ".post_attention_layernorm."),
-    (".mlp.linear_fc1.", ".mlp.gate_up_proj."),
-    (".mlp.linear_fc2.", ".mlp.down_proj."),
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -85,6 +75,7 @@ def export_state_dict(
     check_state(state, model)
     tokenizer = None if tokenizer_dir is None else _Tokenizer.load(Path(tokenizer_dir), model)
     config = hf_config(model, dtype, tokenizer, card.get("seq_length"))
+    code = bundle(model.blocks())
     weights = {hf_name(name): _exported(name, tensor, model, dtype) for name, tensor in state.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
@@ -93,15 +84,16 @@ def export_state_dict(
         save_torch_state_dict(weights, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
         _write_config(config, folder)
         _generation_config(config).save_pretrained(folder)
-        for name in CODE_FILES:
-            shutil.copyfile(Path(__file__).with_name(name), folder / name)
+        for name, text in code.items():
+            (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.copy_to(folder)
         mode = (folder / "config.json").stat().st_mode
         for file in folder.glob("*.safetensors"):
             file.chmod(mode)  # safetensors lets the owner alone read what it writes
         parameters = sum(weight.numel() for weight in weights.values())
-        (folder / "README.md").write_text(model_card(config, parameters, card, tokenizer is not None), encoding="utf-8")
+        text = model_card(config, model, parameters, card, has_tokenizer=tokenizer is not None, packages=packages(code))
+        (folder / "README.md").write_text(text, encoding="utf-8")
         _move_into_place(folder, out, Path(scratch) / "replaced")
 
 
@@ -116,14 +108,18 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
 def hf_name(name: str) -> str:
     """A parameter's name in the exported folder (the table in this module's docstring)."""
     for ours, theirs in RENAMED:
-        name = name.replace(ours, theirs)
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
     return name
 
 
 def check_state(state: dict[str, torch.Tensor], model: ModelConfig) -> None:
-    """Raises ExportError unless ``state`` holds the tensors that ``model`` has, no others, in their shapes."""
+    """Raises ExportError unless ``state`` holds the tensors that ``model`` has, no others, in their shapes, and their code is ours."""
     if model.vocab_size is None:
         raise ExportError("model.vocab_size is not known: the checkpoint's configuration must hold it")
+    for name, block in zip(mixer_names(model), model.blocks(), strict=True):
+        if getattr(block.mixer, "external", False):
+            raise ExportError(f"model.mixer={name} is another package's layer, which a folder cannot carry: save it with that package")
     shapes = parameter_shapes(model)
     for complaint, names in (("lacks", shapes.keys() - state.keys()), ("holds, besides the model's,", state.keys() - shapes.keys())):
         if names:
@@ -134,59 +130,13 @@ def check_state(state: dict[str, torch.Tensor], model: ModelConfig) -> None:
             raise ExportError(f"{name} has shape {tuple(state[name].shape)} in the checkpoint, {shape} by its configuration")
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the full model, under the training code's names."""
-    mixer, hidden, ffn = model.mixer_shape(), model.hidden_size, model.ffn_size
-    packed, vocabulary = mixer.heads * mixer.head_width, model.padded_vocab_size()
-    block: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attention.in_proj.weight": (packed, hidden),
-        "self_attention.out_proj.weight": (hidden, mixer.value_size),
-        "pre_mlp_layernorm.weight": (hidden,),
-        "mlp.linear_fc1.weight": (2 * ffn, hidden),
-        "mlp.linear_fc2.weight": (hidden, ffn),
-    }
-    if mixer.temperature:
-        block["self_attention.beta"] = (mixer.value_size,)
-    if mixer.conditioner:
-        block["self_attention.tdc.norm.weight"] = (hidden,)
-        block["self_attention.tdc.in_proj.weight"] = (3 * mixer.conditioner, hidden)
-        block["self_attention.tdc.state_norm.weight"] = (mixer.conditioner,)
-        block["self_attention.tdc.out_proj.weight"] = (packed, mixer.conditioner)
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocabulary, hidden)}
-    for layer in range(model.num_layers):
-        shapes.update({f"decoder.layers.{layer}.{name}": shape for name, shape in block.items()})
-    shapes["decoder.final_layernorm.weight"] = (hidden,)
-    if not model.tie_embeddings:
-        shapes["output_layer.weight"] = (vocabulary, hidden)
-    return shapes
-
-
 def hf_config(model: ModelConfig, dtype: torch.dtype, tokenizer: _Tokenizer | None = None, seq_length: int | None = None) -> FemLMConfig:
     """The exported configuration of ``model``."""
-    mixer = model.mixer_shape()
     optional: dict[str, Any] = {} if tokenizer is None else dict(tokenizer.special_ids())
     if seq_length is not None:
         optional["max_position_embeddings"] = seq_length
-    assert model.vocab_size is not None
     return FemLMConfig(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=mixer.heads,
-        qk_head_dim=mixer.qk_head,
-        value_head_dim=mixer.value_head,
-        conditioner_size=mixer.conditioner,
-        free_energy=mixer.free_energy,
-        learned_temperature=mixer.temperature,
-        gate=mixer.gate,
-        rope=model.rope,
-        rope_base=float(model.rope_base),
-        norm_eps=model.norm_eps,
-        initializer_range=model.init_std,
-        attention_backend=model.attention_backend,
-        tie_word_embeddings=model.tie_embeddings,
+        architecture=asdict(model),
         architectures=["FemLMForCausalLM"],
         auto_map=AUTO_MAP,
         dtype=str(dtype).removeprefix("torch."),

@@ -11,7 +11,7 @@ from fem_megatron.platform import quiet_libraries
 
 from .export import VOCABULARY, ExportError, check_state, export_state_dict, refuse_occupied
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None, tokenizer: Path | None, overwrite: bool) -> None:

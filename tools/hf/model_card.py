@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, is_dataclass
 from typing import Any
+
+from fem_megatron.catalogue import Mixer, describe, mixer_names
+from fem_megatron.config import ModelConfig
 
 from .configuration_fem import FemLMConfig
 
@@ -18,39 +22,49 @@ ROWS = {
 }
 
 
-def model_card(config: FemLMConfig, parameters: int, card: dict[str, Any], has_tokenizer: bool) -> str:
-    """Markdown text. ``card``: ``name`` (the title), ``license``, the keys of ROWS, and any others, which are listed by their names."""
+def model_card(
+    config: FemLMConfig, model: ModelConfig, parameters: int, card: dict[str, Any], *, has_tokenizer: bool, packages: list[str]
+) -> str:
+    """Markdown text.
+
+    ``card``: ``name`` (the title), ``license``, the keys of ROWS, and any others, which are listed by their names. ``packages``: what the
+    folder's code imports besides torch and transformers.
+    """
     name = str(card.get("name") or "A language model")
-    plain = not (config.free_energy or config.gate or config.conditioner_size)
-    header = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- " + ("transformer" if plain else "free-energy-mixer"),
-    ]
+    mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
+    header = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", *(f"- {mixer}" for mixer in mixers)]
     if card.get("license"):
         header.append(f"license: {card['license']}")
-    what = "a Transformer (softmax attention)" if plain else "a Free Energy Mixer over a softmax prior"
     sections = [
         "\n".join([*header, "---"]),
         f"# {name}",
-        f"A decoder-only language model of {parameters:,} parameters whose token mixer is {what}, with RMSNorm, SwiGLU"
-        + (" and rotary position embeddings." if config.rope else ", without position embeddings."),
+        f"A decoder-only language model of {parameters:,} parameters whose token mixer is " + _mixers(mixers) + _depth(config),
         "## Use",
-        _usage(has_tokenizer),
+        _usage(has_tokenizer, packages),
         "## Architecture",
-        _table(_architecture(config, plain)),
+        _table(_architecture(config, model)),
     ]
     training = _training(card)
     if training:
         sections += ["## Training", _table(training)]
-    if not plain:
-        sections += ["## Citation", "Free Energy Mixer, ICLR 2026, arXiv:2602.07160."]
+    papers = sorted({mixer.paper for mixer in mixers.values() if mixer.paper})
+    if papers:
+        sections += ["## Source", "\n".join(f"- {paper}" for paper in papers)]
     return "\n\n".join(sections) + "\n"
 
 
-def _usage(has_tokenizer: bool) -> str:
+def _mixers(mixers: dict[str, Mixer]) -> str:
+    told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
+    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}, by layer"
+
+
+def _depth(config: FemLMConfig) -> str:
+    if config.recurrence == 1:
+        return "."
+    return f", every block applied {config.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
+
+
+def _usage(has_tokenizer: bool, packages: list[str]) -> str:
     prompt = (
         'inputs = tokenizer("def read(self", return_tensors="pt")' if has_tokenizer else 'inputs = {"input_ids": torch.tensor([[1, 2, 3]])}'
     )
@@ -69,30 +83,39 @@ def _usage(has_tokenizer: bool) -> str:
         show,
         "```",
         "",
-        "The code of the model is `configuration_fem.py` and `modeling_fem.py` in this folder; it needs torch and transformers alone.",
+        "The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; "
+        + (f"some of it imports {', '.join(packages)}." if packages else "it needs torch and transformers alone."),
     ]
     return "\n".join(lines)
 
 
-def _architecture(config: FemLMConfig, plain: bool) -> list[tuple[str, Any]]:
+def _architecture(config: FemLMConfig, model: ModelConfig) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
         ("Layers", config.num_hidden_layers),
         ("Width", config.hidden_size),
         ("Heads", config.num_attention_heads),
-        ("Query and key channels a head", config.qk_head_dim),
-        ("Value channels a head", config.value_head_dim),
-        ("MLP width", config.intermediate_size),
         ("Vocabulary", config.vocab_size),
         ("Tied embeddings", _yes(config.tie_word_embeddings)),
+        ("Rotary position embedding", _yes(model.rope)),
         ("Weights", str(config.dtype).removeprefix("torch.")),
     ]
-    if not plain:
-        rows += [
-            ("C: time-decay conditioner", f"width {config.conditioner_size}" if config.conditioner_size else "no"),
-            ("L: free-energy branch", _yes(config.free_energy)),
-            ("T: learned temperature and inner gate", _yes(config.learned_temperature)),
-            ("G: outer gate", _yes(config.gate)),
-        ]
+    if model.pattern:
+        rows.append(("Mixers of the layers, repeated", " ".join(model.pattern)))
+    for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
+        rows.append((f"Sizes, `{name}`", ", ".join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)))
+    return rows + _changed(model, "")
+
+
+def _changed(settings: Any, prefix: str) -> list[tuple[str, Any]]:
+    """The settings of the mixers' sections that are not at their defaults."""
+    rows: list[tuple[str, Any]] = []
+    default = type(settings)()
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            rows += _changed(value, f"{prefix}{field.name}.")
+        elif prefix and value != getattr(default, field.name):
+            rows.append((f"`{prefix}{field.name}`", value))
     return rows
 
 

@@ -22,8 +22,3 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> same shape and dtype."""
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """LayerNorm without bias over the last dimension."""
-    return torch.nn.functional.layer_norm(x, weight.shape, weight, None, eps)

@@ -1,0 +1,147 @@
+"""The one registry of mixers: name -> what it is and its sizes for a configuration. Torch-free; the classes are in ``layers.registry``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fem_megatron.shapes.attention import AttentionShape
+from fem_megatron.shapes.base import Shape
+from fem_megatron.shapes.block import BlockShape
+from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
+from fem_megatron.shapes.delta import DeltaShape
+from fem_megatron.shapes.differential import DifferentialShape
+from fem_megatron.shapes.fem import FemShape
+from fem_megatron.shapes.fla import FlaShape
+from fem_megatron.shapes.hyperset import HyperSetShape
+from fem_megatron.shapes.mamba2 import Mamba2Shape
+from fem_megatron.shapes.mlp import SwiGluShape
+from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+EVERY_LAYOUT = "TP SP PP VPP DP"
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One name of ``model.mixer``.
+
+    cost: of a sequence of T tokens. mlp: what stands beside it unless ``model.mlp`` says otherwise. shape: from the model and the layer's
+    number (from 0); raises ValueError, with the key, where sizes do not fit. package: the module that computes it, on a GPU alone.
+    """
+
+    about: str
+    paper: str
+    cost: str
+    shape: Callable[[ModelConfig, int], Shape]
+    mlp: str = "swiglu"
+    layouts: str = EVERY_LAYOUT
+    package: str | None = None
+
+
+def _fem(about: str, prior: str, cost: str) -> Mixer:
+    return Mixer(about, "Free Energy Mixer", cost, lambda model, layer: FemShape.of(model, prior))
+
+
+MIXERS: dict[str, Mixer] = {
+    "fem_softmax": _fem("FEM over softmax attention's weights", "softmax", "T^2"),
+    "fem_linear": _fem("FEM over linear attention's weights", "linear", "T"),
+    "fem_gla": _fem("FEM over gated linear attention's weights", "gla", "T"),
+    "fem_lrnn_decay": _fem("FEM over a running mean that forgets", "lrnn_decay", "T"),
+    "fem_aft": _fem("FEM over AFT's weights, exp(k) a channel", "aft", "T"),
+    "fem_mamba": _fem("FEM over a selective state space with non-negative weights, normalised", "mamba", "T"),
+    "transformer": Mixer(
+        "standard attention, RoPE, grouped queries on request", "Llama", "T^2", lambda model, layer: AttentionShape.of(model)
+    ),
+    "cem": Mixer(
+        "steps down an interaction energy: K = V, O = Q^T, ALiBi, preconditioned",
+        "Causal Energy Minimization",
+        "T^2",
+        lambda model, layer: CemAttentionShape.of(model),
+        mlp="cem",
+    ),
+    "mha2nd1st": Mixer(
+        "a Newton step down each head's free energy, its inverse to first order",
+        "Transformers as Intrinsic Optimizers",
+        "T^2",
+        lambda model, layer: SecondOrderShape.of(model, exact=False),
+    ),
+    "mha2nd": Mixer(
+        "the same with the exact inverse, for short sequences (one head: Att2nd)",
+        "Transformers as Intrinsic Optimizers",
+        "T^2 + T d^3",
+        lambda model, layer: SecondOrderShape.of(model, exact=True),
+    ),
+    "energy_linear": Mixer(
+        "linear attention as a first-order step down a quadratic energy",
+        "Transformers as Intrinsic Optimizers",
+        "T",
+        lambda model, layer: EnergyLinearShape.of(model),
+    ),
+    "hyperset": Mixer(
+        "tied symmetric attention and feed-forward with learned step sizes; depth is model.recurrence",
+        "Hyper-SET",
+        "T^2 (linear: T)",
+        lambda model, layer: HyperSetShape.of(model),
+        mlp="none",
+    ),
+    "differential": Mixer("the difference of two softmax attentions", "Differential Transformer", "T^2", DifferentialShape.of),
+    "deltanet": Mixer("linear attention by the delta rule", "DeltaNet", "T", lambda model, layer: DeltaShape.of(model, layer, gated=False)),
+    "gated_deltanet": Mixer(
+        "the delta rule with a decay and an output gate",
+        "Gated DeltaNet",
+        "T",
+        lambda model, layer: DeltaShape.of(model, layer, gated=True),
+    ),
+    "mamba2": Mixer("a selective state space with a scalar decay a head", "Mamba-2", "T", Mamba2Shape.of),
+    "fla.*": Mixer(
+        "any layer of flash-linear-attention by its class, e.g. fla.GatedLinearAttention; needs a GPU",
+        "flash-linear-attention",
+        "the layer's",
+        lambda model, layer: FlaShape.of(model, layer, name="*"),
+        layouts="PP VPP DP",
+        package="fla",
+    ),
+}
+
+MLPS: dict[str, Callable[[ModelConfig], Shape]] = {"swiglu": SwiGluShape.of, "cem": CemMlpShape.of}
+
+
+def describe(name: str) -> Mixer:
+    """The mixer of this name. Raises KeyError where there is none."""
+    if name.startswith("fla."):
+        return replace(MIXERS["fla.*"], shape=lambda model, layer: FlaShape.of(model, layer, name=name.removeprefix("fla.")))
+    return MIXERS[name]
+
+
+def blocks(model: ModelConfig) -> list[BlockShape]:
+    """Every layer's shape. Raises ValueError, with the key, where sizes do not fit."""
+    return [block(model, name, layer) for layer, name in enumerate(mixer_names(model))]
+
+
+def mixer_names(model: ModelConfig) -> list[str]:
+    """The mixer of every layer: ``model.pattern`` repeated, or ``model.mixer``."""
+    pattern = model.pattern or [model.mixer]
+    if model.num_layers % len(pattern):
+        raise ValueError(f"model.pattern has {len(pattern)} layers, which does not divide model.num_layers={model.num_layers}")
+    return [*pattern] * (model.num_layers // len(pattern))
+
+
+def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
+    """The shape of layer ``layer`` (from 0) with the mixer ``name``."""
+    mixer = describe(name)
+    mlp = model.mlp or mixer.mlp
+    return BlockShape(mixer.shape(model, layer), None if mlp == "none" else MLPS[mlp](model), model.recurrence)
+
+
+def table() -> str:
+    """Every mixer as text: name, cost in T, layouts, what it is and its paper."""
+    rows = [
+        ("mixer", "cost", "layouts", "what, paper"),
+        *((name, m.cost, m.layouts, f"{m.about} ({m.paper})") for name, m in MIXERS.items()),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows)

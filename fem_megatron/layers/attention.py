@@ -1,0 +1,41 @@
+"""Standard causal attention with RoPE, the Transformer's mixer; queries may share keys and values in groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fem_megatron.layers.parallel import Parallel
+from fem_megatron.layers.update import Context, Update, rms_norm, rotate
+from fem_megatron.shapes.attention import AttentionShape
+from kernels.fem_attention import fem_attention
+
+
+class Attention(Update):
+    """x + softmax(q k^T / sqrt(d)) v W_O. ``in_proj`` packs group after group, so that a rank's slice is whole groups.
+
+    Its decoding state is a KV-cache of the groups' k (after RoPE) and v.
+    """
+
+    def __init__(self, shape: AttentionShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        each = self.shape.heads // self.shape.groups
+        q, k, v = self.project(x, context)
+        k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
+        if each > 1:
+            k, v = (torch.repeat_interleave(t, each, dim=1) for t in (k, v))
+        o = fem_attention(q.permute(1, 2, 0, 3), k, v, causal=context.causal, keys_valid=context.valid)
+        return x + self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
+
+    def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q [s, b, local heads, d], k and v [s, b, local groups, d] of the slice x, q and k turned to their positions."""
+        shape, each = self.shape, self.shape.heads // self.shape.groups
+        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
+        packed = self.in_proj(h).unflatten(-1, (-1, each + 2, shape.head))
+        q, k, v = packed[..., :each, :].flatten(2, 3), packed[..., each, :], packed[..., each + 1, :]
+        if shape.rope:
+            q, k = rotate(q, context, shape.rope_base), rotate(k, context, shape.rope_base)
+        return q, k, v

@@ -1,0 +1,95 @@
+"""What a layer asks of tensor and sequence parallelism: six moves of an activation, and its parameters. No Megatron-core here.
+
+``OneProcess`` is the answer of a single process (tests, decoding, the exported model); ``fem_megatron.tensor_parallel`` has Megatron's.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fem_megatron.shapes.base import Weight, Weights
+
+
+class Parallel(Protocol):
+    """One tensor-parallel rank's view. Outside a mixer an activation is [s / size, b, D] under sequence parallelism, else [s, b, D]."""
+
+    size: int
+    rank: int
+    dtype: torch.dtype
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The residual stream's slice -> [s, b, D], the whole sequence, for use by this rank's part; its gradient is summed over ranks."""
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """linear(enter(x), weight) for an x that nothing else needs entered: under sequence parallelism only the slice is kept."""
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """This rank's summand of [s, b, D] -> the sum over ranks, in the residual stream's slicing."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[..., n / size] -> [..., n]; what follows must be the same on every rank."""
+
+    def share(self, whole: Tensor) -> Tensor:
+        """A tensor that every rank holds whole, for use by this rank's part: the same values, its gradient summed over ranks."""
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, for use by this rank's part: its gradient is summed over ranks, too."""
+
+    def parameter(self, weight: Weight) -> nn.Parameter:
+        """This rank's part of a weight, its constant filled in, or empty where it is to be drawn."""
+
+
+class OneProcess:
+    """No parallelism: every move is the identity."""
+
+    size = 1
+    rank = 0
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def gather(self, part: Tensor) -> Tensor:
+        return part
+
+    def share(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def total(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def parameter(self, weight: Weight) -> nn.Parameter:
+        return parameter(weight, weight.shape, self.dtype)
+
+
+def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of ``shape``, marked with the weight it is a part of (``parameter.spec``); constants are filled in."""
+    constant = weight.init if isinstance(weight.init, int | float) else None
+    made = nn.Parameter(torch.empty(shape, dtype=dtype) if constant is None else torch.full(shape, constant, dtype=dtype))
+    made.spec = weight  # type: ignore[attr-defined]
+    return made
+
+
+def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None:
+    """Give ``module`` this rank's part of each weight: ``a.weight`` with two dimensions as an nn.Linear ``a``, others as parameters."""
+    for name, weight in weights.items():
+        *path, leaf = name.split(".")
+        made = parallel.parameter(weight)
+        owner = module
+        for depth, part in enumerate(path):
+            if not hasattr(owner, part):
+                linear = depth == len(path) - 1 and leaf == "weight" and made.ndim == 2
+                owner.add_module(part, nn.Linear(made.shape[1], made.shape[0], bias=False, device="meta") if linear else nn.Module())
+            owner = owner.get_submodule(part)
+        setattr(owner, leaf, made)

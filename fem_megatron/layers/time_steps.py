@@ -1,0 +1,31 @@
+"""Mamba's time steps and decays of a head, which Gated DeltaNet shares (arXiv 2405.21060, 2412.06464)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+SLOWEST, FASTEST = 0.001, 0.1
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+def time_steps(
+    raw: Tensor, log_rate: Tensor, step_bias: Tensor, rates: tuple[float, float], heads: int, first: int
+) -> tuple[Tensor, Tensor]:
+    """(delta, -A delta) with delta = softplus(raw + b), A > 0: raw [..., local heads] of heads ``first``.. of ``heads``; fp32 or wider.
+
+    log A = log A_0 + log_rate and b = b_0 + step_bias with learnable offsets that start at zero. Where the papers draw A_0 from a uniform
+    distribution over ``rates`` and softplus(b_0) from a log-uniform one over 0.001 to 0.1, the heads take evenly spaced quantiles of both,
+    the second in golden-ratio order: the same spread at any layout, and none of it by chance.
+    """
+    wide = torch.promote_types(raw.dtype, torch.float32)
+    index = torch.arange(first, first + raw.shape[-1], dtype=torch.float64, device=raw.device)
+    low, high = rates
+    rate = low + (high - low) * (index + 0.5) / heads
+    step = SLOWEST * (FASTEST / SLOWEST) ** ((index + 0.5) * GOLDEN % 1.0)
+    bias = step + (-(-step).expm1()).log()
+    delta = softplus(raw.to(wide) + (bias.to(wide) + step_bias.to(wide)))
+    return delta, -delta * (rate.log().to(wide) + log_rate.to(wide)).exp()

@@ -1,0 +1,114 @@
+"""The frame of every layer: an update x -> x' of the residual stream, and what is known around it (positions, padding, past)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fem_megatron.layers.parallel import Parallel, add_weights
+from fem_megatron.shapes.base import Shape
+
+State = dict[str, Tensor]
+"""A decoding state: named tensors, the batch first. The layers own the names."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an update may know besides x.
+
+    positions: [s] or [s, b], of the whole sequence, None: 0, 1, 2, ...
+    valid: [b, past + s] bool, False at padding, None: all are tokens.
+    state: the layer's decoding state, which it reads and replaces; None: nothing is kept (training).
+    past: tokens that the state stands for. causal: a token sees itself and what is before it.
+    iteration, origin: of a block that is applied several times, which time this is (from 0) and its first input.
+    memory: what an update keeps from one iteration to the next within a forward pass (momentum); with gradients, unlike the state.
+    """
+
+    positions: Tensor | None = None
+    valid: Tensor | None = None
+    state: State | None = None
+    past: int = 0
+    causal: bool = True
+    iteration: int = 0
+    origin: Tensor | None = None
+    memory: dict[str, Tensor] | None = None
+    prefix: str = ""
+
+    def within(self, name: str) -> Context:
+        """The same for a part of the layer, whose state lies under ``name``."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def recall(self, name: str) -> Tensor | None:
+        """What the state holds under ``name``; None at the start and where nothing is kept."""
+        return None if self.state is None else self.state.get(self.prefix + name)
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Put ``value`` (batch first) into the state, if there is one; of a part of a larger tensor a copy, so that the rest can go."""
+        if self.state is not None:
+            value = value.detach()
+            self.state[self.prefix + name] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+
+    def extend(self, name: str, new: Tensor, dim: int = 1) -> Tensor:
+        """All past values and ``new`` (batch first) along ``dim``; a KV-cache's step."""
+        old = self.recall(name)
+        whole = new if old is None else torch.cat((old.to(new.dtype), new), dim=dim)
+        self.keep(name, whole)
+        return whole
+
+    def valid_now(self, length: int) -> Tensor | None:
+        """valid of the ``length`` new tokens, [s, b]."""
+        return None if self.valid is None else self.valid[:, -length:].T
+
+
+class Layer(nn.Module):
+    """A module whose parameters are given to it by name (``add_weights``), so that they are no attributes its class would show."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Update(Layer):
+    """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those that its shape lists."""
+
+    def __init__(self, shape: Shape, parallel: Parallel) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.build()
+        add_weights(self, shape.weights(), parallel)
+
+    def build(self) -> None:
+        """Modules that must exist before the weights are given to them."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> the updated residual stream, same shape and type."""
+        raise NotImplementedError
+
+
+def rotate(x: Tensor, context: Context, base: float) -> Tensor:
+    """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is."""
+    size = x.shape[-1]
+    if size == 0:
+        return x
+    positions = context.positions
+    if positions is None:
+        positions = torch.arange(context.past, context.past + x.shape[0], device=x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequencies = 1.0 / (base ** (torch.arange(0, size, 2, dtype=wide, device=x.device) / size))
+    angles = (positions.to(wide)[..., None] * frequencies).view(x.shape[0], -1, 1, size // 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, times the weight if there is one."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """LayerNorm without bias over the last dimension."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, None, eps)

@@ -1,0 +1,81 @@
+"""What every mixer's and MLP's shape tells: the weights it owns and what a token costs, of the whole layer, not a rank's part."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A weight drawn from normal(0, std)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter.
+
+    shape: of the whole weight. split: the dimension that the tensor-parallel ranks share out, None where every rank holds it whole.
+    init: "normal" (the model's init_std), a Normal of its own, or the constant it starts from. per_token: a whole weight that is applied
+    to a rank's slice of the sequence (norms), so that under sequence parallelism its gradient is summed over the ranks.
+    """
+
+    shape: tuple[int, ...]
+    split: int | None = None
+    init: str | float | Normal = "normal"
+    per_token: bool = False
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+
+Weights = dict[str, Weight]
+
+
+class Shape(ABC):
+    """Sizes of one update of the residual stream: a mixer or an MLP, its norm included."""
+
+    @abstractmethod
+    def weights(self) -> Weights:
+        """Name -> weight, as the layer's state dict has them. ``x.weight`` with two dimensions is a linear map [out, in]."""
+
+    @abstractmethod
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """FLOPs of one token's forward pass by part, matrix products alone, a multiply-add counted as two.
+
+        Causal attention sees (length + 1) / 2 keys on average; ``whole_square``: all of them, as torch's counter counts.
+        """
+
+    @abstractmethod
+    def state_bytes(self, length: int, element: int) -> int:
+        """Bytes of one sequence's decoding state after ``length`` tokens, in activations of ``element`` bytes (kept sums are fp32)."""
+
+    def summary(self) -> str:
+        """The widths that a reader of the plan wants to see, in a few words."""
+        return type(self).__name__.removesuffix("Shape")
+
+    def split_widths(self) -> dict[str, int]:
+        """What the tensor-parallel size must divide: a name that a user knows -> number."""
+        return {}
+
+    def rotary_size(self) -> int:
+        """Channels of a head that RoPE turns; 0: none."""
+        return 0
+
+    def max_length(self) -> int | None:
+        """The longest sequence that the mixer takes, None: any. Longer ones raise ValueError when they come."""
+        return None
+
+    def linear_flops(self) -> float:
+        """2 FLOPs for each number of each linear map: a matrix applied once to each token."""
+        return sum(2.0 * weight.size for name, weight in self.weights().items() if name.endswith(".weight") and len(weight.shape) == 2)
+
+
+def keys_seen(length: int, whole_square: bool) -> float:
+    """Keys that a causal token sees on average, or all of them."""
+    return float(length) if whole_square else (length + 1) / 2

@@ -1,0 +1,68 @@
+"""CEM's attention read: keys that are values, ALiBi, a diagonal in the scores. One public function, `cem_attention`.
+
+Projections, preconditioner, norms and steps stay with the layer; `energy` has the energy that the read descends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cem_attention.reference import Diagonal, Read
+
+__all__ = ["Diagonal", "cem_attention"]
+
+
+def cem_attention(
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor,
+    self_bias: Tensor,
+    cross_bias: Tensor,
+    diagonal: Diagonal | None = None,
+    *,
+    scale: float,
+    causal: bool = True,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """o_i = sum_j softmax_j(a_ij) k_j, with a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + b_self [i = j] + b_cross [i != j].
+
+    Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's, then these tokens'), slopes m [heads] (no gradient), self_bias and
+    cross_bias of one number each, ``diagonal``: u [b, t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are made once) or
+    [heads, D]; None: without it. valid [b, tk] bool, False at padding: such a key is seen by itself alone.
+    Returns [b, heads, t, r] in q's type.
+    Types: q, k, u, h alike, float64, float32 or bfloat16; computed in float32 (float64 for float64), d and the biases of any of them.
+    Blocks of rows, made again in the backward: memory is linear in the tokens.
+    Raises ValueError for shapes and types that do not fit. Source: Causal Energy Minimization, Algorithm 1 and appendix B.
+    """
+    _check(q, k, slopes, diagonal, valid)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    u, h, d = (None, None, None) if diagonal is None else (t.to(wide) for t in diagonal)
+    # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
+    alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
+    return Read.apply(q.to(wide), k.to(wide), u, h, d, slopes.to(wide), alone, scale, causal, valid).to(q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None) -> None:
+    if q.dim() != 4 or q.numel() == 0:
+        raise ValueError(f"cem_attention: q has shape {list(q.shape)}, expected [batch, heads, tokens, width], not empty")
+    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"cem_attention: q is {q.dtype}; use float64, float32 or bfloat16")
+    (b, heads, t, r), tk = q.shape, k.shape[2] if k.dim() == 4 else 0
+    expected = {"k": (k, [b, heads, tk, r])}
+    if diagonal is not None:
+        width = diagonal.u.shape[-1]
+        expected |= {"diagonal.u": (diagonal.u, [b, t, width]), "diagonal.h": (diagonal.h, [b, tk, width])}
+        if list(diagonal.d.shape) not in ([1, width], [heads, width]):
+            raise ValueError(f"cem_attention: diagonal.d is {list(diagonal.d.shape)}, expected [1, {width}] or [{heads}, {width}]")
+    for name, (given, shape) in expected.items():
+        if list(given.shape) != shape or (given.dtype, given.device) != (q.dtype, q.device):
+            raise ValueError(
+                f"cem_attention: {name} is {list(given.shape)} {given.dtype}, expected {shape} beside q {list(q.shape)} {q.dtype}"
+            )
+    if tk < t:
+        raise ValueError(f"cem_attention: {tk} keys for {t} tokens; the keys are the past's and these tokens'")
+    if list(slopes.shape) != [heads]:
+        raise ValueError(f"cem_attention: slopes has shape {list(slopes.shape)}, expected [{heads}]")
+    if valid is not None and (list(valid.shape) != [b, tk] or valid.dtype != torch.bool):
+        raise ValueError(f"cem_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")

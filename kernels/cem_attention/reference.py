@@ -1,0 +1,133 @@
+"""CEM's attention read by its definition, in blocks of rows: plain PyTorch, any device. Memory stays linear in the tokens.
+
+How blocks are cut depends on shapes alone and a masked pair is an exact zero, so no bit of an output depends on later tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.symmetric_attention.reference import allowed_pairs
+
+# [b, heads, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
+
+
+class Diagonal(NamedTuple):
+    """The scores' diagonal part h_j . (d u_i): u [b, t, D], h [b, tk, D], d [1, D] for all heads or [heads, D]."""
+
+    u: Tensor
+    h: Tensor
+    d: Tensor
+
+
+def pair_scores(
+    q: Tensor, k: Tensor, own: Tensor, slopes: Tensor, alone: Tensor, diagonal: tuple[Tensor, Tensor] | None, scale: float
+) -> Tensor:
+    """a_ij of the tokens q [b, heads, n, r] at positions ``own`` [n] and the keys k [b, heads, keys, r] at 0, 1, 2, ...; no mask.
+
+    diagonal: (d u [b, 1 or heads, n, D], h [b, keys, D]). alone: b_self - b_cross, for a = a - b_cross. Returns [b, heads, n, keys].
+    """
+    scores = q @ k.mT
+    if diagonal is not None:
+        weighted, h = diagonal
+        scores += weighted @ h[:, None].mT
+    distance = (own[:, None] - torch.arange(k.shape[2], device=k.device)).abs().to(scores.dtype)
+    scores = torch.addcmul(scores.mul_(scale), -slopes[:, None, None], distance)
+    scores[:, :, torch.arange(len(own), device=own.device), own] += alone
+    return scores
+
+
+class Read(torch.autograd.Function):
+    """`cem_attention` of tensors of one type, its alone = b_self - b_cross of no dimension; the backward makes the blocks again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        u: Tensor | None,
+        h: Tensor | None,
+        d: Tensor | None,
+        slopes: Tensor,
+        alone: Tensor,
+        scale: float,
+        causal: bool,
+        valid: Tensor | None,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        for rows in _blocks(q, k):
+            weights = _weights(q, k, u, h, d, slopes, alone, scale, causal, valid, rows)
+            out[:, :, rows] = weights @ k[:, :, : weights.shape[-1]]
+        ctx.save_for_backward(q, k, u, h, d, slopes, alone, valid, out)
+        ctx.scale, ctx.causal = scale, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, u, h, d, slopes, alone, valid, out = ctx.saved_tensors
+        (d_out,) = grads
+        dq, dk, d_alone = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(alone)
+        du, dh, dd = (None if t is None else torch.zeros_like(t) for t in (u, h, d))
+        row_terms = (d_out * out).sum(-1, keepdim=True)
+        for rows in _blocks(q, k):
+            weights = _weights(q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid, rows)
+            n, end = weights.shape[2:]
+            dk[:, :, :end] += weights.mT @ d_out[:, :, rows]
+            d_scores = (d_out[:, :, rows] @ k[:, :, :end].mT).sub_(row_terms[:, :, rows]).mul_(weights)
+            d_alone += d_scores.diagonal(rows.start + k.shape[2] - q.shape[2], 2, 3).sum()
+            d_scores *= ctx.scale
+            dq[:, :, rows] = d_scores @ k[:, :, :end]
+            dk[:, :, :end] += d_scores.mT @ q[:, :, rows]
+            if du is not None and dh is not None:
+                shared = d_scores.sum(1, keepdim=True) if len(d) == 1 else d_scores
+                d_weighted = shared @ h[:, None, :end]
+                du[:, rows] = (d_weighted * d[:, None]).sum(1)
+                dd += (d_weighted * u[:, None, rows]).sum((0, 2))
+                weighted = u[:, None, rows] * d[:, None]
+                dh[:, :end] += shared.transpose(1, 2).reshape(len(q), n * len(d), end).mT @ weighted.transpose(1, 2).reshape(
+                    len(q), n * len(d), -1
+                )
+        return dq, dk, du, dh, dd, None, d_alone, None, None, None
+
+
+def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Rows of q, in order, as many at a time as the bound on terms allows, at least one."""
+    terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
+    at_once = max(1, terms // (q.shape[0] * q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], at_once):
+        yield slice(start, min(start + at_once, q.shape[2]))
+
+
+def _weights(
+    q: Tensor,
+    k: Tensor,
+    u: Tensor | None,
+    h: Tensor | None,
+    d: Tensor | None,
+    slopes: Tensor,
+    alone: Tensor,
+    scale: float,
+    causal: bool,
+    valid: Tensor | None,
+    rows: slice,
+) -> Tensor:
+    """softmax_j(a_ij) [b, heads, rows, keys] of a block, over the keys that its last row may see."""
+    past, tk = k.shape[2] - q.shape[2], k.shape[2]
+    own = torch.arange(rows.start, rows.stop, device=q.device) + past
+    end = rows.stop + past if causal else tk
+    diagonal = None if u is None or h is None or d is None else (u[:, None, rows] * d[:, None], h[:, :end])
+    scores = pair_scores(q[:, :, rows], k[:, :, :end], own, slopes, alone, diagonal, scale)
+    if valid is not None:
+        seen = allowed_pairs(own, tk, causal, valid)
+        assert seen is not None
+        scores.masked_fill_(~seen[..., :end], -torch.inf)
+    elif causal:
+        first = rows.start + past  # every row of the block sees what is before it
+        later = torch.ones(len(own), len(own), dtype=torch.bool, device=q.device).triu_(1)
+        scores[..., first:].masked_fill_(later, -torch.inf)
+    return scores.softmax(-1)

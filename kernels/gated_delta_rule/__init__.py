@@ -1,0 +1,110 @@
+"""The gated delta rule: one public function, `gated_delta_rule`. Projections, convolutions, norms and gates stay with the layer."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kernels.gated_delta_rule.reference import chunked_delta_rule
+
+__all__ = ["gated_delta_rule"]
+
+IMPLEMENTATIONS = ("auto", "fla", "reference")
+TYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+_log = logging.getLogger(__name__)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    initial: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    chunk: int = 64,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T,  o_t = scale S_t^T q_t; returns (o, the last S).
+
+    Shapes: q and k [b, h, t, dk], v [b, h, t, dv], beta and log_decay g [b, h, t], initial [b, h, dk, dv] (None: zero); o [b, h, t, dv],
+    S [b, h, dk, dv]. log_decay None: no decay, the plain delta rule. scale None: 1 / sqrt(dk).
+    g <= 0 (-inf, a full reset, is allowed) and, for a stable memory, |k| <= 1 and beta in [0, 2] are the caller's promise.
+    Types: q, k, v all float64, float32 or bfloat16; the others the same or float32 (the state is float32 for bfloat16 and float32). o has
+    q's type; what is computed in between is float32 or wider in the reference.
+    implementation: "reference" is plain PyTorch in chunks of ``chunk`` tokens. "fla" is flash-linear-attention's chunked kernel, for
+    bfloat16 on a GPU; its products are bfloat16's. "auto" takes it where it is installed and fits a call of more than one token, and the
+    reference else. Which one runs is logged once (level INFO).
+    Raises ValueError for shapes, types or names that do not fit. Equations: arXiv 2412.06464, section 3; 2406.06484 without decay.
+    """
+    _check(q, k, v, beta, log_decay, initial, chunk, implementation)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    usable = q.is_cuda and q.dtype == torch.bfloat16 and find_spec("fla") is not None
+    if implementation == "fla" and not usable:
+        raise ValueError("gated_delta_rule: implementation fla needs bfloat16, a GPU and the package flash-linear-attention; use auto")
+    if implementation == "fla" or (implementation == "auto" and usable and q.shape[2] > 1):
+        _log_once("gated_delta_rule: flash-linear-attention's kernel runs")
+        return _by_fla(q, k, v, beta, log_decay, initial, scale)
+    _log_once("gated_delta_rule: the reference runs (plain PyTorch)")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    g = torch.zeros_like(beta, dtype=wide) if log_decay is None else log_decay.to(wide)
+    first = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1], dtype=wide) if initial is None else initial.to(wide)
+    o, state = chunked_delta_rule(q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide), g, first, chunk)
+    return o.to(q.dtype), state
+
+
+@cache
+def _log_once(message: str) -> None:
+    _log.info(message)
+
+
+def _by_fla(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, initial: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same by flash-linear-attention, which lays tensors out as [b, t, h, d] and has one kernel with decay and one without."""
+    given = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    known = {"beta": beta.transpose(1, 2).contiguous(), "scale": scale, "initial_state": initial, "output_final_state": True}
+    if log_decay is None:
+        from fla.ops.delta_rule import chunk_delta_rule
+
+        o, state = chunk_delta_rule(*given, **known)
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        o, state = chunk_gated_delta_rule(*given, g=log_decay.float().transpose(1, 2).contiguous(), **known)
+    return o.transpose(1, 2), state
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, initial: Tensor | None, chunk: int, implementation: str
+) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"gated_delta_rule: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if chunk < 1:
+        raise ValueError(f"gated_delta_rule: chunk is {chunk}; it counts tokens, at least 1")
+    if q.dim() != 4 or v.dim() != 4 or 0 in (*q.shape, *v.shape):
+        raise ValueError(f"gated_delta_rule: q {list(q.shape)} and v {list(v.shape)} must be [batch, heads, tokens, width], not empty")
+    b, h, t, dk = q.shape
+    expected = {
+        "k": (k, (b, h, t, dk)),
+        "v": (v, (b, h, t, v.shape[-1])),
+        "beta": (beta, (b, h, t)),
+        "log_decay": (log_decay, (b, h, t)),
+        "initial": (initial, (b, h, dk, v.shape[-1])),
+    }
+    if q.dtype not in TYPES:
+        raise ValueError(f"gated_delta_rule: q is {q.dtype}; use float64, float32 or bfloat16")
+    for name, (given, shape) in expected.items():
+        if given is None:
+            continue
+        if given.shape != shape:
+            raise ValueError(f"gated_delta_rule: {name} has shape {list(given.shape)}, expected {list(shape)} beside q {list(q.shape)}")
+        allowed = (q.dtype,) if name in ("k", "v") or q.dtype == torch.float64 else (q.dtype, torch.float32)
+        if given.dtype not in allowed or given.device != q.device:
+            raise ValueError(f"gated_delta_rule: {name} is {given.dtype} on {given.device} but q is {q.dtype} on {q.device}")

@@ -1,0 +1,80 @@
+"""Attention that takes a Newton step on its free energy: one public function, `second_order_attention`.
+
+The projections, the norm and the residual stay with the layer. `energy` has the free energies that are descended, `linear` the first-order
+step on a quadratic energy (linear attention).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.second_order_attention.reference import step
+
+__all__ = ["second_order_attention"]
+
+
+def second_order_attention(
+    q: Tensor,
+    k: Tensor,
+    gram: Tensor,
+    temperature: Tensor,
+    newton_temperature: Tensor,
+    *,
+    exact: bool = False,
+    causal: bool = True,
+    valid: Tensor | None = None,
+    turn: Tensor | None = None,
+    jitter: float = 0.0,
+) -> Tensor:
+    """r + b of every token and head, for the free energy -T log sum_i exp(-|q - k_i|^2 / 2T); there are no values.
+
+        p_i = softmax_i((q.k_i - |k_i|^2 / 2) / T);   kbar = sum_i p_i k_i;   r = q - kbar;   C = sum_i p_i (k_i - kbar)(k_i - kbar)^T
+        first order:  r + G^-1 (C / T') G r           exact:  G^-1 (I - C / T')^-1 G r
+
+    Shapes: q [b, h, t, d], k [b, h, tk, d] (the past's k, then those of q's tokens), symmetric gram [h, d, d] (G = W_Q W_Q^T of a head),
+    temperature T and newton_temperature T' [h] (> 0, unchecked: a check would wait for the device), valid [b, tk] bool, False at padding,
+    turn [1 or b, 1, t, d]: (cos | sin) of the rotation R of each query's position. Then k comes turned by its own position, the energy is
+    |R q - k_i|^2 / 2, and r, C and b are those of q's own frame, with R^-1 k_i in place of k_i, so that they see differences of positions.
+    jitter: times the mean of G's diagonal, added to the diagonal before it is factorised.
+    Returns [b, h, t, d] in q's type. A token at padding sees itself alone, and nobody sees it. A G that has no Cholesky factor gives NaN.
+    Types: float64, float32 or bfloat16 for q and k; all is computed in float32 (float64 for float64). Memory is linear in tk: blocks of
+    rows, remade in the backward; exact holds tk d^2 numbers a head beside them.
+    Raises ValueError for shapes or types that do not fit. Source: Transformers as Intrinsic Optimizers, equations 28 to 31.
+    """
+    _check(q, k, gram, temperature, newton_temperature, valid, turn)
+    compute = torch.promote_types(q.dtype, torch.float32)
+    found = step(
+        q.to(compute),
+        k.to(compute),
+        gram.to(compute),
+        temperature.to(compute),
+        newton_temperature.to(compute),
+        None if turn is None else turn.to(compute),
+        exact=exact,
+        causal=causal,
+        valid=valid,
+        jitter=jitter,
+    )
+    return found.to(q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, gram: Tensor, temperature: Tensor, newton: Tensor, valid: Tensor | None, turn: Tensor | None) -> None:
+    name = "second_order_attention"
+    if q.dim() != 4 or q.numel() == 0:
+        raise ValueError(f"{name}: q has shape {list(q.shape)}, expected [batch, heads, tokens, width], not empty")
+    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"{name}: q is {q.dtype}; use float64, float32 or bfloat16")
+    b, h, t, d = q.shape
+    tk = k.shape[2] if k.dim() == 4 else 0
+    if k.shape != (b, h, tk, d) or tk < t or (k.dtype, k.device) != (q.dtype, q.device):
+        raise ValueError(f"{name}: k is {list(k.shape)} {k.dtype}, expected [{b}, {h}, {t} or more, {d}] beside q {q.dtype}")
+    if gram.shape != (h, d, d):
+        raise ValueError(f"{name}: gram has shape {list(gram.shape)}, expected [{h}, {d}, {d}]")
+    for what, given in (("temperature", temperature), ("newton_temperature", newton)):
+        if given.shape != (h,):
+            raise ValueError(f"{name}: {what} has shape {list(given.shape)}, expected [{h}], one a head")
+    if valid is not None and (valid.shape != (b, tk) or valid.dtype != torch.bool):
+        raise ValueError(f"{name}: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")
+    if turn is not None and (turn.shape not in ((1, 1, t, d), (b, 1, t, d)) or d % 2):
+        raise ValueError(f"{name}: turn has shape {list(turn.shape)}, expected [1 or {b}, 1, {t}, {d}], pairs of channels")

@@ -1,0 +1,118 @@
+"""The Newton step of attention's free energy in plain PyTorch, any device, in blocks of rows: memory stays linear in the tokens.
+
+A block's scores give both reads, k-bar and the covariance's product, so no log-sum-exp is kept; the backward remakes it (checkpoint).
+How blocks are cut depends on shapes alone and a masked pair is an exact zero, so no bit of an output depends on later tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    gram: Tensor,
+    temperature: Tensor,
+    newton: Tensor,
+    turn: Tensor | None,
+    *,
+    exact: bool,
+    causal: bool,
+    valid: Tensor | None,
+    jitter: float,
+) -> Tensor:
+    """As `second_order_attention`, everything in one type."""
+    t, tk, d = q.shape[2], k.shape[2], q.shape[3]
+    terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
+    at_once = max(1, terms // (q.shape[0] * q.shape[1] * (max(tk, d * d) if exact else tk)))
+    remade = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, gram, temperature, newton))
+    outputs = []
+    for start in range(0, t, at_once):
+        stop = min(start + at_once, t)
+        turned = None if turn is None else turn[:, :, start:stop]
+        block = (q[:, :, start:stop], k, gram, temperature, newton, turned, start + tk - t, exact, causal, valid)
+        outputs.append(checkpoint(_rows, *block, use_reentrant=False, preserve_rng_state=False) if remade else _rows(*block))
+    r, product = (torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
+    solved = solve_gram(gram, product, jitter)
+    return solved if exact else r + solved
+
+
+def allowed_pairs(own: Tensor, tk: int, causal: bool, valid: Tensor | None) -> Tensor | None:
+    """Which of tk keys the tokens at positions ``own`` [n] see: bool, [n, tk] or [b, 1, n, tk]; None: all.
+
+    valid [b, tk] is False at padding, which sees itself alone and which nobody else sees.
+    """
+    if valid is None and not causal:
+        return None
+    key = torch.arange(tk, device=own.device)
+    before = key <= own[:, None]
+    if valid is None:
+        return before
+    both = valid[:, None, None, :] & valid[:, None, own, None]
+    return (both & before if causal else both) | (key == own[:, None])
+
+
+def rotated(x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:
+    """x [..., t, d] turned by (cos | sin) ``turn``, halves paired, or turned back; None: as it is."""
+    if turn is None:
+        return x
+    cos, sin = turn.chunk(2, dim=-1)
+    sin = -sin if back else sin
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def log_weights(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None) -> Tensor:
+    """(q.k_i - |k_i|^2 / 2) / T [b, h, n, tk] of each head's T [h], -inf where not seen."""
+    scores = (q @ k.mT - k.square().sum(-1)[:, :, None] / 2) / temperature[:, None, None]
+    return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+
+
+def solve_gram(gram: Tensor, x: Tensor, jitter: float) -> Tensor:
+    """G^-1 x for gram [h, d, d] and x [b, h, t, d]; NaN for a head whose G + jitter mean(diag G) I has no Cholesky factor."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    lifted = gram + torch.diag_embed((jitter * diagonal.mean(-1, keepdim=True)).expand_as(diagonal))
+    factor, failed = torch.linalg.cholesky_ex(lifted)
+    factor = torch.where((failed == 0)[:, None, None], factor, torch.nan)
+    b, _, t, _ = x.shape
+    columns = x.permute(1, 3, 0, 2).flatten(2)
+    return torch.cholesky_solve(columns, factor).unflatten(2, (b, t)).permute(2, 0, 3, 1)
+
+
+def _rows(
+    q: Tensor,
+    k: Tensor,
+    gram: Tensor,
+    temperature: Tensor,
+    newton: Tensor,
+    turn: Tensor | None,
+    first: int,
+    exact: bool,
+    causal: bool,
+    valid: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """r of a block of queries, the tokens from ``first`` on, and (C / T') G r, or (I - C / T')^-1 G r where exact; both [b, h, n, d]."""
+    end = first + q.shape[2] if causal else k.shape[2]
+    seen = allowed_pairs(torch.arange(first, first + q.shape[2], device=q.device), k.shape[2], causal, valid)
+    seen, k = None if seen is None else seen[..., :end], k[:, :, :end]
+    p = log_weights(rotated(q, turn), k, temperature, seen).softmax(-1)
+    mean = p @ k
+    r = q - rotated(mean, turn, back=True)
+    u = rotated(r @ gram, turn)
+    if not exact:
+        # sum p k (k.u) - kbar (kbar.u), the second term taken off inside the sum: less is lost where the keys are far from zero.
+        along = u @ k.mT - (mean * u).sum(-1, keepdim=True)
+        weighted = p * along
+        weighted = weighted if seen is None else weighted.masked_fill(~seen, 0.0)
+        return r, rotated(weighted @ k / newton[:, None, None], turn, back=True)
+    squares = (k[..., :, None] * k[..., None, :]).flatten(3)
+    covariance = (p @ squares).unflatten(3, (-1, k.shape[-1])) - mean[..., :, None] * mean[..., None, :]
+    hessian = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - covariance / newton[:, None, None, None]
+    solved, _ = torch.linalg.solve_ex(hessian, u[..., None])
+    return r, rotated(solved[..., 0], turn, back=True)

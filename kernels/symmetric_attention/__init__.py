@@ -1,0 +1,60 @@
+"""Hyper-SET's attention: one projection z a head is query, key and value. One public function, `symmetric_attention`.
+
+The projections, the norm that puts z on its sphere and the step stay with the layer; `energy` has the energies behind the operators.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.symmetric_attention.reference import allowed_pairs, pairwise_attention
+
+__all__ = ["symmetric_attention"]
+
+KINDS = ("softmax", "bisoftmax", "sigmoid")
+
+
+def symmetric_attention(
+    z: Tensor, keys: Tensor | None = None, *, kind: str = "softmax", causal: bool = True, valid: Tensor | None = None
+) -> Tensor:
+    """The gradient of an attention energy with respect to z: out_i = sum_j A_ij z_j, with s_ij = z_i . z_j / sqrt(p).
+
+    softmax:    A = softmax of each row, the gradient of sqrt(p) log sum_j exp(s_ij) in z_i with the keys held fixed
+    bisoftmax:  A = softmax of each row + softmax of each column, the gradient of the sum of those over all i (no causal form)
+    sigmoid:    A_ij = sigma(s_ij) (1 - sigma(s_ij)), the gradient of sqrt(p)/2 sum_ij sigma(s_ij); a sum over keys, not a mean
+
+    Shapes: z [b, h, t, p], keys [b, h, tk, p] (the past's z, then this z; None: z alone), valid [b, tk] bool, False at padding.
+    Returns [b, h, t, p] in z's type. A token at padding sees itself alone, and nobody sees it.
+    Types: float64, float32 or bfloat16; bfloat16 is computed in float32 inside. softmax runs as torch's scaled_dot_product_attention,
+    the others in blocks of rows, with memory linear in t.
+    Raises ValueError for shapes, types or a kind that do not fit. Source: Hyper-SET, equations 3, 7, 9 and table 18.
+    """
+    _check(z, keys, kind, causal, valid)
+    keys = z if keys is None else keys
+    if kind != "softmax":
+        return pairwise_attention(z, keys, kind=kind, causal=causal, valid=valid)
+    tq, tk = z.shape[2], keys.shape[2]
+    whole = causal and tq == tk and valid is None
+    alone = causal and tq == 1 and valid is None
+    mask = None if whole or alone else allowed_pairs(torch.arange(tk - tq, tk, device=z.device), tk, causal, valid)
+    return scaled_dot_product_attention(z, keys, keys, attn_mask=mask, is_causal=whole)
+
+
+def _check(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tensor | None) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"symmetric_attention: kind {kind!r} is not one of {', '.join(KINDS)}")
+    if z.dim() != 4 or z.numel() == 0:
+        raise ValueError(f"symmetric_attention: z has shape {list(z.shape)}, expected [batch, heads, tokens, width], not empty")
+    if z.dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"symmetric_attention: z is {z.dtype}; use float64, float32 or bfloat16")
+    (b, h, t, p), tk = z.shape, z.shape[2] if keys is None else keys.shape[2]
+    if keys is not None and (keys.shape != (b, h, tk, p) or tk < t or (keys.dtype, keys.device) != (z.dtype, z.device)):
+        raise ValueError(
+            f"symmetric_attention: keys are {list(keys.shape)} {keys.dtype}, expected [{b}, {h}, {t} or more, {p}] beside z {z.dtype}"
+        )
+    if kind == "bisoftmax" and (causal or tk != t):
+        raise ValueError("symmetric_attention: bisoftmax lets every token move every other; it has no causal form, use softmax")
+    if valid is not None and (valid.shape != (b, tk) or valid.dtype != torch.bool):
+        raise ValueError(f"symmetric_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")

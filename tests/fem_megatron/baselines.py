@@ -1,0 +1,194 @@
+"""The baselines' layers for the tests of this room, small, and their definitions, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from fem_megatron.layers.attention import Attention
+from fem_megatron.layers.delta import DeltaNet
+from fem_megatron.layers.differential import DifferentialAttention
+from fem_megatron.layers.mamba2 import Mamba2
+from fem_megatron.layers.parallel import OneProcess, parameter
+from fem_megatron.layers.update import Context, State, Update, rotate
+from fem_megatron.shapes.attention import AttentionShape
+from fem_megatron.shapes.base import Shape, Weight
+from fem_megatron.shapes.delta import DeltaConfig, DeltaShape
+from fem_megatron.shapes.differential import DifferentialShape
+from fem_megatron.shapes.fla import FlaConfig
+from fem_megatron.shapes.mamba2 import Mamba2Config, Mamba2Shape
+
+ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-11}  # float64 over some tens of tokens
+EPS = 1e-6
+
+
+def model(**changed: Any) -> Any:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_query_groups": None, "causal": True, "rope": True, "rope_base": 10000}
+    sections = {"delta": DeltaConfig(), "mamba2": Mamba2Config(inner_size=16, head_size=4, state_size=6), "fla": FlaConfig()}
+    return SimpleNamespace(**{**sizes, "norm_eps": EPS, "attention_backend": "auto", **sections, **changed})
+
+
+SHAPES: dict[str, Callable[..., Shape]] = {
+    "attention": lambda **k: AttentionShape.of(model(**k)),
+    "grouped": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, **k})),
+    "differential": lambda **k: DifferentialShape.of(model(**k), 3),
+    "deltanet": lambda **k: DeltaShape.of(model(**k), 0, gated=False),
+    "gated_deltanet": lambda **k: DeltaShape.of(model(**k), 0, gated=True),
+    "mamba2": lambda **k: Mamba2Shape.of(model(**k), 0),
+}
+LAYERS: dict[type[Shape], Callable[[Any, Any], Update]] = {
+    AttentionShape: Attention,
+    DifferentialShape: DifferentialAttention,
+    DeltaShape: DeltaNet,
+    Mamba2Shape: Mamba2,
+}
+NAMES = tuple(SHAPES)
+SQUARE, LINEAR = NAMES[:3], NAMES[3:]
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, **changed: Any) -> Any:
+    """A layer with random weights, the constants of its start too."""
+    shape = SHAPES[name](**changed)
+    layer = LAYERS[type(shape)](shape, OneProcess(dtype))
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, weight in layer.named_parameters():
+            weight.copy_(torch.randn(weight.shape, generator=rng, dtype=torch.float64) * 0.4 + ("norm" in key))
+    return layer
+
+
+def tokens(length: int, b: int = 2, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(length, b, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# --- the definitions, one sequence, one token after another ------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def softmax_read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[s, d] each."""
+    reads = [torch.softmax(q[t] @ k[: t + 1].T / math.sqrt(q.shape[-1]), -1) @ v[: t + 1] for t in range(len(q))]
+    return torch.stack(reads)
+
+
+def turned(x: Tensor) -> Tensor:
+    return rotate(x[:, None, None], Context(), 10000)[:, 0, 0]
+
+
+def attention(layer: Any, h: Tensor) -> Tensor:
+    shape, each = layer.shape, layer.shape.heads // layer.shape.groups
+    outputs = []
+    for rows in layer.in_proj.weight.chunk(shape.groups):
+        *qs, k, v = (h @ part.T for part in rows.split(shape.head))
+        outputs += [softmax_read(turned(q), turned(k), v) for q in qs]
+        assert len(qs) == each
+    return torch.cat(outputs, -1) @ layer.out_proj.weight.T
+
+
+def differential(layer: Any, h: Tensor) -> Tensor:
+    shape, d, (a, b, c, e) = layer.shape, layer.shape.head, layer.lam
+    lam = (a @ b).exp() - (c @ e).exp() + 0.8 - 0.6 * math.exp(-0.9)
+    outputs = []
+    for rows in layer.in_proj.weight.chunk(shape.heads):
+        q1, q2, k1, k2, v = (h @ part.T for part in rows.split([d, d, d, d, 2 * d]))
+        read = softmax_read(turned(q1), turned(k1), v) - lam * softmax_read(turned(q2), turned(k2), v)
+        outputs.append(norm(read, layer.head_norm.weight) * (0.2 + 0.6 * math.exp(-0.9)))
+    return torch.cat(outputs, -1) @ layer.out_proj.weight.T
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    taps = weight.shape[1]
+    padded = torch.cat((x.new_zeros(taps - 1, x.shape[1]), x))
+    return silu(torch.stack([(padded[t : t + taps].T * weight).sum(1) for t in range(len(x))]) + bias)
+
+
+def step_and_rate(layer: Any, raw: Tensor, rates: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """delta and exp(log-decay), [s, heads]."""
+    index = torch.arange(layer.shape.heads, dtype=torch.float64) + 0.5
+    rate = (rates[0] + (rates[1] - rates[0]) * index / layer.shape.heads) * layer.log_rate.exp()
+    start = 0.001 * 100 ** (index * (math.sqrt(5) - 1) / 2 % 1)
+    delta = softplus(raw + start.expm1().log() + layer.step_bias)
+    return delta, (-rate * delta).exp()
+
+
+def deltanet(layer: Any, h: Tensor) -> Tensor:
+    shape = layer.shape
+    dk, dv = shape.key_head, shape.value_head
+    raw = (h @ layer.rates.weight.T).unflatten(-1, (shape.heads, -1))
+    decay = step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1] if shape.gated else torch.ones(len(h), shape.heads, dtype=h.dtype)
+    outputs = []
+    for i, (rows, taps) in enumerate(zip(layer.in_proj.weight.chunk(shape.heads), layer.conv.chunk(shape.heads), strict=True)):
+        q, k, v = convolved(h @ rows[: 2 * dk + dv].T, taps).split([dk, dk, dv], -1)
+        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        state, reads = h.new_zeros(dk, dv), []
+        for t in range(len(h)):
+            beta = raw[t, i, 0].sigmoid() * (2 if shape.negative_eigenvalues else 1)
+            state = decay[t, i] * (state - beta * torch.outer(k[t], k[t] @ state)) + beta * torch.outer(k[t], v[t])
+            reads.append(q[t] @ state / math.sqrt(dk))
+        o = norm(torch.stack(reads), layer.head_norm.weight)
+        outputs.append(o * silu(h @ rows[2 * dk + dv :].T) if shape.gated else o)
+    return torch.cat(outputs, -1) @ layer.out_proj.weight.T
+
+
+def mamba2(layer: Any, h: Tensor) -> Tensor:
+    shape = layer.shape
+    b, c = convolved(h @ layer.bc_proj.weight.T, layer.bc_conv, layer.bc_conv_bias).chunk(2, -1)
+    delta, decay = step_and_rate(layer, h @ layer.steps.weight.T, (1.0, 16.0))
+    outputs = []
+    for i, rows in enumerate(layer.in_proj.weight.chunk(shape.heads)):
+        own = slice(i * shape.head, (i + 1) * shape.head)
+        u, z = convolved(h @ rows[: shape.head].T, layer.conv[own], layer.conv_bias[own]), h @ rows[shape.head :].T
+        state, reads = h.new_zeros(shape.state, shape.head), []
+        for t in range(len(h)):
+            state = decay[t, i] * state + delta[t, i] * torch.outer(b[t], u[t])
+            reads.append(c[t] @ state + layer.skip[i] * u[t])
+        outputs.append(torch.stack(reads) * silu(z))
+    return norm(torch.cat(outputs, -1), layer.out_norm.weight) @ layer.out_proj.weight.T
+
+
+DEFINITIONS = {Attention: attention, DifferentialAttention: differential, DeltaNet: deltanet, Mamba2: mamba2}
+
+
+def definition(layer: Any, x: Tensor) -> Tensor:
+    steps = [DEFINITIONS[type(layer)](layer, norm(one, layer.norm.weight)) for one in x.unbind(1)]
+    return x + torch.stack(steps, 1)
+
+
+def decode(layer: Any, x: Tensor, parts: list[int], valid: Tensor | None = None, positions: Tensor | None = None) -> tuple[Tensor, State]:
+    state: State = {}
+    outputs, past = [], 0
+    with torch.no_grad():
+        for part in x.split(parts):
+            end = past + len(part)
+            now = None if valid is None else valid[:, :end]
+            where = None if positions is None else positions[past:end]
+            outputs.append(layer(part, Context(state=state, past=past, valid=now, positions=where)))
+            past = end
+    return torch.cat(outputs), state
+
+
+class Rank(OneProcess):
+    """One of two tensor-parallel ranks. What the ranks sum inside a layer is taken from ``others``, a first run's partial sums."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(torch.float64)
+        self.rank, self.partial, self.others = rank, torch.zeros(()), torch.zeros(())
+
+    def total(self, partial: Tensor) -> Tensor:
+        self.partial = partial
+        return partial + self.others
+
+    def parameter(self, weight: Weight) -> torch.nn.Parameter:
+        size = [n // 2 if dim == weight.split else n for dim, n in enumerate(weight.shape)]
+        return parameter(weight, tuple(size), self.dtype)

@@ -1,0 +1,397 @@
+"""CEM's layers: the fixtures' numbers, their energies, and what their switches promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.utils.flop_counter import FlopCounterMode
+
+from fem_megatron.layers.cem import CemAttention, CemMlp, elementwise_energy
+from fem_megatron.layers.parallel import OneProcess
+from fem_megatron.layers.preconditioner import smallest_eigenvalue
+from fem_megatron.layers.update import Context, rms_norm
+from fem_megatron.shapes.cem import CemAttentionShape, CemConfig, CemMlpShape
+from kernels.cem_attention.energy import interaction_energy
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over two steps
+DIAGONALS = ("none", "shared", "head")
+PRECONDITIONERS = ("identity", "diagonal", "low_rank")
+PLAIN: dict[str, Any] = {"diagonal": "none", "preconditioner": "identity", "steps_attention": 1, "steps_mlp": 1}
+Layers = CemAttention | CemMlp
+
+
+def model(hidden: int = 16, heads: int = 4, ffn_size: int = 24, causal: bool = True, norm_eps: float = 1e-6, **switches: Any) -> Any:
+    return SimpleNamespace(
+        hidden_size=hidden, num_attention_heads=heads, ffn_size=ffn_size, causal=causal, norm_eps=norm_eps, cem=CemConfig(**switches)
+    )
+
+
+def fill(layer: Any, seed: int = 0) -> Any:
+    """Random weights, the zeros and ones of its start too."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in layer.named_parameters():
+            weight.copy_(torch.randn(weight.shape, generator=rng, dtype=torch.float64) * 0.3 + ("norm" in name))
+    return layer
+
+
+def attention(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> CemAttention:
+    return fill(CemAttention(CemAttentionShape.of(model(**sizes)), OneProcess(dtype)), seed)
+
+
+def mlp(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> CemMlp:
+    return fill(CemMlp(CemMlpShape.of(model(**sizes)), OneProcess(dtype)), seed)
+
+
+def both(dtype: torch.dtype = torch.float64, **sizes: Any) -> list[Layers]:
+    return [attention(dtype, **sizes), mlp(dtype, **sizes)]
+
+
+def tokens(length: int, *, b: int = 2, hidden: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(length, b, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("fold", [True, False])
+def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the subroutines of Algorithm 1, given a normalised h; their p is our sqrt(D) p."""
+    with np.load(FIXTURES / f"cem_{kind}_T{steps}.npz") as file:
+        stored = {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+    switches: dict[str, Any] = {"preconditioner": "low_rank" if "in/U" in stored else "diagonal", "rank_attention": 2, "rank_mlp": 2}
+    switches |= {f"steps_{kind}": steps, "diagonal": "shared" if "in/d" in stored else "none"}
+    layer: Any = (attention if kind == "attention" else mlp)(**switches)
+    preconditioner = {"p": "precondition.p", "U": "precondition.u", "Vp" if kind == "mlp" else "V": "precondition.v"}
+    names = {"W": "gamma.weight", "V": "up.weight"}
+    if kind == "attention":
+        names = {"Wq": "query.weight", "Wk": "key.weight", "d": "diagonal", "b_self": "self_bias", "b_cross": "cross_bias"}
+    names |= preconditioner
+    weights = {ours: layer.get_parameter(ours) for theirs, ours in names.items() if f"in/{theirs}" in stored}
+    assert {*weights, "norm.weight"} == {name for name, _ in layer.named_parameters()}
+    with torch.no_grad():
+        for theirs, ours in names.items():
+            if ours in weights:
+                weights[ours].copy_(stored[f"in/{theirs}"].view(weights[ours].shape) / (4.0 if theirs == "p" else 1.0))
+    forward = layer.precondition.forward
+    monkeypatch.setattr(layer.precondition, "forward", lambda w, tokens: forward(w, 1000 if fold else 1))
+    h = stored["in/h"][:, None].clone().requires_grad_()
+    out = layer.descend(h, h, Context()) if kind == "attention" else layer.descend(h, h)
+    grads = dict(zip(["h", *weights], torch.autograd.grad((out * stored["w"][:, None]).sum(), [h, *weights.values()]), strict=True))
+    checks = [(out[:, 0], stored["out/0"]), (grads["h"][:, 0], stored["grad/h"])]
+    for theirs, ours in names.items():
+        if ours in weights:
+            checks.append((grads[ours].view(stored[f"grad/{theirs}"].shape), stored[f"grad/{theirs}"] * (4.0 if theirs == "p" else 1.0)))
+    for got, right in checks:
+        torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-9)  # float64 on both sides; the fixtures' own tolerance
+
+
+# --- limits and energies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", ["model", "head"])
+def test_one_plain_step_is_attention_with_tied_weights(scale: str) -> None:
+    layer, x = attention(**PLAIN, scale=scale), tokens(9)
+    i = torch.arange(9)
+    mask = -torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])[:, None, None].double() * (i[:, None] - i).abs()  # ALiBi
+    mask = mask + torch.where(i[:, None] == i, layer.self_bias, layer.cross_bias)
+    mask = mask.masked_fill(i[:, None] < i, -torch.inf)
+    h = rms_norm(x, layer.norm.weight, 1e-6)
+    q, k = (w(z).unflatten(-1, (4, 4)).permute(1, 2, 0, 3) for w, z in ((layer.query, rms_norm(h, None, 1e-6)), (layer.key, h)))
+    o = scaled_dot_product_attention(q, k, k, attn_mask=mask, scale=0.25 if scale == "model" else 0.5)
+    torch.testing.assert_close(layer(x, Context()), h + o.permute(2, 0, 1, 3).flatten(2) @ layer.query.weight, **ROUNDING)
+
+
+def test_one_plain_step_is_a_gated_mlp_with_tied_weights() -> None:
+    layer, x = mlp(**PLAIN), tokens(9)
+    h = rms_norm(x, layer.norm.weight, 1e-6)
+    expected = h + (layer.gamma(h) * silu(layer.up(rms_norm(h, None, 1e-6)))) @ layer.up.weight
+    torch.testing.assert_close(layer(x, Context()), expected, **ROUNDING)
+
+
+def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None) -> Tensor:
+    """Of each token at u given h, [s, b]; u_diagonal: what the diagonal sees, where it is not u."""
+    if isinstance(layer, CemMlp):
+        return elementwise_energy(layer.gamma(h), layer.up(u))
+    k, seen = layer.remember(h, Context())
+    q, diagonal = layer.look(u, seen)
+    if diagonal is not None and u_diagonal is not None:
+        diagonal = diagonal._replace(u=u_diagonal.transpose(0, 1))
+    return interaction_energy(q, k, *layer.biases(q), diagonal, own=torch.arange(len(h)), scale=layer.shape.scale).T
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+def test_a_step_is_minus_the_gradient_of_the_energy(diagonal: str) -> None:
+    """Of the energy in u; a diagonal moves the weights, and Algorithm 1 leaves its own part of the gradient out."""
+    for layer in both(**PLAIN | {"diagonal": diagonal}):
+        h, start = tokens(9), tokens(9, seed=1)
+        u = rms_norm(start, None, 1e-6).requires_grad_()
+        (gradient,) = torch.autograd.grad(energy(layer, h, u, u.detach()).sum(), u)
+        moved = layer.descend(h, start, Context()) if isinstance(layer, CemAttention) else layer.descend(h, start)
+        torch.testing.assert_close(moved - start, -gradient, **ROUNDING)
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_energies_fall_along_small_steps(preconditioner: str) -> None:
+    # P as it starts: softplus(1) I.
+    switches: dict[str, Any] = {"diagonal": "none", "preconditioner": preconditioner, "eta_attention": 0.02, "eta_mlp": 0.02}
+    for layer in both(**switches):
+        with torch.no_grad():
+            for name, weight in layer.named_parameters():
+                if name.startswith("precondition"):
+                    weight.fill_(0.25 if name.endswith("p") else 0.0)
+        h = tokens(9)
+        before, points = energy(layer, h, rms_norm(h, None, 1e-6)), [h]
+        for _ in range(6):
+            known = (h, points[-1], Context()) if isinstance(layer, CemAttention) else (h, points[-1])
+            points.append(layer.descend(*known))
+            after = energy(layer, h, rms_norm(points[-1], None, 1e-6))
+            assert (after < before).all()
+            before = after
+
+
+def test_elementwise_energy() -> None:
+    z = torch.linspace(-40, 40, 4001, dtype=torch.float64).requires_grad_()
+    phi = -elementwise_energy(torch.ones(4001, 1, dtype=torch.float64), z[:, None])
+    (slope,) = torch.autograd.grad(phi.sum(), z)
+    phi = phi.detach()
+    torch.testing.assert_close(slope, silu(z), rtol=1e-12, atol=1e-14)  # float64 rounding
+    torch.testing.assert_close(phi[2000], torch.tensor(-(torch.pi**2) / 12, dtype=torch.float64), rtol=1e-14, atol=0)  # Li2(-1)
+    assert abs(float(phi[0])) < 1e-15  # the integral starts at zero
+    assert elementwise_energy(torch.ones(3).bfloat16(), torch.ones(3).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("residual", ["normalised", "raw"])
+def test_diagnose(residual: str) -> None:
+    for layer in both(residual=residual):
+        x, some = tokens(11), torch.tensor([0, 4, 7])
+        after = layer(x, Context())
+        found = layer.diagnose(x, Context(), some)
+        h = rms_norm(x, layer.norm.weight, 1e-6)
+        start = h if residual == "normalised" else x
+        for name, end in (("energy_before", start), ("energy_after", after)):
+            torch.testing.assert_close(found[name], energy(layer, h, rms_norm(end, None, 1e-6))[some], **ROUNDING)
+        torch.testing.assert_close(found["step_norm"], (after - start)[some].norm(dim=-1), **ROUNDING)
+        assert found["smallest_eigenvalue"].shape == ((4,) if isinstance(layer, CemAttention) else (1,))
+        for name, value in layer.diagnose(x, Context(), some, after).items():
+            torch.testing.assert_close(value, found[name], **ROUNDING)
+
+
+# --- switches --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", ["normalised", "raw"])
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+def test_attention_equals_a_naive_loop(diagonal: str, preconditioner: str, residual: str) -> None:
+    """Algorithm 1, head by head, with every P_k as a D x D matrix."""
+    switches: dict[str, Any] = {
+        "preconditioner": preconditioner,
+        "residual": residual,
+        "eta_attention": 0.7,
+        "steps_attention": 3,
+        "scale": "head",
+    }
+    layer, stream = attention(diagonal=diagonal, **switches), tokens(5, b=1)
+    h = rms_norm(stream, layer.norm.weight, 1e-6)[:, 0]
+    x = h if residual == "normalised" else stream[:, 0]
+    i = torch.arange(5)
+    for _ in range(3):
+        u, moved = rms_norm(x, None, 1e-6), torch.zeros_like(x)
+        for k in range(4):
+            w_q, w_k = (w.weight[4 * k : 4 * k + 4] for w in (layer.query, layer.key))
+            a = (w_q @ u.T).T @ (w_k @ h.T)
+            if diagonal != "none":
+                a = a + (u * layer.diagonal.view(-1, 16)[k if diagonal == "head" else 0]) @ h.T
+            a = a / 2 - 0.25 ** (k + 1) * (i[:, None] - i).abs() + torch.where(i[:, None] == i, layer.self_bias, layer.cross_bias)
+            o = a.masked_fill(i[:, None] < i, -torch.inf).softmax(-1) @ (w_k @ h.T).T
+            moved = moved + o @ w_q @ matrix(layer, k)
+        x = x + 0.7 * moved
+    torch.testing.assert_close(layer(stream, Context())[:, 0], x, **ROUNDING)
+
+
+@pytest.mark.parametrize("residual", ["normalised", "raw"])
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_mlp_equals_a_naive_loop(preconditioner: str, residual: str) -> None:
+    layer, stream = mlp(preconditioner=preconditioner, residual=residual, eta_mlp=0.7, steps_mlp=3), tokens(5)
+    h = rms_norm(stream, layer.norm.weight, 1e-6)
+    x = h if residual == "normalised" else stream
+    for _ in range(3):
+        x = x + 0.7 * (layer.gamma(h) * silu(layer.up(rms_norm(x, None, 1e-6)))) @ layer.up.weight @ matrix(layer, 0)
+    torch.testing.assert_close(layer(stream, Context()), x, **ROUNDING)
+
+
+def matrix(layer: Layers, group: int) -> Tensor:
+    """P, written out."""
+    part, kind = layer.precondition, layer.shape.switches.preconditioner
+    if kind == "identity":
+        return torch.eye(16, dtype=torch.float64)
+    p = torch.diag(torch.nn.functional.softplus(4.0 * part.p.view(-1, 16)[group]))
+    if kind == "low_rank":
+        u, v = part.u[group], part.v[group]
+        p = p + u @ v.T + v @ u.T
+    return p
+
+
+def test_a_preconditioner_folded_or_not() -> None:
+    for layer in both():
+        w, c = (layer.query if isinstance(layer, CemAttention) else layer.up).weight, tokens(9, hidden=16)
+        c = torch.cat((c, c), -1)[..., : len(w)]
+        torch.testing.assert_close(layer.precondition(w, 1000)(c), layer.precondition(w, 1)(c), **ROUNDING)
+
+
+@pytest.mark.parametrize("strength", [0.0, 1e-3, 1.0, 30.0])
+def test_smallest_eigenvalue(strength: float) -> None:
+    rng = torch.Generator().manual_seed(0)
+    d, u, v = (torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((3, 20), (3, 20, 4), (3, 20, 4)))
+    d, v = torch.nn.functional.softplus(d), v * strength
+    expected = torch.linalg.eigvalsh(torch.diag_embed(d) + u @ v.mT + v @ u.mT)[:, 0]
+    torch.testing.assert_close(smallest_eigenvalue(d, u, v), expected, rtol=1e-10, atol=1e-10)  # both to float64 rounding
+    for kind in PRECONDITIONERS:
+        for layer in both(preconditioner=kind):
+            least = [torch.linalg.eigvalsh(matrix(layer, group))[0] for group in range(layer.precondition.smallest_eigenvalue().numel())]
+            torch.testing.assert_close(layer.precondition.smallest_eigenvalue(), torch.stack(least).detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_as_it_starts() -> None:
+    """P is softplus(1) I, the biases and the diagonal are zero."""
+    parts = [CemAttention(CemAttentionShape.of(model()), OneProcess()), CemMlp(CemMlpShape.of(model()), OneProcess())]
+    for layer in parts:
+        with torch.no_grad():
+            for name, weight in layer.named_parameters():
+                if name.endswith("precondition.u"):
+                    weight.normal_(0, 0.02)
+        rows = torch.randn(layer.precondition.p.numel() // 16, 3, 16)
+        torch.testing.assert_close(layer.precondition.times(rows), rows * 1.3132617)
+    assert parts[0].diagonal.abs().max() == 0 and parts[0].self_bias == parts[0].cross_bias == 0
+
+
+# --- as a language model ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize("switches", [{}, {"diagonal": "head", "preconditioner": "diagonal", "residual": "raw"}, PLAIN])
+def test_gradcheck(switches: dict[str, Any], length: int) -> None:
+    for layer in both(hidden=4, heads=2, ffn_size=5, **switches):
+        x = tokens(length, b=1, hidden=4).requires_grad_()
+        names = [name for name, _ in layer.named_parameters()]
+
+        def function(x: Tensor, *weights: Tensor, layer: Layers = layer, names: list[str] = names) -> Tensor:
+            return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, Context()))
+
+        assert torch.autograd.gradcheck(function, (x, *layer.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+def test_no_bit_depends_on_later_tokens(diagonal: str) -> None:
+    for layer in both(torch.float32, diagonal=diagonal):
+        x = tokens(80, dtype=torch.float32)
+        before = layer(x, Context())
+        for cut in (1, 30, 70):
+            for factor in (-1.0, 1e15):  # whose square is still finite in float32
+                y = torch.cat((x[:cut], -factor * x[cut:].flip(-1)))
+                after = layer(y, Context())
+                assert torch.equal(after[:cut], before[:cut])
+                assert not torch.equal(after[cut:], before[cut:])
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(layer(leaf, Context())[:30].sum(), leaf)
+        assert (grad[30:] == 0).all() and (grad[:30] != 0).any(-1).all()
+
+
+def test_bidirectional() -> None:
+    layer, x = attention(causal=False), tokens(7)
+    forth, back = layer(x, Context(causal=False)), layer(x.flip(0), Context(causal=False))
+    torch.testing.assert_close(forth, back.flip(0), **ROUNDING)  # |i - j| knows no direction
+    assert not torch.allclose(forth, layer(x, Context()))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_types_and_lengths(length: int, dtype: torch.dtype) -> None:
+    for diagonal in DIAGONALS:
+        for layer in both(dtype, diagonal=diagonal):
+            y = layer(tokens(length, dtype=dtype), Context())
+            assert (y.dtype, y.shape) == (dtype, (length, 2, 16)) and y.isfinite().all()
+            y.sum().backward()
+            assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in layer.parameters())
+
+
+def decode(layer: Layers, x: Tensor, chunks: list[int], valid: Tensor | None = None) -> Tensor:
+    state: dict[str, Tensor] = {}
+    outs, past = [], 0
+    for length in chunks:
+        known = {"state": state, "past": past, "valid": None if valid is None else valid[:, : past + length]}
+        outs.append(layer(x[past : past + length], Context(**known)))  # type: ignore[arg-type]
+        past += length
+    assert sum(value.nbytes for value in state.values()) == x.shape[1] * layer.shape.state_bytes(past, x.element_size())
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("kind", [*DIAGONALS, "mlp"])
+@torch.no_grad()
+def test_decoding_equals_the_parallel_forward(kind: str) -> None:
+    layer = mlp(torch.float32) if kind == "mlp" else attention(torch.float32, diagonal=kind)
+    x = tokens(300, dtype=torch.float32)
+    whole = layer(x, Context())
+    for chunks in ([1] * 300 if kind == "shared" else [2] * 150, [130, 1, 1, 1, 67, 99, 1]):
+        # float32: a few roundings of values of size 1 to 10, in another order
+        torch.testing.assert_close(decode(layer, x, chunks), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@torch.no_grad()
+def test_left_padding_equals_each_row_alone(diagonal: str) -> None:
+    layer, x, pad = attention(diagonal=diagonal), tokens(80), 13
+    valid = torch.ones(2, 80, dtype=torch.bool)
+    valid[0, :pad] = False
+    for out in (layer(x, Context(valid=valid)), decode(layer, x, [40, *[4] * 10], valid)):
+        torch.testing.assert_close(out[pad:, :1], layer(x[pad:, :1], Context()), **ROUNDING)
+        torch.testing.assert_close(out[:, 1:], layer(x[:, 1:], Context()), **ROUNDING)
+        assert out.isfinite().all()
+
+
+# --- the shapes ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 5, 25])  # a fold is worth it for none, for the heads, for both
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "switches", [{}, {"diagonal": "head", "steps_attention": 3, "steps_mlp": 1}, {"preconditioner": "diagonal"}, PLAIN]
+)
+def test_flops_equal_the_counter(switches: dict[str, Any], causal: bool, length: int) -> None:
+    for layer in both(causal=causal, **switches):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            layer(tokens(length, b=1), Context(causal=causal))
+        assert counter.get_total_flops() == pytest.approx(length * sum(layer.shape.flops(length, whole_square=True).values()), rel=1e-12)
+
+
+def test_a_causal_token_sees_half_the_square() -> None:
+    for diagonal, products in (("none", 2), ("shared", 3), ("head", 6)):
+        shape = CemAttentionShape.of(model(diagonal=diagonal, steps_attention=2))
+        assert shape.flops(9)["attention"] == 2 * 2 * 16 * products * 5
+
+
+def test_numbers_of_parameters() -> None:
+    """Half of attention's D^2 and two thirds of a gated MLP's; every weight once."""
+    shapes = CemAttentionShape.of(model(**PLAIN)).weights(), CemMlpShape.of(model(**PLAIN)).weights()
+    assert [sum(w.size for w in weights.values() if len(w.shape) == 2) for weights in shapes] == [2 * 16**2, 2 * 16 * 24]
+    sizes = [sum(w.size for w in weights.values()) for weights in (layer.shape.weights() for layer in both())]
+    preconditioners = [4 * 16 * (1 + 2 * 4), 16 * (1 + 2 * 16)]
+    assert sizes == [16 + 2 * 16**2 + 2 + 16 + preconditioners[0], 16 + 2 * 16 * 24 + preconditioners[1]]
+    assert [sum(weight.numel() for weight in layer.parameters()) for layer in both()] == sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"heads": 3}, "model.num_attention_heads=3 does not divide"), ({"rank_mlp": -1}, "model.cem.rank_mlp=-1")],
+)
+def test_sizes_that_do_not_fit(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        (CemMlpShape if "mlp" in message else CemAttentionShape).of(model(**sizes))

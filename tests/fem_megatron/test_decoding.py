@@ -1,0 +1,118 @@
+"""Decoding of every mixer of the catalogue: with its state, token by token or in pieces, a block says what it says of the whole sequence.
+
+A new name is tested here with no new line. float32, as decoding runs; every weight is moved off its start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fem_megatron.layers.block import Block
+from fem_megatron.layers.update import Context, State
+from tests.fem_megatron.test_catalogue import NAMES, SMALL, block_of
+
+STEPS = 300
+EVERY_MIXER = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def tokens(length: int = STEPS, batch: int = 2) -> Tensor:
+    return torch.randn(length, batch, SMALL.hidden_size, generator=torch.Generator().manual_seed(5))
+
+
+def decode(block: Block, x: Tensor, pieces: list[int], state: State | None = None, past: int = 0) -> Tensor:
+    """The block's outputs on the pieces of x, one after the other."""
+    state = {} if state is None else state
+    outputs = []
+    for piece in x.split(pieces):
+        outputs.append(block(piece, Context(state=state, past=past)))
+        past += len(piece)
+    return torch.cat(outputs)
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    """Rounding of float32 over sums of 300 terms, relative to the largest output."""
+    assert got.shape == wanted.shape and got.isfinite().all()
+    assert (got - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item())
+
+
+def state_bytes(state: State) -> int:
+    return sum(value.numel() * value.element_size() for value in state.values())
+
+
+@EVERY_MIXER
+def test_step_by_step_is_the_parallel_forward(name: str) -> None:
+    block, x = block_of(name, torch.float32), tokens()
+    close(decode(block, x, [1] * STEPS), block(x, Context()))
+
+
+@EVERY_MIXER
+@pytest.mark.parametrize("recurrence", [1, 3])
+def test_pieces_are_the_parallel_forward(name: str, recurrence: int) -> None:
+    """A prompt, single tokens, pieces of any length; every iteration of a recurrent block has a state of its own."""
+    block, x = block_of(name, torch.float32, recurrence=recurrence), tokens(123)
+    close(decode(block, x, [50, 1, 1, 1, 7, 2, 61]), block(x, Context()))
+
+
+@EVERY_MIXER
+def test_left_padding_changes_nothing(name: str) -> None:
+    """Prompts of unequal lengths, a piece, single tokens: each row as if alone."""
+    block, lengths, width, more = block_of(name, torch.float32), (3, 9, 1, 6), 9, [3, 1, 1]
+    x = tokens(width + sum(more), len(lengths))
+    valid = torch.arange(width + sum(more)) >= width - torch.tensor(lengths)[:, None]
+    positions = (valid.long().cumsum(1) - 1).clamp_min(0).T
+    state: State = {}
+    outputs, past = [], 0
+    for piece in x.split([width, *more]):
+        seen = past + len(piece)
+        outputs.append(block(piece, Context(positions[past:seen], valid[:, :seen], state=state, past=past)))
+        past = seen
+    whole = block(x, Context(positions, valid))
+    for row, length in enumerate(lengths):
+        alone = block(x[width - length :, row : row + 1], Context())[:, 0]
+        close(torch.cat(outputs)[width - length :, row], alone)
+        close(whole[width - length :, row], alone)
+    assert all(output.isfinite().all() for output in outputs)
+
+
+@EVERY_MIXER
+def test_right_padding_changes_nothing(name: str) -> None:
+    block, lengths, x = block_of(name, torch.float32), (4, 11), tokens(11)
+    valid = torch.arange(11) < torch.tensor(lengths)[:, None]
+    whole = block(x, Context(valid=valid))
+    assert whole.isfinite().all()
+    for row, length in enumerate(lengths):
+        close(whole[:length, row], block(x[:length, row : row + 1], Context())[:, 0])
+
+
+@EVERY_MIXER
+def test_rows_of_the_state_are_the_batch(name: str) -> None:
+    """As beam search takes them: repeated, dropped, in another order."""
+    block, x = block_of(name, torch.float32), tokens(20, 3)
+    state: State = {}
+    decode(block, x[:12], [12], state)
+    rows = torch.tensor([2, 0, 0, 1])
+    state = {key: value[rows] for key, value in state.items()}
+    close(decode(block, x[12:, rows], [5, 1, 2], state, past=12), block(x, Context())[12:, rows])
+
+
+@EVERY_MIXER
+@pytest.mark.parametrize(("dtype", "recurrence"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_the_state_has_the_bytes_that_the_plan_says(name: str, dtype: torch.dtype, recurrence: int) -> None:
+    block = block_of(name, dtype, recurrence=recurrence)
+    (shape, *_) = replace(SMALL, mixer=name, recurrence=recurrence).blocks()
+    for length in (1, 2, 7, 70):
+        state: State = {}
+        decode(block, tokens(length, 3).to(dtype), [length], state)
+        assert all(value.shape[0] == 3 and not value.requires_grad for value in state.values())
+        assert state_bytes(state) == 3 * shape.state_bytes(length, dtype.itemsize), length

@@ -1,0 +1,280 @@
+"""The diagnostics: every quantity against its definition, every mixer of the catalogue looked at, and a model that does not notice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fem_megatron import catalogue
+from fem_megatron.config import ModelConfig
+from fem_megatron.diagnostics import FAMILIES, observe, observing
+from fem_megatron.layers.block import Block
+from fem_megatron.layers.parallel import OneProcess
+from fem_megatron.layers.update import Context, rms_norm
+from fem_megatron.shapes.cem import CemConfig
+from fem_megatron.shapes.fem import FemConfig
+from fem_megatron.shapes.hyperset import HyperSetConfig
+
+SMALL = ModelConfig(hidden_size=16, num_layers=1, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)
+NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
+FEMS = [name for name in NAMES if name.startswith("fem_")]
+LENGTH = 24
+ROUNDING: Any = {"rel": 1e-9, "abs": 1e-12}  # float64 sums of some hundred terms
+
+
+def block(name: str = "fem_softmax", seed: int = 0, spread: float = 0.4, model: ModelConfig = SMALL, **settings: Any) -> Block:
+    """A block of one process in float64 with random weights, those that start as constants a little off them."""
+    made = Block(catalogue.block(replace(model, mixer=name, **settings), name, 0), OneProcess(torch.float64))
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in made.parameters():
+            init = weight.spec.init  # type: ignore[attr-defined]
+            noise = torch.randn(weight.shape, generator=rng, dtype=torch.float64)
+            weight.copy_(init + 0.1 * noise.abs() if isinstance(init, int | float) else spread * noise)
+    return made
+
+
+def tokens(length: int = LENGTH, batch: int = 2, seed: int = 1) -> Tensor:
+    return torch.randn(length, batch, SMALL.hidden_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def seen(made: Block, x: Tensor, count: int = 256, *, causal: bool = True) -> dict[str, float]:
+    with torch.no_grad(), observing({3: made}, count) as values:
+        made(x, Context(causal=causal))
+    return values
+
+
+def own(values: dict[str, float], part: str = "mixer") -> dict[str, float]:
+    """The quantities of one part of a block without recurrence, by their own names."""
+    return {name.rpartition("/")[2]: value for name, value in values.items() if name.startswith(f"layer_03/{part}/")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mixer_is_seen_and_does_not_notice(name: str) -> None:
+    made, x = block(name), tokens()
+    with torch.no_grad():
+        plain = made(x, Context())
+        moved = made.mixer(x, Context(origin=x, memory={}))
+        with observing({3: made}) as values:
+            watched = made(x, Context())
+        hooks = [hook for module in made.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+    assert torch.equal(plain, watched)
+    assert not hooks
+    assert all(math.isfinite(value) for value in values.values()), values
+    expected = ((moved - x).norm(dim=-1) / x.norm(dim=-1))[:, 0].mean().item()
+    if not name.startswith("cem"):  # whose steps start elsewhere
+        assert own(values)["step_norm"] == pytest.approx(expected, **ROUNDING)
+    quantities = set(own(values)) - {"step_norm"}
+    assert bool(quantities) == (type(made.mixer) in FAMILIES)
+    assert own(values, "mlp").keys() >= ({"step_norm"} if made.mlp else set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_of_a_causal_model_is_its_beginning(name: str) -> None:
+    """Of a longer sequence, and of a batch, as if there were nothing else; the second look in one context is not taken."""
+    made, x = block(name), tokens()
+    with torch.no_grad(), observing({3: made}, 8) as values:
+        made(x, Context())
+        made(-x, Context())
+    assert values == pytest.approx(seen(made, x[:8, :1]), **ROUNDING)
+
+
+def test_names_of_iterations() -> None:
+    names = set(seen(block("transformer", recurrence=2), tokens()))
+    assert names == {f"layer_03/iteration_{i:02}/{q}" for i in (0, 1) for q in ("mixer/step_norm", "mixer/prior_entropy", "mlp/step_norm")}
+
+
+def test_fem_by_its_equations() -> None:
+    """Everything about FEM-softmax from p, by loops' formulas: the entropies as means over the (channel, token) pairs that are asked."""
+    made, x = block(rope=False, fem=FemConfig(conditioner=False)), tokens(batch=1)
+    given: list[Any] = []
+    made.mixer.prior.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
+    values = own(seen(made, x))
+    parts, v, beta, lam, *_ = given[0]
+    q, k = (parts[name][:, 0].transpose(0, 1) for name in ("q", "k"))
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    p = scores.softmax(-1)
+    heads, _, width = v[0].shape
+    free_energy = torch.stack(
+        [(p * (beta[:, j, None, None] * v[0, :, None, :, j]).exp()).sum(-1).log() / beta[:, j, None] for j in range(width)], -1
+    )
+    mu = p @ v[0]
+    assert values["energy"] == pytest.approx(-free_energy.mean().item(), **ROUNDING)
+    assert values["free_energy_gap"] == pytest.approx((free_energy - mu).mean().item(), **ROUNDING)
+    prior, posterior = [], []
+    for h in range(heads):
+        for j in range(width):
+            t = max(0, (j * heads + h + 1) * LENGTH // (heads * width) - 1)
+            row = p[h, t]
+            tilted = row * (beta[h, j] * (v[0, h, :, j] - free_energy[h, t, j])).exp()
+            prior.append(torch.special.entr(row).sum())
+            posterior.append(torch.special.entr(tilted).sum())
+    assert values["prior_entropy"] == pytest.approx(torch.stack(prior).mean().item(), **ROUNDING)
+    assert values["posterior_entropy"] == pytest.approx(torch.stack(posterior).mean().item(), **ROUNDING)
+    for name, known in (("beta", beta), ("lambda", lam)):
+        for percent in (10, 50, 90):
+            assert values[f"{name}_{percent}"] == pytest.approx(known.flatten().quantile(percent / 100).item(), **ROUNDING)
+
+
+@pytest.mark.parametrize("name", FEMS)
+def test_a_fem_of_equal_values(name: str) -> None:
+    """With all values alike there is nothing to tilt: F = mu = v and the posterior is the prior; with beta near 0 likewise."""
+    made, x = block(name), tokens()
+    rows = made.mixer.in_proj.weight.view(made.mixer.shape.heads, -1, SMALL.hidden_size)
+    start = sum(width for slice_, width in made.mixer.shape.prior.slices().items())
+    with torch.no_grad():
+        rows[:, start : start + made.mixer.shape.value_head] = 0.0
+    values = own(seen(made, x))
+    assert values["free_energy_gap"] == pytest.approx(0.0, abs=1e-12)
+    assert values["posterior_entropy"] == pytest.approx(values["prior_entropy"], **ROUNDING)
+    hot = block(name)
+    with torch.no_grad():
+        hot.mixer.beta.fill_(-25.0)
+    values = own(seen(hot, x))
+    # q differs from p by beta (v - mu), of order 1e-9.
+    assert values["posterior_entropy"] == pytest.approx(values["prior_entropy"], rel=1e-7)
+    assert 0.0 < values["prior_entropy"] < math.log(LENGTH)
+
+
+def test_the_gap_is_a_divergence() -> None:
+    """A FEM whose values differ: F > mu, and the posterior is sharper than a flat prior."""
+    made = block()
+    parts = made.mixer.shape.prior.slices()
+    rows = made.mixer.in_proj.weight.view(made.mixer.shape.heads, -1, SMALL.hidden_size)
+    with torch.no_grad():
+        rows[:, : sum(parts.values())] = 0.0
+    values = own(seen(made, tokens()))
+    heads, width = made.mixer.shape.heads, made.mixer.shape.value_head
+    asked = [max(0, number * LENGTH // (heads * width) - 1) for number in range(1, heads * width + 1)]
+    assert values["prior_entropy"] == pytest.approx(sum(math.log(t + 1) for t in asked) / len(asked), **ROUNDING)
+    assert values["free_energy_gap"] > 0.01
+    assert values["posterior_entropy"] < values["prior_entropy"] - 0.01
+
+
+def test_switches_of_the_fem() -> None:
+    x = tokens()
+    assert set(own(seen(block(fem=FemConfig(free_energy=False)), x))) == {"step_norm", "prior_entropy"}
+    without = set(own(seen(block(fem=FemConfig(temperature=False)), x)))
+    assert without == {"step_norm", "prior_entropy", "posterior_entropy", "energy", "free_energy_gap"}
+
+
+def test_attention_of_zero_scores() -> None:
+    """p is uniform over the tokens seen, so its entropy is log(t + 1); grouped queries and a bidirectional model too."""
+    for groups in (1, 2):
+        made = block("transformer", num_query_groups=groups)
+        with torch.no_grad():
+            made.mixer.in_proj.weight.zero_()
+        wanted = sum(math.log(t + 1) for t in range(LENGTH)) / LENGTH
+        assert own(seen(made, tokens()))["prior_entropy"] == pytest.approx(wanted, **ROUNDING)
+        assert own(seen(made, tokens(), causal=False))["prior_entropy"] == pytest.approx(math.log(LENGTH), **ROUNDING)
+
+
+@pytest.mark.parametrize("part", ["mixer", "mlp"])
+def test_cem_descends_and_climbs(part: str) -> None:
+    """A small step down, of a preconditioner that is positive, lowers every token's energy; the same step up raises it."""
+    for eta, rose in ((1e-3, 0.0), (-1e-3, 1.0)):
+        cem = CemConfig(diagonal="none", preconditioner="diagonal", eta_attention=eta, eta_mlp=eta)
+        made = block("cem", cem=cem)
+        values, update = own(seen(made, tokens()), part), getattr(made, part)
+        assert values["energy_rose"] == rose
+        assert (values["energy_after"] > values["energy_before"]) == bool(rose)
+        assert values["smallest_eigenvalue"] == pytest.approx(update.precondition.diagonal().min().item(), **ROUNDING)
+        x = tokens()[:, :1] if part == "mixer" else made.mixer(tokens()[:, :1], Context())
+        start = rms_norm(x, update.norm.weight, update.shape.norm_eps)
+        wanted = (update(x, Context()) - start).norm(dim=-1) / start.norm(dim=-1)
+        assert values["step_norm"] == pytest.approx(wanted.mean().item(), **ROUNDING)
+
+
+def test_second_order_steps_descend_their_energy() -> None:
+    """W_O = -(eta / H) W_Q^T is gradient descent (mathematics 3), + climbs; linear attention the other way round."""
+    for name, down in (("mha2nd1st", -1e-3), ("energy_linear", 1e-3)):
+        for sign, rose in ((1.0, 0.0), (-1.0, 1.0)):
+            made = block(name, rope=False, mlp="none")
+            head = made.mixer.shape.head
+            query = made.mixer.in_proj.weight.unflatten(0, (-1, 2, head))[:, 0].flatten(0, 1)
+            with torch.no_grad():
+                made.mixer.out_proj.weight.copy_(sign * down * query.T)
+                made.mixer.norm.weight.fill_(1.0)
+            values = own(seen(made, tokens()))
+            # The norm in front bends the step, so it is the mean that must follow, and nearly every token.
+            assert (values["energy_after"] > values["energy_before"]) == bool(rose)
+            assert values["energy_rose"] == pytest.approx(rose, abs=0.1)
+
+
+def test_hyperset_is_its_own_measure() -> None:
+    made, x = block("hyperset"), tokens(batch=1)
+    with torch.no_grad():
+        after = made(x, Context())
+    every = torch.arange(LENGTH)
+    then, now = (made.mixer.diagnose(t, Context(), every) for t in (x, after))
+    values = own(seen(made, x))
+    for energy in ("attention_energy", "feed_forward_energy"):
+        assert values[f"{energy}_before"] == pytest.approx(then[energy].mean().item(), **ROUNDING)
+        assert values[f"{energy}_after"] == pytest.approx(now[energy].mean().item(), **ROUNDING)
+        assert values[f"{energy}_rose"] == pytest.approx((now[energy] > then[energy]).double().mean().item(), **ROUNDING)
+    for measure in ("effective_rank", "mean_angle"):
+        assert values[measure] == pytest.approx(then[measure].mean().item(), **ROUNDING)
+
+
+def test_hypersets_iterations_have_their_own_weights() -> None:
+    """With depth-wise LoRA the second iteration is measured by the second adapter."""
+    made, x = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2)), tokens(batch=1)
+    with torch.no_grad():
+        middle = made.mixer(x, Context(origin=x, memory={}))
+    then = made.mixer.diagnose(middle, Context(iteration=1), torch.arange(LENGTH))
+    found = seen(made, x)["layer_03/iteration_01/mixer/attention_energy_before"]
+    assert found == pytest.approx(then["attention_energy"].mean().item(), **ROUNDING)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_and_broken_samples(name: str) -> None:
+    """One token, an odd number, bfloat16; of an update that is not finite only the step norm is told, and nothing raises."""
+    made = block(name)
+    for length in (1, 3):
+        assert all(math.isfinite(value) for value in seen(made, tokens(length)).values())
+    x = tokens(4)
+    with torch.no_grad():
+        found = observe(made.mixer, x, x * torch.nan, Context())
+    assert set(found) == {"step_norm"} and found["step_norm"].isnan()
+    half = block(name).to(torch.bfloat16)
+    assert all(math.isfinite(value) for value in seen(half, tokens(5).bfloat16()).values())
+
+
+@pytest.mark.parametrize("query", ["after", "inside"])
+def test_afts_prior_is_of_its_keys(query: str) -> None:
+    """p_t(i) = exp(k_i) / sum, wherever the query multiplies; F is the free energy under p, without the query."""
+    made, x = block("fem_aft", fem=FemConfig(conditioner=False, aft_query=query)), tokens(batch=1)
+    given: list[Any] = []
+    made.mixer.prior.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
+    values = own(seen(made, x))
+    k, v, beta = given[0][0]["k"][:, 0], given[0][1][0].transpose(0, 1), given[0][2]
+    heads, width = made.mixer.shape.heads, made.mixer.shape.value_head
+    entropies = []
+    for h in range(heads):
+        for j in range(width):
+            t = max(0, (j * heads + h + 1) * LENGTH // (heads * width) - 1)
+            entropies.append(torch.special.entr(k[: t + 1, h, j].softmax(0)).sum())
+    assert values["prior_entropy"] == pytest.approx(torch.stack(entropies).mean().item(), **ROUNDING)
+    # The released code's form, inside, has logits of its own for F: the second half.
+    first, last = k[..., :width], k[..., -width:]
+    free_energy = ((last + beta * v).logcumsumexp(0) - last.logcumsumexp(0)) / beta
+    mu = (first.exp() * v).cumsum(0) / first.exp().cumsum(0)
+    assert values["energy"] == pytest.approx(-free_energy.mean().item(), **ROUNDING)
+    assert values["free_energy_gap"] == pytest.approx((free_energy - mu).mean().item(), **ROUNDING)
+
+
+def test_values_and_normaliser_do_not_bend_the_prior() -> None:
+    """Mamba's prior reads sigmoid(v): its weights are those of the same prior reading v. The ablation's weights do not add up to one."""
+    made, x = block("fem_mamba"), tokens()
+    usual, shape = own(seen(made, x)), made.mixer.shape
+    assert shape.prior.squash and shape.prior.normalise
+    for changed in (replace(shape.prior, squash=False), replace(shape.prior, normalise=False)):
+        made.mixer.shape = made.mixer.prior.shape = replace(shape, prior=changed)
+        other = own(seen(made, x))
+        assert usual["prior_entropy"] == pytest.approx(other["prior_entropy"], **ROUNDING)
+        assert usual["energy"] != pytest.approx(other["energy"], rel=1e-3)

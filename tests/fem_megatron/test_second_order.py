@@ -1,0 +1,333 @@
+"""Second-order and energy-linear attention as layers: the paper's numbers, positions, decoding, parallel parts, costs, diagnostics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fem_megatron.layers.parallel import OneProcess, parameter
+from fem_megatron.layers.second_order import EnergyLinearAttention, SecondOrderAttention
+from fem_megatron.layers.update import Context, State, rms_norm, rotate
+from fem_megatron.shapes.base import Weight
+from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderConfig, SecondOrderShape
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 through a few solves
+KINDS = ("mha2nd1st", "mha2nd", "energy_linear")
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+Layer = SecondOrderAttention | EnergyLinearAttention
+
+
+def shape(kind: str, **changes: Any) -> Any:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "rope": True, "rope_base": 10000, "norm_eps": 1e-6, "causal": True}
+    given = {key: changes.pop(key) for key in list(changes) if key in sizes}
+    model: Any = SimpleNamespace(**{**sizes, **given}, second_order=SecondOrderConfig(**changes))
+    return EnergyLinearShape.of(model) if kind == "energy_linear" else SecondOrderShape.of(model, exact=kind == "mha2nd")
+
+
+def build(kind: str, dtype: torch.dtype = torch.float64, parallel: OneProcess | None = None, **changes: Any) -> Any:
+    """A layer with random weights around their constants."""
+    made = (EnergyLinearAttention if kind == "energy_linear" else SecondOrderAttention)(
+        shape(kind, **changes), parallel or OneProcess(dtype)
+    )
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in made.parameters():
+            constant = weight.spec.init if isinstance(weight.spec.init, int | float) else 0.0  # type: ignore[attr-defined]
+            weight.copy_(constant + 0.2 * torch.randn(weight.shape, generator=rng, dtype=torch.float64))
+    return made
+
+
+def tokens(length: int, b: int = 2, hidden: int = 16, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(length, b, hidden, generator=torch.Generator().manual_seed(length), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["mha2nd1st", "mha2nd"])
+def test_fixture(kind: str) -> None:
+    with np.load(FIXTURES / f"{kind}.npz") as file:
+        stored = {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+
+    def packed(source: str) -> dict[str, Tensor]:
+        return {
+            "in_proj.weight": torch.stack((stored[f"{source}/Wq"], stored[f"{source}/Wk"]), dim=1).flatten(0, 2),
+            "out_proj.weight": stored[f"{source}/Wo"].permute(1, 0, 2).flatten(1),
+            "temperature": stored[f"{source}/T"],
+            "newton_temperature": stored[f"{source}/Tb"],
+        }
+
+    layer = build(kind, rope=False, jitter=0.0)
+    layer.load_state_dict({**packed("in"), "norm.weight": torch.ones(16)})
+    z = stored["in/z"][:, None].clone().requires_grad_()
+    y = z + layer.step(z, Context())  # the fixture's tokens come with their norm done
+    torch.testing.assert_close(y[:, 0], stored["out/0"], rtol=1e-9, atol=1e-9)  # float64 on both sides; the fixtures' own tolerance
+    (y[:, 0] * stored["w"]).sum().backward()
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad[:, 0], stored["grad/z"], rtol=1e-9, atol=1e-9)
+    for name, grad in packed("grad").items():
+        torch.testing.assert_close(layer.get_parameter(name).grad, grad, rtol=1e-9, atol=1e-9)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("rope", [True, False])
+def test_single_tokens_by_the_definition(kind: str, rope: bool) -> None:
+    """Token by token, head by head, as the mathematics are written, keys in the query's own frame."""
+    layer, x = build(kind, rope=rope, jitter=0.0), tokens(7, 1)
+    z = rms_norm(x, layer.norm.weight, 1e-6)
+    expected = x.clone()
+    for t in range(7):
+        for h in range(2):
+            w_q, w_k = layer.in_proj.weight.unflatten(0, (2, 2, 8))[h]
+            q, k = w_q @ z[t, 0], (z[: t + 1] @ w_k.mT)[:, :, None]
+            k = (rotate(k, Context(positions=torch.arange(t + 1) - t), 10000) if rope else k)[:, 0, 0]
+            if kind == "energy_linear":
+                step = (k @ q) @ k
+            else:
+                temperature, newton, gram = layer.temperature[h], layer.newton_temperature[h], w_q @ w_q.mT
+                p = (-(q - k).square().sum(-1) / (2 * temperature)).softmax(0)
+                away = k - p @ k
+                bracket = (away.mT * p) @ away / newton
+                one = torch.eye(8, dtype=x.dtype)
+                bracket = torch.linalg.inv(one - bracket) if kind == "mha2nd" else one + bracket
+                step = torch.linalg.inv(gram) @ bracket @ gram @ (q - p @ k)
+            expected[t, 0] += layer.out_proj.weight[:, 8 * h : 8 * h + 8] @ step
+    torch.testing.assert_close(layer(x, Context()), expected, **ROUNDING)
+
+
+@EVERY_KIND
+def test_only_differences_of_positions_count(kind: str) -> None:
+    layer, x = build(kind), tokens(9)
+    near, far = (layer(x, Context(positions=torch.arange(9) + start)) for start in (0, 1000))
+    torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)  # float64 angles of up to 1000 radians
+    assert not torch.allclose(near, layer(x, Context(positions=2 * torch.arange(9))))
+
+
+@EVERY_KIND
+def test_without_positions_and_mask_order_is_unknown(kind: str) -> None:
+    layer, x, order = build(kind, rope=False, causal=False), tokens(9), torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    context = Context(causal=False)
+    torch.testing.assert_close(layer(x[order], context), layer(x, context)[order], **ROUNDING)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_gradients_are_right(kind: str, length: int) -> None:
+    layer, x = build(kind, hidden_size=4, jitter=0.1), tokens(length, 1, 4).requires_grad_()
+    names = [name for name, _ in layer.named_parameters()]
+    weights = [weight.detach().clone().requires_grad_() for weight in layer.parameters()]
+
+    def run(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, Context()))
+
+    assert torch.autograd.gradcheck(run, (x, *weights), fast_mode=True)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("factor", [3.0, 1e6])
+def test_no_bit_depends_on_later_tokens(kind: str, factor: float) -> None:
+    layer, x = build(kind, torch.float32), tokens(20, dtype=torch.float32)
+    before = layer(x, Context())
+    after = layer(torch.cat((x[:9], -factor * x[9:].flip(0))), Context())
+    assert torch.equal(before[:9], after[:9]) and not torch.equal(before[9:], after[9:])
+    x = x.requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x, Context())[:9].sum(), x)
+    assert (grad[9:] == 0).all() and (grad[:9] != 0).all()
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------------------
+
+
+def decode(layer: Layer, x: Tensor, pieces: list[int], **known: Any) -> tuple[Tensor, State]:
+    state: State = {}
+    outputs, past = [], 0
+    valid, positions = known.get("valid"), known.get("positions")
+    for piece in x.split(pieces):
+        seen = past + len(piece)
+        now = {} if valid is None else {"valid": valid[:, :seen], "positions": positions[past:seen]}  # type: ignore[index]
+        outputs.append(layer(piece, Context(state=state, past=past, **now)))
+        past = seen
+    return torch.cat(outputs), state
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("mean", [False, True])
+def test_decoding_is_the_parallel_forward(kind: str, mean: bool) -> None:
+    layer, x = build(kind, torch.float32, linear_read="mean" if mean else "sum"), tokens(300, dtype=torch.float32)
+    with torch.no_grad():
+        whole = layer(x, Context())
+        for pieces in ([1] * 300, [100, 1, 1, 64, 134]):
+            found, state = decode(layer, x, pieces)
+            # float32 rounding of sums of 300 terms, relative to the largest output
+            assert (found - whole).abs().max() <= 1e-5 * whole.abs().max().clamp_min(1.0)
+        assert sum(value.nbytes for value in state.values()) == 2 * layer.shape.state_bytes(300, 4)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("read", ["sum", "mean"])
+def test_left_padding_changes_nothing(kind: str, read: str) -> None:
+    layer, lengths, x = build(kind, torch.float32, linear_read=read), (3, 9, 1), tokens(12, 3, dtype=torch.float32)
+    valid = torch.arange(12) >= 9 - torch.tensor(lengths)[:, None]
+    positions = (valid.long().cumsum(1) - 1).clamp_min(0).T
+    with torch.no_grad():
+        whole = layer(x, Context(positions, valid))
+        found, _ = decode(layer, x, [9, 1, 2], valid=valid, positions=positions)
+        assert found.isfinite().all()
+        for row, length in enumerate(lengths):
+            alone = layer(x[9 - length :, row : row + 1], Context())[:, 0]
+            for got in (whole, found):
+                torch.testing.assert_close(got[9 - length :, row], alone, rtol=1e-5, atol=1e-5)  # float32
+
+
+def test_mha2nd_refuses_long_sequences() -> None:
+    layer = build("mha2nd", exact_max_length=8)
+    assert layer.shape.max_length() == 8 and shape("mha2nd1st").max_length() is None
+    layer(tokens(8), Context())
+    with pytest.raises(ValueError, match=r"model.second_order.exact_max_length=8, but mha2nd was given 9 tokens"):
+        layer(tokens(9), Context())
+    with pytest.raises(ValueError, match="given 9 tokens"):
+        decode(layer, tokens(9), [8, 1])
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_three_quarters_of_attention_and_half_its_cache() -> None:
+    for kind in KINDS:
+        matrices = [weight.size for weight in shape(kind).weights().values() if len(weight.shape) == 2]
+        assert sum(matrices) == 3 * 16 * 16
+    assert shape("mha2nd1st").state_bytes(100, 2) == 100 * 16 * 2  # attention's k and v: twice that
+    assert shape("energy_linear").state_bytes(100, 2) == shape("energy_linear").state_bytes(1, 2) == 2 * 8 * 8 * 4
+
+
+def test_temperatures_start_at_the_head_s_width() -> None:
+    for raw, log in zip(
+        *(SecondOrderAttention(shape("mha2nd1st", temperature=how), OneProcess()).temperatures() for how in ("raw", "log")), strict=True
+    ):
+        torch.testing.assert_close(raw, torch.full((2,), 8.0))
+        torch.testing.assert_close(log, raw)
+
+
+def test_a_raw_temperature_that_is_not_positive_is_not_hidden() -> None:
+    layer = build("mha2nd1st")
+    with torch.no_grad():
+        layer.temperature[1] = -1.0
+    assert layer(tokens(3), Context()).isnan().all()
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("causal", [True, False])
+def test_flops_are_torch_s(kind: str, causal: bool) -> None:
+    """The solves are on top: torch counts products of matrices alone."""
+    layer, length = build(kind, causal=causal), 50
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        layer(tokens(length, 1), Context(causal=causal))
+    planned = layer.shape.flops(length, whole_square=True)
+    solves = planned.pop("solves", 0.0)
+    # The sum of the chunks of linear attention is counted once a chunk, as the plan counts it.
+    assert counter.get_total_flops() == pytest.approx(length * sum(planned.values()), rel=1e-12)
+    assert (solves > 0) == (kind != "energy_linear")
+    assert layer.shape.flops(length)["attention"] <= planned["attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 3}, "model.num_attention_heads=3 does not divide model.hidden_size=16"),
+        ({"num_attention_heads": 16}, "model.rope turns pairs of channels, but a head has 1"),
+        ({"jitter": -1.0}, "model.second_order.jitter"),
+        ({"exact_max_length": 0}, "model.second_order.exact_max_length"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape("mha2nd", **changes)
+
+
+class Half(OneProcess):
+    """One of two tensor-parallel ranks, which do not talk."""
+
+    size = 2
+
+    def parameter(self, weight: Weight) -> nn.Parameter:
+        local = [*weight.shape]
+        if weight.split is not None:
+            local[weight.split] //= 2
+        return parameter(weight, tuple(local), self.dtype)
+
+
+@EVERY_KIND
+def test_two_ranks_parts_add_up(kind: str) -> None:
+    whole, x = build(kind), tokens(7)
+    parts = []
+    for rank in range(2):
+        half = build(kind, parallel=Half(torch.float64))
+        half.load_state_dict(
+            {
+                name: weight if weight.spec.split is None else weight.chunk(2, weight.spec.split)[rank]
+                for name, weight in whole.named_parameters()
+            }
+        )
+        parts.append(half.step(x, Context()))
+    torch.testing.assert_close(parts[0] + parts[1], whole.step(x, Context()), **ROUNDING)
+
+
+# --- types, diagnostics ----------------------------------------------------------------------------------------------------------
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("length", [1, 2, 31])
+def test_bfloat16(kind: str, length: int) -> None:
+    x = tokens(length)
+    exact = build(kind)(x, Context())
+    half = build(kind, torch.bfloat16)
+    found = half(x.bfloat16(), Context())
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).abs().max() < 0.05 * exact.abs().max()  # eight bits a number through a few products
+    found.float().square().sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in half.parameters())
+
+
+def test_mean_is_the_sum_over_the_number_of_tokens() -> None:
+    for causal in (True, False):
+        summed, mean = (build("energy_linear", linear_read=how, causal=causal) for how in ("sum", "mean"))
+        x, context = tokens(5), Context(causal=causal)
+        count = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None, None] if causal else 5.0
+        torch.testing.assert_close(mean(x, context) - x, (summed(x, context) - x) / count, **ROUNDING)
+
+
+def descending(kind: str, eta: float) -> Any:
+    """W_O = -(eta / H) W_Q^T: the paper's step, before its W_O was learned."""
+    layer = build(kind, jitter=0.0)
+    with torch.no_grad():
+        layer.norm.weight.fill_(1.0)
+        layer.out_proj.weight.copy_(-eta / 2 * layer.in_proj.weight.unflatten(0, (2, 2, 8))[:, 0].flatten(0, 1).mT)
+    return layer
+
+
+def test_a_small_step_lowers_the_free_energy() -> None:
+    layer, x, sample = descending("mha2nd1st", 0.05), tokens(9), torch.tensor([0, 3, 8])
+    with torch.no_grad():
+        layer.newton_temperature.fill_(1e9)  # the gradient alone; b is a second-order term
+    found = layer.diagnose(x, Context(), sample)
+    assert all(value.shape == (3, 2) for value in found.values())
+    assert (found["free_energy_after"] < found["free_energy_before"]).all()
+    torch.testing.assert_close(found["step_norm"], (layer(x, Context()) - x)[sample].norm(dim=-1), **ROUNDING)
+
+
+def test_diagnose_is_the_mean_over_heads_of_the_definition() -> None:
+    layer, x = build("mha2nd1st"), tokens(6)
+    z = rms_norm(x, layer.norm.weight, 1e-6)
+    q, k = layer.in_proj(z).unflatten(-1, (2, 2, 8)).unbind(3)
+    q, k = (rotate(part, Context(), 10000).permute(1, 2, 0, 3) for part in (q, k))
+    scores = (-torch.cdist(q, k).square() / (2 * layer.temperature[:, None, None])).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)
+    expected = (-layer.temperature[:, None] * scores.logsumexp(-1)).mean(1).T
+    found = layer.diagnose(x, Context(), torch.arange(6))
+    torch.testing.assert_close(found["free_energy_before"], expected.detach(), **ROUNDING)
+    half = layer.diagnose(x[:4], Context(), torch.tensor([3]))
+    torch.testing.assert_close(half["free_energy_after"], found["free_energy_after"][3:4], **ROUNDING)

@@ -1,0 +1,149 @@
+"""The exported code: flat imports that transformers' loader follows, nothing that a model does not need, no requirement that is not one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.dynamic_module_utils import check_imports, get_imports, get_relative_import_files
+
+from fem_megatron import catalogue
+from fem_megatron.config import ModelConfig
+from tools.hf import bundle as bundling
+from tools.hf.bundle import BundleError, bundle, flatten, packages, without_unused
+
+NAMES = list(catalogue.MIXERS)
+MODULE = "fem_megatron.layers.block"
+
+
+def files_of(name: str, **changes: Any) -> dict[str, str]:
+    return bundle(ModelConfig(mixer=name, hidden_size=64, num_attention_heads=4, num_layers=2, **changes).blocks())
+
+
+def write(files: dict[str, str], folder: Path) -> Path:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("fla.")])
+def test_every_mixers_files(name: str, tmp_path: Path) -> None:
+    """transformers finds every file and no other, asks for nothing but torch and itself, and nothing of this project is left in them."""
+    files = files_of(name)
+    folder = write(files, tmp_path)
+    found = {Path(file).name for file in get_relative_import_files(folder / "modeling_fem.py")}
+    assert found | {"modeling_fem.py"} == files.keys()
+    for file in files:
+        check_imports(folder / file)
+        for node in ast.walk(ast.parse(files[file])):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not {module.split(".")[0] for module in modules} & {"fem_megatron", "kernels", "tools", "pretrain", "megatron"}
+    configuration = {Path(file).name for file in get_relative_import_files(folder / "configuration_fem.py")}
+    assert not any(part in file for file in configuration for part in ("layers", "kernels"))
+
+
+def test_a_model_takes_what_it_needs() -> None:
+    attention, fem = files_of("transformer"), files_of("fem_softmax")
+    both = files_of("fem_softmax", pattern=("fem_softmax", "transformer"))
+    assert "fem_megatron_layers_fem.py" not in attention and "fem_megatron_layers_attention.py" not in fem
+    assert {"fem_megatron_layers_fem.py", "fem_megatron_layers_attention.py"} <= both.keys()
+    assert {"fem_megatron_layers_priors_softmax.py", "kernels_time_decay_scan.py"} <= fem.keys()
+    assert len({files["configuration_fem.py"] for files in (attention, fem, both)}) == 3
+    assert both == files_of("transformer", pattern=("fem_softmax", "transformer"))
+
+
+def test_files_are_the_sources() -> None:
+    """But for imports, tables and the digest: line for line."""
+    files = files_of("fem_softmax")
+    source = bundling.ROOT / "fem_megatron" / "layers" / "time_decay.py"
+    pairs = zip(source.read_text().splitlines(), files["fem_megatron_layers_time_decay.py"].splitlines(), strict=True)
+    differing = [(ours, theirs) for ours, theirs in pairs if ours != theirs]
+    assert differing and all(
+        theirs == ours.replace("from ", "from .").replace(".layers.", "_layers_") or " ." in theirs for ours, theirs in differing
+    )
+    assert all(ours.startswith("from ") for ours, _ in differing)
+
+
+@pytest.mark.parametrize(
+    ("text", "flat"),
+    [
+        ("from kernels.time_decay_scan import time_decay_scan as scan", "from .kernels_time_decay_scan import time_decay_scan as scan"),
+        ("from fem_megatron.layers.update import (\n    Context,\n    Layer,\n)", "from .fem_megatron_layers_update import Context, Layer"),
+        ("from .update import Context", "from .fem_megatron_layers_update import Context"),
+        ("from ..settings import setting", "from .fem_megatron_settings import setting"),
+        (
+            "def f():\n    from kernels.time_decay_scan import x\n    return x",
+            "def f():\n    from .kernels_time_decay_scan import x\n    return x",
+        ),
+        (
+            "from fem_megatron import catalogue as c",
+            "from .fem_megatron_catalogue import __name__ as _\nfrom . import fem_megatron_catalogue as c",
+        ),
+        ("import torch, math\nfrom torch import nn", "import torch, math\nfrom torch import nn"),
+        ("import triton", "try:\n    import triton\nfinally:\n    pass"),
+        (
+            "try:\n    import triton\nexcept ImportError:\n    triton = None",
+            "try:\n    import triton\nexcept ImportError:\n    triton = None",
+        ),
+        ("x = 'a\u2028b'\nfrom .update import y", "x = 'a\u2028b'\nfrom .fem_megatron_layers_update import y"),
+    ],
+)
+def test_imports_become_flat(text: str, flat: str) -> None:
+    assert flatten(MODULE, text)[0] == flat
+
+
+def test_wanted_modules() -> None:
+    text = "from fem_megatron import catalogue\nfrom kernels.fem_attention import fem_attention\nimport torch"
+    assert flatten(MODULE, text)[1] == {"fem_megatron.catalogue", "kernels.fem_attention"}
+    inside = flatten("kernels.fem_attention", "from .reference import reference_attention")
+    assert inside == ("from .kernels_fem_attention_reference import reference_attention", {"kernels.fem_attention.reference"})
+    with pytest.raises(BundleError, match=r"fem_megatron.layers.block, line 2: only `from"):
+        flatten(MODULE, "import torch\nimport kernels.fem_attention")
+    for module in ("kernels.no_such", "pretrain.plan", "tools.demo.report"):
+        with pytest.raises(BundleError, match=f"line 1: {module} is no file that an export may copy"):
+            flatten(MODULE, f"from {module} import x")
+
+
+def test_an_outside_package_is_no_requirement(tmp_path: Path) -> None:
+    """And still fails where it stands, as it did."""
+    flat, _ = flatten(MODULE, "import math\ndef f():\n    if math.pi:\n        from no_such.layers import a, b as c\n    return a")
+    (tmp_path / "a.py").write_text(flat)
+    assert get_imports(tmp_path / "a.py") == ["math"]
+    assert packages({"a.py": flat, "b.py": "import torch.nn\nimport os"}) == ["no_such"]
+    names: dict[str, Any] = {}
+    exec(compile(flat, "a.py", "exec"), names)
+    with pytest.raises(ModuleNotFoundError, match="no_such"):
+        names["f"]()
+
+
+TABLE = """from fem_megatron.layers.fem import FemMixer
+from fem_megatron.layers.mlp import SwiGlu, gated
+from fem_megatron.shapes.fem import FemShape
+from fem_megatron.shapes.mlp import SwiGluShape
+
+X = SwiGlu
+UPDATES: dict = {
+    FemShape: FemMixer,
+    SwiGluShape: lambda shape, parallel: gated(
+        SwiGlu, shape
+    ),
+}
+"""
+
+
+def test_tables_lose_what_is_not_used() -> None:
+    assert without_unused(TABLE, {"FemShape", "SwiGluShape"}) == TABLE
+    kept = ast.parse(without_unused(TABLE, {"FemShape"}))
+    assert ast.unparse(kept) == (
+        "from fem_megatron.layers.fem import FemMixer\nfrom fem_megatron.layers.mlp import SwiGlu\n"
+        "from fem_megatron.shapes.fem import FemShape\nX = SwiGlu\nUPDATES: dict = {FemShape: FemMixer}"
+    )
+    short = TABLE.replace("{\n    FemShape: FemMixer,\n    SwiGluShape: lambda", "{FemShape: FemMixer, SwiGluShape: lambda")
+    assert without_unused(short, {"FemShape"}) == short
+    two = TABLE.replace("    FemShape: FemMixer,\n    SwiGluShape", "    FemShape: FemMixer, SwiGluShape")
+    assert without_unused(two, {"FemShape"}) == two
+    other = TABLE.replace("fem_megatron.shapes", "fem_megatron.other")
+    assert without_unused(other, {"FemShape"}) == other

@@ -1,0 +1,96 @@
+"""``python -m tools.bench.diagnostics_cost``: what a look at every layer costs, beside the training step that it is part of.
+
+Steps with and without a look alternate in one process, on random tokens. The cost of an interval is the look's share divided by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+
+from fem_megatron import platform
+from fem_megatron.catalogue import MIXERS
+from pretrain.config import RunConfig
+from pretrain.loader import ConfigError, load_run
+from pretrain.validate import validate
+
+RUN = "configs/run/demo.yaml"
+VOCABULARY = 4096
+
+
+def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
+    """Median seconds of a plain step, and by how much a step with a look is longer (median over ``pairs`` of both)."""
+    from pretrain.engines.megatron import MegatronEngine
+    from pretrain.observer import Observer
+    from pretrain.schedule import Schedule
+
+    engine = MegatronEngine(config, Schedule.of(config))
+    look, stream = Observer(engine.models, 1), random_batches(config)
+    plain, longer = [], []
+    for number in range(pairs + 1):
+        took = []
+        for watching in (False, True):
+            began = time.perf_counter()
+            with look(1) if watching else nullcontext():
+                # The loss that comes back has waited for the device.
+                engine.train_step(stream, config.train.global_batch_size)
+            took.append(time.perf_counter() - began)
+        if number:  # the first pair warms up
+            plain.append(took[0])
+            longer.append(took[1] - took[0])
+    return statistics.median(plain), statistics.median(longer)
+
+
+def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
+    """Endless micro-batches of random tokens."""
+    shape, device = (config.train.micro_batch_size, config.data.seq_length), platform.device()
+    while True:
+        tokens = torch.randint(0, VOCABULARY, shape, device=device)
+        positions = torch.arange(shape[1], device=device).expand(shape)
+        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape, device=device), "position_ids": positions}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a Markdown table; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="tools.bench.diagnostics_cost", description="What a look at every layer costs beside a training step."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
+    parser.add_argument("--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*")
+    parser.add_argument("--pairs", type=int, default=5, help="steps of each kind (default: 5)")
+    options = parser.parse_args(arguments)
+    names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
+    platform.quiet_libraries()  # before anything imports Megatron-core
+    platform.initialize_distributed()
+    from pretrain.engines.megatron import initialize_model_parallel
+
+    started = False
+    try:
+        for name in names:
+            overrides = [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides]
+            config = load_run(RUN, overrides)
+            validate(config, 1)
+            interval = max(1, config.log.diagnostics_interval)
+            if not started:
+                initialize_model_parallel(config)
+                started = True
+                print(f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |")
+                print("|---|---|---|---|---|")
+            step, look = seconds(config, options.pairs)
+            share = look / step
+            print(f"| {name} | {step:.3f} | {look:.3f} | {share:.2f} | {share / interval:.2%} |", flush=True)
+    except ConfigError as error:
+        print(f"tools.bench.diagnostics_cost: error: {error}", file=sys.stderr)
+        return 2
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

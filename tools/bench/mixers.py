@@ -1,0 +1,119 @@
+"""``python -m tools.bench.mixers``: train every mixer on the demo's data, same width, depth, tokens and seed: docs/mixers.md's table.
+
+One process each, one after another, through ``python -m pretrain``; the Transformer is the baseline of every ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+from fem_megatron.catalogue import MIXERS
+from pretrain.loader import ConfigError, load_run
+from pretrain.plan import count_by_component, decoding_state_bytes
+from tools.demo.history import History
+
+RUN = "configs/run/demo.yaml"
+BASELINE = "transformer"
+# What differs from the demo's model, besides the name. Hyper-SET is one block, iterated; a loop Transformer is that for any block.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "hyperset": ("model.num_layers=1", "model.recurrence=4"),
+    "transformer, looped twice": ("model.mixer=transformer", "model.num_layers=2", "model.recurrence=2"),
+    "hybrid: fem_softmax, fem_gla": ("model.pattern=[fem_softmax, fem_gla]",),
+    "transformer with CEM's MLP": ("model.mixer=transformer", "model.mlp=cem"),
+    "cem with SwiGLU": ("model.mixer=cem", "model.mlp=swiglu"),
+}
+
+
+def names() -> list[str]:
+    """Every mixer that runs without a GPU, the baseline first, then the combinations."""
+    own = [name for name in MIXERS if not name.startswith("fla.") and name != BASELINE]
+    return [BASELINE, *own, *(name for name in SETTINGS if name not in MIXERS)]
+
+
+def overrides(name: str, steps: int, folder: Path) -> list[str]:
+    """The run's settings."""
+    mixer = [f"model.mixer={name}"] if name in MIXERS else []
+    run_dir = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
+    fixed = [f"run_dir={run_dir}", f"train.steps={steps}", f"train.eval_interval={steps}", "log.interval=5", "data.test=[]"]
+    return [*mixer, *SETTINGS.get(name, ()), *fixed]
+
+
+def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
+    """One run; its numbers. Raises RuntimeError with the end of its output where it fails."""
+    settings = overrides(name, steps, folder)
+    command = [sys.executable, "-m", "pretrain", RUN, *settings]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {' '.join(command)} ended with {done.returncode}\n{done.stderr[-2000:]}")
+    run_dir = Path(next(setting for setting in settings if setting.startswith("run_dir=")).removeprefix("run_dir="))
+    config, history = load_run(run_dir / "config.yaml", ()), History.read(run_dir)
+    counts = count_by_component(config.model)
+    outside = ("embedding", "output layer")
+    return {
+        "name": name,
+        "cost": MIXERS[name].cost if name in MIXERS else "",
+        "parameters": sum(count for part, count in counts.items() if part not in outside),
+        "tokens_per_second": history.tokens_per_second(),
+        "first_loss": history.steps[0]["loss"],
+        "heldout_loss": history.validations[-1][1],
+        "state_bytes": decoding_state_bytes(config.model, 4096, 2),
+    }
+
+
+def table(rows: list[dict[str, float | str]], steps: int) -> str:
+    """Markdown."""
+    base = next(float(row["tokens_per_second"]) for row in rows if row["name"] == BASELINE)
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core"))
+    lines = [
+        f"{date.today().isoformat()}, {os.cpu_count()} CPU cores ({platform.machine()}), one thread, Python {platform.python_version()}, "
+        f"{versions}; {steps} steps of 1,024 tokens.",
+        "",
+        "| mixer | cost in T | parameters of the layers | held-out loss, nats | tokens/s | ÷ Transformer | state of 4,096 tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        speed = float(row["tokens_per_second"])
+        lines.append(
+            f"| {row['name']} | {row['cost']} | {float(row['parameters']) / 1e6:.2f}M | {float(row['heldout_loss']):.3f} | {speed:,.0f} | "
+            f"{speed / base:.2f} | {float(row['state_bytes']) / 1024:,.0f} KiB |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, print progress, write the table and the numbers as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="tools.bench.mixers", description="Train every mixer on the demo's data; needs `make demo`'s data."
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=Path("runs/mixers"), help="folder of the runs, table.md and table.json")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone (and the baseline)")
+    options = parser.parse_args(arguments)
+    chosen = [name for name in names() if not options.only or name in {*options.only, BASELINE}]
+    rows: list[dict[str, float | str]] = []
+    began = time.monotonic()
+    try:
+        for number, name in enumerate(chosen):
+            rows.append(train(name, options.steps, options.out))
+            left = (time.monotonic() - began) / (number + 1) * (len(chosen) - number - 1)
+            print(f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True)
+            (options.out / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
+    except (RuntimeError, ConfigError) as error:
+        print(f"tools.bench.mixers: error: {error}", file=sys.stderr)
+        return 1
+    (options.out / "table.md").write_text(table(rows, options.steps))
+    print(f"wrote {options.out / 'table.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""``python -m tools.diagnose CHECKPOINT``: one picture of layers x quantities. Tells errors in one line (exit code 2)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pretrain.loader import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Computes, draws, says where; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="tools.diagnose", description="Energies, entropies and step norms of every layer of a checkpoint, in one picture."
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run directory (its newest checkpoint)")
+    parser.add_argument("--data", type=Path, metavar="PREFIX", help="a .bin/.idx pair; default: the run's validation (or training) data")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="read the first N tokens of the data (default: 256)")
+    parser.add_argument("--out", type=Path, default=Path("diagnostics.png"), metavar="PNG", help="default: diagnostics.png")
+    given = parser.parse_args(arguments)
+    if given.out.suffix != ".png":
+        parser.error(f"--out {given.out}: the picture is a PNG, so its name must end in .png")
+    from tools.diagnose import picture  # torch and matplotlib take seconds: not for --help or a wrong argument
+    from tools.diagnose.from_checkpoint import diagnose
+
+    try:
+        found = diagnose(given.checkpoint, given.data, given.tokens)
+    except ConfigError as error:
+        print(f"tools.diagnose: error: {error}", file=sys.stderr)
+        return 2
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    picture.draw(found.values, found.title, given.out)
+    print(f"wrote {given.out}: {len(found.values)} numbers of {found.title}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The picture: a row a layer (and iteration), a column a quantity, each column shaded from its least to its greatest value. Draws alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+LEAST, GREATEST, ABSENT, QUIET = "#ffffff", "#56a3d9", "#efefef", "#555555"
+
+
+def table(values: dict[str, float]) -> tuple[list[str], list[str], np.ndarray]:
+    """Rows, columns and numbers [rows, columns], NaN where a layer has no such quantity.
+
+    ``layer_03/mixer/step_norm`` is row "layer 3", column "mixer: step norm". Mixers' columns stand before MLPs'.
+    """
+    cells: dict[tuple[str, tuple[str, str]], float] = {}
+    for name, value in values.items():
+        *place, part, quantity = name.split("/")
+        row = ", ".join(word.rpartition("_")[0] + " " + str(int(word.rpartition("_")[2])) for word in place)
+        cells[row, (part, quantity)] = value
+    rows = list(dict.fromkeys(row for row, _ in cells))
+    columns = sorted(dict.fromkeys(column for _, column in cells), key=lambda column: column[0] != "mixer")
+    numbers = np.array([[cells.get((row, column), math.nan) for column in columns] for row in rows])
+    return rows, [f"{part}: {_in_words(quantity)}" for part, quantity in columns], numbers
+
+
+def _in_words(quantity: str) -> str:
+    words = quantity.replace("_", " ")
+    return f"{words}%" if words[-1].isdigit() else words
+
+
+def draw(values: dict[str, float], title: str, file: Path) -> None:
+    """Writes ``file`` as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.colors import LinearSegmentedColormap
+
+    rows, columns, numbers = table(values)
+    size = (1.9 + 0.74 * len(columns), 2.6 + 0.31 * len(rows))
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    shades = LinearSegmentedColormap.from_list("shades", [LEAST, GREATEST]).with_extremes(bad=ABSENT)
+    axes.imshow(shade(numbers), cmap=shades, vmin=0.0, vmax=1.0, aspect="auto")
+    for (row, column), number in np.ndenumerate(numbers):
+        if not math.isnan(number):
+            axes.text(column, row, f"{number:.3g}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(columns)), columns, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
+    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    axes.xaxis.tick_top()
+    axes.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="#e6e6e6", linewidth=0.7)
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(
+        f"{title}\nshade: from a column's least value to its greatest; grey: the layer has no such quantity",
+        loc="left",
+        fontsize=9,
+        color=QUIET,
+    )
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def shade(numbers: np.ndarray) -> np.ndarray:
+    """Each column's finite numbers mapped to 0 .. 1; 0 where all are alike; NaN stays NaN."""
+    finite = np.where(np.isfinite(numbers), numbers, np.nan)
+    known = np.isfinite(finite).any(axis=0)
+    low, high = (np.full(numbers.shape[1], np.nan) for _ in range(2))
+    low[known], high[known] = np.nanmin(finite[:, known], axis=0), np.nanmax(finite[:, known], axis=0)
+    span = np.where(high > low, high - low, 1.0)
+    shaded: np.ndarray = (finite - low) / span
+    return shaded
