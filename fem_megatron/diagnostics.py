@@ -24,8 +24,9 @@ from fem_megatron.layers.update import Context, Update, rms_norm
 from fem_megatron.shapes.priors.aft import AftShape
 from fem_megatron.shapes.priors.base import PriorShape
 from fem_megatron.shapes.priors.mamba import MambaShape
+from kernels.pairs import allowed_pairs
 from kernels.second_order_attention.energy import quadratic_energy
-from kernels.second_order_attention.reference import allowed_pairs, rotated
+from kernels.second_order_attention.reference import rotated
 
 TOKENS = 256  # of the sample
 ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 there, and so is softplus over its root mean square

@@ -128,7 +128,10 @@ class RunConfig:
     """A complete run."""
 
     name: str = setting("", "Name of the run.")
-    run_dir: str | None = setting(None, "Run directory: checkpoints, logs, resolved configuration; null: runs/<name>.")
+    run_dir: str | None = setting(
+        None,
+        "Run directory: checkpoints, logs, resolved configuration; {mixer} in it stands for model.mixer (or the pattern's names); null: runs/<name>.",
+    )
     model: ModelConfig = setting(ModelConfig, "The model.")
     data: DataConfig = setting(DataConfig, "The data.")
     parallel: ParallelConfig = setting(ParallelConfig, "The layout.")

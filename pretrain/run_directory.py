@@ -22,8 +22,10 @@ PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transfor
 
 
 def run_directory(config: RunConfig) -> Path:
-    """Where the run keeps everything: run_dir, or runs/<name>."""
-    return Path(config.run_dir) if config.run_dir else Path("runs") / config.name
+    """Where the run keeps everything: run_dir, with the mixer's name filled in, or runs/<name>."""
+    if not config.run_dir:
+        return Path("runs") / config.name
+    return Path(config.run_dir.replace("{mixer}", "-".join(config.model.pattern or (config.model.mixer,))))
 
 
 @contextmanager

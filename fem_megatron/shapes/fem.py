@@ -34,7 +34,9 @@ class FemConfig:
         ("i", "ii"),
     )
     value_size: int | None = setting(None, "Width d of the values over all heads; null: from the budget.")
-    conditioner_size: int | None = setting(None, "Width H_c of the conditioner's state; null: d / 16, at least 4.")
+    conditioner_size: int | None = setting(
+        None, "Width H_c of the conditioner's state; null: d / 16, at least 4, up to a whole number a head."
+    )
     gla_decay: str = setting("head", "fem_gla: a decay for each head, or for each channel of its q and k.", ("head", "channel"))
     feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.")
     aft_query: str = setting(
@@ -116,7 +118,7 @@ class FemShape(Shape):
             hidden=hidden,
             heads=heads,
             value_head=value // heads,
-            conditioner=(fem.conditioner_size or max(4, value // 16)) if fem.conditioner else 0,
+            conditioner=(fem.conditioner_size or -(-max(4, value // 16) // heads) * heads) if fem.conditioner else 0,
             free_energy=fem.free_energy,
             temperature=temperature,
             gate=fem.gate,

@@ -20,7 +20,8 @@ class Mamba2Config:
     """Sizes of Mamba-2; read only where ``model.mixer`` is mamba2."""
 
     inner_size: int | None = setting(
-        None, "Width of the values; null: what makes 4 hidden_size^2 in all, to the nearest even number of heads. The paper: 2 hidden_size."
+        None,
+        "Width of the values; null: what makes 4 hidden_size^2 in all, in heads by twos (from twelve on by eights). The paper: 2 hidden_size.",
     )
     head_size: int = setting(64, "Channels of a head; the number of heads is inner_size / head_size.")
     state_size: int = setting(128, "N: channels of B and of C, which all heads share (the paper: 64 or 128).")
@@ -48,7 +49,8 @@ class Mamba2Shape(Shape):
             if getattr(mamba, name) < 1:
                 raise ValueError(f"model.mamba2.{name}={getattr(mamba, name)}; at least 1")
         if mamba.inner_size is None:
-            heads = 2 * max(1, round((4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size / 2))
+            budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
+            heads = 8 * round(budget / 8) if budget >= 12 else 2 * max(1, round(budget / 2))
         elif mamba.inner_size < 1 or mamba.inner_size % mamba.head_size:
             raise ValueError(f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of model.mamba2.head_size={mamba.head_size}")
         else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cem_attention.reference import Diagonal, pair_scores
-from kernels.symmetric_attention.reference import allowed_pairs
+from kernels.pairs import allowed_pairs
 
 
 def interaction_energy(

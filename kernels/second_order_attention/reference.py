@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kernels.pairs import allowed_pairs
+
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
@@ -41,21 +43,6 @@ def step(
     r, product = (torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
     solved = solve_gram(gram, product, jitter)
     return solved if exact else r + solved
-
-
-def allowed_pairs(own: Tensor, tk: int, causal: bool, valid: Tensor | None) -> Tensor | None:
-    """Which of tk keys the tokens at positions ``own`` [n] see: bool, [n, tk] or [b, 1, n, tk]; None: all.
-
-    valid [b, tk] is False at padding, which sees itself alone and which nobody else sees.
-    """
-    if valid is None and not causal:
-        return None
-    key = torch.arange(tk, device=own.device)
-    before = key <= own[:, None]
-    if valid is None:
-        return before
-    both = valid[:, None, None, :] & valid[:, None, own, None]
-    return (both & before if causal else both) | (key == own[:, None])
 
 
 def rotated(x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.symmetric_attention.reference import allowed_pairs, pairwise_attention
+from kernels.pairs import allowed_pairs
+from kernels.symmetric_attention.reference import pairwise_attention
 
 __all__ = ["symmetric_attention"]
 

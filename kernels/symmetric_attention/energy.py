@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.symmetric_attention.reference import allowed_pairs
+from kernels.pairs import allowed_pairs
 
 
 def attention_energy(

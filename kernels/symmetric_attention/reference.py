@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.pairs import allowed_pairs
+
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
@@ -21,21 +23,6 @@ def pairwise_attention(z: Tensor, keys: Tensor, *, kind: str, causal: bool, vali
     """As `symmetric_attention`, for every kind; the result in z's type, computed in float32 (float64 for float64)."""
     compute = torch.promote_types(z.dtype, torch.float32)
     return _Pairs.apply(z.to(compute), keys.to(compute), kind, causal, valid).to(z.dtype)
-
-
-def allowed_pairs(own: Tensor, tk: int, causal: bool, valid: Tensor | None) -> Tensor | None:
-    """Which of tk keys the tokens at positions ``own`` [n] see: bool, [n, tk] or [b, 1, n, tk]; None: all.
-
-    valid [b, tk] is False at padding, which sees itself alone and which nobody else sees.
-    """
-    if valid is None and not causal:
-        return None
-    key = torch.arange(tk, device=own.device)
-    before = key <= own[:, None]
-    if valid is None:
-        return before
-    both = valid[:, None, None, :] & valid[:, None, own, None]
-    return (both & before if causal else both) | (key == own[:, None])
 
 
 class _Pairs(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from fem_megatron import platform
 from fem_megatron.layers.block import Block
 from fem_megatron.layers.update import Context
-from tests.fem_megatron.test_catalogue import CASES, block_of, shape_of, tokens
+from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, shape_of, tokens
 
 
 def main() -> None:
@@ -43,9 +43,9 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
         for (_, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
             ours.copy_(part(theirs, ours, parallel))
     x, weight = tokens(12), tokens(12).flip(0)
-    wanted, wanted_x = run(whole, x, weight)
+    wanted, wanted_x = run(whole, x, weight, is_causal(name))
     mine = slice(6 * parallel.rank, 6 * parallel.rank + 6) if sequence_parallel else slice(None)
-    y, x_grad = run(split, x[mine], weight[mine])
+    y, x_grad = run(split, x[mine], weight[mine], is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
     for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
         gradient = gradient_of(ours)
@@ -57,9 +57,9 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     return {key: max(rank[key] for rank in everyone) for key in errors}
 
 
-def run(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def run(block: Block, x: Tensor, weight: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
-    y = block(x, Context())
+    y = block(x, Context(causal=causal))
     (y * weight).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad

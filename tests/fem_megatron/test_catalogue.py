@@ -20,6 +20,7 @@ from fem_megatron.shapes.block import BlockShape
 from fem_megatron.shapes.cem import CemConfig
 from fem_megatron.shapes.fem import FemConfig
 from fem_megatron.shapes.hyperset import HyperSetConfig
+from fem_megatron.shapes.second_order import SecondOrderConfig
 from pretrain.plan import forward_flops, parameter_shapes
 
 SMALL = ModelConfig(
@@ -43,14 +44,36 @@ CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "loop": {"mixer": "transformer", "recurrence": 2},
     "fem budget ii": {"mixer": "fem_softmax", "hidden_size": 32, "fem": FemConfig(budget="ii", value_size=16)},
     "fem bidirectional": {"mixer": "fem_softmax", "causal": False, "fem": FemConfig(conditioner_size=4)},
+    "fem plain": {"mixer": "fem_softmax", "fem": FemConfig(conditioner=False, free_energy=False, gate=False)},
+    "gla by channel": {"mixer": "fem_gla", "fem": FemConfig(gla_decay="channel")},
+    "gla bidirectional": {"mixer": "fem_gla", "causal": False, "fem": FemConfig(conditioner_size=4)},
+    "aft inside": {"mixer": "fem_aft", "fem": FemConfig(aft_query="inside")},
+    "mamba unnormalised": {"mixer": "fem_mamba", "fem": FemConfig(mamba_normalise=False)},
+    "second order, mean": {"mixer": "energy_linear", "second_order": SecondOrderConfig(linear_read="mean")},
+    "second order, log": {"mixer": "mha2nd", "second_order": SecondOrderConfig(temperature="log")},
     "cem mlp": {"mixer": "transformer", "mlp": "cem"},
     "cem attention": {"mixer": "cem", "mlp": "swiglu", "cem": CemConfig(diagonal="head", residual="raw", preconditioner="diagonal")},
     "hyperset deep": {"mixer": "hyperset", "recurrence": 3, "hyperset": HyperSetConfig(lora_rank=2, update="adam", feed_forward="gated")},
+    "hyperset linear": {
+        "mixer": "hyperset",
+        "recurrence": 2,
+        "hyperset": HyperSetConfig(attention="linear", feed_forward="softmax", update="momentum", step_condition="current"),
+    },
+    "hyperset sigmoid": {
+        "mixer": "hyperset",
+        "recurrence": 2,
+        "hyperset": HyperSetConfig(attention="sigmoid", update="rmsprop", step_size="fixed"),
+    },
+    "hyperset both ways": {"mixer": "hyperset", "causal": False, "hyperset": HyperSetConfig(attention="bisoftmax")},
 }
 
 
 def shape_of(name: str) -> BlockShape:
     return replace(SMALL, **CASES[name]).blocks()[0]
+
+
+def is_causal(name: str) -> bool:
+    return bool(CASES[name].get("causal", True))
 
 
 def block_of(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Block:
@@ -134,11 +157,11 @@ def test_bf16_is_near_fp32(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_planned_flops_are_those_that_torch_counts(name: str, length: int) -> None:
     """All but triangular solves, which torch's counter does not see; exactly, as both count multiply-adds of the same products."""
-    if name in ("differential", "fem budget ii"):
+    if name in ("differential", "fem budget ii", "fem plain"):
         pytest.skip("on a CPU attention's widths are padded to one, and the zeros are counted, too")
     block = block_of(name, torch.float32, attention_backend="fused")
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        block(tokens(length, torch.float32)[:, :1], Context(causal=name != "fem bidirectional"))
+        block(tokens(length, torch.float32)[:, :1], Context(causal=is_causal(name)))
     planned = {part: value for part, value in shape_of(name).flops(length, whole_square=True).items() if part != "solves"}
     assert counter.get_total_flops() == pytest.approx(length * sum(planned.values()), rel=1e-12)
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from fem_megatron.catalogue import MIXERS
 from pretrain import reference_page
 from pretrain.config import RunConfig, Source
 from pretrain.loader import ConfigError, dump_yaml, load_run, to_dict, walk
+from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
 from tests.pretrain.small import SMALL
 
@@ -351,3 +353,17 @@ def test_the_command_ends_with_one_line_and_exit_code_2(arguments: list[str], co
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, err)
     assert out in done.stdout
+
+
+@pytest.mark.parametrize("run", ["fem_sm_1.3b_100bt", "fem_sm_340m_15bt"])
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if "TP" in MIXERS[name].layouts])
+def test_every_mixer_can_be_split_at_the_papers_sizes(run: str, mixer: str) -> None:
+    for tensor in (2, 4, 8):
+        settings = [f"model.mixer={mixer}", f"parallel.tensor_model_parallel_size={tensor}", "model.second_order.exact_max_length=4096"]
+        validate(load_run(CONFIGS / f"{run}.yaml", settings), 8)
+
+
+def test_the_run_directory_may_name_the_mixer() -> None:
+    config = load_run(CONFIGS / "demo.yaml", ["run_dir=x/{mixer}", "model.pattern=[fem_gla, cem]"])
+    assert run_directory(config) == Path("x/fem_gla-cem")
+    assert run_directory(load_run(CONFIGS / "demo.yaml", [])) != run_directory(load_run(CONFIGS / "demo.yaml", ["model.mixer=cem"]))

@@ -49,14 +49,15 @@ CASES = [
 ]
 # Every other mixer: one layout that has all of TP, SP and PP, and one of recompute; the rest of the matrix is slow.
 MIXERS = {name: [f"model.mixer={name}"] for name in catalogue.MIXERS if name != "fem_softmax" and not name.startswith("fla.")} | {
-    "hybrid": ["model.pattern=[fem_softmax, transformer]"],
+    "hyperset": ["model.mixer=hyperset", "model.recurrence=3", "model.hyperset.lora_rank=2"],
+    "hybrid": ["model.pattern=[fem_gla, transformer]"],
     "loop": ["model.mixer=transformer", "model.recurrence=2"],
 }
 # feature_eps: at 1e-6 a token whose features meet none of the past's weighs by eps alone, and its gradient is 1/eps times fp32's rounding;
 # what tensor parallelism computes there is proven in float64 (tests/fem_megatron/test_tensor_parallel.py).
-MIXER_SMALL = ["model.num_layers=2", "model.tie_embeddings=true", "model.fem.feature_eps=0.01"]
+MIXER_SMALL = ["model.tie_embeddings=true", "model.fem.feature_eps=0.01"]
 FAST = ("one process", "recompute", "TP2+SP", "TP2 x PP2 + SP")
-ALL = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts if "interleaved" not in name]
+ALL = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
 MIXER_CASES = [(mixer, world, name) for mixer in MIXERS for world, name in ALL if name in FAST]
 SLOW_CASES = [(mixer, world, name) for mixer in MIXERS for world, name in ALL if name not in FAST or name == "one process"]
 
@@ -144,9 +145,10 @@ def test_the_start_was_not_trivial(results: dict[str, Any]) -> None:
 # --- every mixer -----------------------------------------------------------------------------------------------------------------
 
 
-def run_mixers(data: Path, folder: Path, cases: list[tuple[str, int, str]]) -> dict[str, Any]:
+def run_mixers(data: Path, folder: Path, cases: list[tuple[str, int, str]], layers: int) -> dict[str, Any]:
     """The cases, and a bf16 run in one process; each mixer starts from a checkpoint of its own, of three steps."""
     base = [f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}", "data.test=[]", *SMALL, *MIXER_SMALL]
+    base.append(f"model.num_layers={layers}")
 
     def job(mixer: str, name: str, layout: list[str], **more: Any) -> dict[str, Any]:
         run_dir = str(folder / mixer)
@@ -167,12 +169,12 @@ def run_mixers(data: Path, folder: Path, cases: list[tuple[str, int, str]]) -> d
 
 @pytest.fixture(scope="module")
 def mixers(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_mixers(tiny_data, tmp_path_factory.mktemp("mixers"), MIXER_CASES)
+    return run_mixers(tiny_data, tmp_path_factory.mktemp("mixers"), MIXER_CASES, layers=2)
 
 
 @pytest.fixture(scope="module")
 def slow_mixers(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_mixers(tiny_data, tmp_path_factory.mktemp("slow_mixers"), SLOW_CASES)
+    return run_mixers(tiny_data, tmp_path_factory.mktemp("slow_mixers"), SLOW_CASES, layers=4)
 
 
 def check_mixer(found: dict[str, Any], mixer: str, name: str) -> None:

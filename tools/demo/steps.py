@@ -58,11 +58,12 @@ class Demo:
         self.shell.run([self.shell.python, *arguments], what, COMMAND_LIMIT)
 
     def overrides(self, name: str) -> list[str]:
-        """None in the place that the configuration names; elsewhere the run directory and the data."""
-        if self.out == self.shell.root / "runs" / "demo" and name in ("fem", "transformer"):
-            return []
+        """The run directory and, outside the place that the configuration names, the data."""
+        run_dir = f"run_dir={_yaml(self.path(name))}"
+        if self.out == self.shell.root / "runs" / "demo":
+            return [run_dir]
         data = [f"data.{split}.0.prefix={_yaml(self.path('data', split))}" for split in ("train", "valid", "test")]
-        return [f"run_dir={_yaml(self.path(name))}", *data]
+        return [run_dir, *data]
 
     def pretrain(self, what: str, name: str, ranks: int, *arguments: str, watch: Callable[[int], None] | None = None) -> None:
         """Runs ``pretrain`` under torchrun for the run directory ``name``."""
