@@ -130,7 +130,8 @@ class RunConfig:
     name: str = setting("", "Name of the run.")
     run_dir: str | None = setting(
         None,
-        "Run directory: checkpoints, logs, resolved configuration; {mixer} in it stands for model.mixer (or the pattern's names); null: runs/<name>.",
+        "Run directory: checkpoints, logs, resolved configuration; {mixer} in it stands for the mixer's name or the pattern's; "
+        "null: runs/<name>.",
     )
     model: ModelConfig = setting(ModelConfig, "The model.")
     data: DataConfig = setting(DataConfig, "The data.")

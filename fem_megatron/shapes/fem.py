@@ -35,7 +35,7 @@ class FemConfig:
     )
     value_size: int | None = setting(None, "Width d of the values over all heads; null: from the budget.")
     conditioner_size: int | None = setting(
-        None, "Width H_c of the conditioner's state; null: d / 16, at least 4, up to a whole number a head."
+        None, "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head."
     )
     gla_decay: str = setting("head", "fem_gla: a decay for each head, or for each channel of its q and k.", ("head", "channel"))
     feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.")

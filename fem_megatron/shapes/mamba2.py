@@ -21,7 +21,7 @@ class Mamba2Config:
 
     inner_size: int | None = setting(
         None,
-        "Width of the values; null: what makes 4 hidden_size^2 in all, in heads by twos (from twelve on by eights). The paper: 2 hidden_size.",
+        "Width of the values; null: 4 hidden_size^2 parameters in all, in heads by twos (by eights from 12). The paper: 2 hidden_size.",
     )
     head_size: int = setting(64, "Channels of a head; the number of heads is inner_size / head_size.")
     state_size: int = setting(128, "N: channels of B and of C, which all heads share (the paper: 64 or 128).")

@@ -100,6 +100,30 @@ def test_free_energy_rises_with_beta_and_starts_at_the_mean(implementation: str)
 
 
 @both
+def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> None:
+    """(1 - lam) mu + lam F(beta) is F at an inverse temperature between 0 and beta that rises with lam (the paper's hidden temperature)."""
+    x = inputs(tokens=9, heads=1, batch=1)
+    log_p = (x["q"] @ x["k"].mT * 8**-0.5).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf).log_softmax(-1)
+
+    def at(temperature: Tensor) -> Tensor:  # [b, h, t, dv]: one for each token and channel
+        return (log_p[..., None] + temperature[:, :, :, None] * x["v"][:, :, None]).logsumexp(3) / temperature
+
+    def hidden(lam: float) -> Tensor:
+        mixed = fem_attention(x["q"], x["k"], x["v"], x["beta"], torch.full_like(x["lam"], lam), implementation=implementation)
+        low, high = torch.full_like(mixed, 1e-9), x["beta"][:, None].expand_as(mixed)
+        for _ in range(60):
+            middle = (low + high) / 2
+            under = at(middle) < mixed
+            low, high = torch.where(under, middle, low), torch.where(under, high, middle)
+        return low[:, :, 1:]  # the first token has one key: every temperature gives its value
+
+    found = [hidden(lam) for lam in (0.05, 0.3, 0.6, 0.95)]
+    # 1e-3: far under the steps, far over what 60 bisections leave.
+    assert all((higher - lower > 1e-3).all() for lower, higher in zip(found, found[1:], strict=False))
+    assert (found[0] > 0).all() and (found[-1] < x["beta"].max()).all()
+
+
+@both
 def test_shift_law(implementation: str) -> None:
     x = inputs()
     shift = torch.linspace(-50, 50, 4, dtype=torch.float64)
