@@ -30,14 +30,15 @@ class FemConfig:
     gate: bool = setting(True, "G: the outer gate g, RMS-normalised over a head's channels.")
     budget: str = setting(
         "i",
-        "How 4*hidden_size^2 parameters are shared out: (i) full-width queries and keys, narrower values; (ii) all of one width.",
+        "How 4*hidden_size^2 parameters are shared out: (i) full-width queries and keys, narrower values; (ii) all of one width. "
+        "fem_lrnn_decay, and fem_aft with its query after, have one width under both.",
         ("i", "ii"),
     )
     value_size: int | None = setting(None, "Width d of the values over all heads; null: from the budget.")
     conditioner_size: int | None = setting(
         None, "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head."
     )
-    gla_decay: str = setting("head", "fem_gla: a decay for each head, or for each channel of its q and k.", ("head", "channel"))
+    gla_decay: str = setting("head", "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).", ("head", "channel"))
     feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.")
     aft_query: str = setting(
         "after",

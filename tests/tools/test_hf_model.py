@@ -45,7 +45,13 @@ SIZES: dict[str, Any] = {
     "make_vocab_size_divisible_by": 32,
 }
 # Layers of the package fla run on a GPU alone.
-NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
+# Besides each mixer as it is: mixed by layer, with the other's MLP, looped, with switches that change the state or the weights.
+COMBINED: dict[str, dict[str, Any]] = {
+    "hybrid": {"mixer": "fem_softmax", "pattern": ("fem_softmax", "fem_gla")},
+    "cem_mlp_grouped": {"mixer": "transformer", "mlp": "cem", "num_query_groups": 2, "recurrence": 2},
+    "cem_attention": {"mixer": "cem", "mlp": "swiglu"},
+}
+NAMES = [*(name for name in catalogue.MIXERS if not name.startswith("fla.")), *COMBINED]
 PADDED = (3, 8, 5)
 
 
@@ -136,7 +142,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[...
 
     def of(name: str) -> Exported:
         if name not in known:
-            config = small(name, tie_embeddings=len(name) % 2 == 0, recurrence=2 if catalogue.MIXERS[name].mlp == "none" else 1)
+            changes = dict(COMBINED.get(name, {}))
+            recurrence = 2 if name in catalogue.MIXERS and catalogue.MIXERS[name].mlp == "none" else 1
+            config = small(changes.pop("mixer", name), **{"tie_embeddings": len(name) % 2 == 0, "recurrence": recurrence, **changes})
             state = random_state(config, dtype=torch.float32)
             # The same last name for all: transformers must tell them apart by what is in them.
             folder = export(config, tmp_path_factory.mktemp(name) / "model", state=state)

@@ -25,6 +25,7 @@ RUN = "configs/run/demo.yaml"
 BASELINE = "transformer"
 # What differs from the demo's model, besides the name. Hyper-SET is one block, iterated; a loop Transformer is that for any block.
 SETTINGS: dict[str, tuple[str, ...]] = {
+    "cem": ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4"),
     "hyperset": ("model.num_layers=1", "model.recurrence=4"),
     "transformer, looped twice": ("model.mixer=transformer", "model.num_layers=2", "model.recurrence=2"),
     "hybrid: fem_softmax, fem_gla": ("model.pattern=[fem_softmax, fem_gla]",),
