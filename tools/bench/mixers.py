@@ -23,14 +23,16 @@ from tools.demo.history import History
 
 RUN = "configs/run/demo.yaml"
 BASELINE = "transformer"
+# CEM at the demo's rate of 3e-3 did not get under the text's unigram entropy in 200 steps (6.97 nats against 6.60).
+GENTLER = ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4")
 # What differs from the demo's model, besides the name. Hyper-SET is one block, iterated; a loop Transformer is that for any block.
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "cem": ("optimizer.lr=1e-3", "optimizer.min_lr=1e-4"),
+    "cem": GENTLER,
     "hyperset": ("model.num_layers=1", "model.recurrence=4"),
     "transformer, looped twice": ("model.mixer=transformer", "model.num_layers=2", "model.recurrence=2"),
     "hybrid: fem_softmax, fem_gla": ("model.pattern=[fem_softmax, fem_gla]",),
-    "transformer with CEM's MLP": ("model.mixer=transformer", "model.mlp=cem"),
-    "cem with SwiGLU": ("model.mixer=cem", "model.mlp=swiglu"),
+    "transformer with CEM's MLP": ("model.mixer=transformer", "model.mlp=cem", *GENTLER),
+    "cem with SwiGLU": ("model.mixer=cem", "model.mlp=swiglu", *GENTLER),
 }
 
 
