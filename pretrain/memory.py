@@ -180,7 +180,8 @@ def _estimate(config: RunConfig, shape: Shape) -> float:
     kept = (fp32 if _element(config) == WIDE else bf16) * config.model.hidden_size
     if isinstance(shape, CemMlpShape):
         kept += _element(config) * (3 * shape.switches.steps_mlp + 1) * shape.inner
-    return kept / config.parallel.tensor_model_parallel_size
+    whole = _element(config) * config.model.hidden_size  # what every rank has entered
+    return whole + max(0.0, kept - whole) / config.parallel.tensor_model_parallel_size
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:

@@ -191,7 +191,9 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     data_parallel = world_size // (layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
     schedule = Schedule.of(config)
     parameters = count_by_component(config.model)
+    # Of the same width; its parameters do not depend on its heads, and one head fits any width.
     twin = replace(config.model, mixer="transformer", pattern=None, mlp=None, recurrence=1)
+    twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False)
     counts = stage_parameters(config)
     return Plan(
         config=config,

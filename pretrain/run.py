@@ -78,7 +78,12 @@ def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
         describe(config, folder, world_size)
     plan = make_plan(config, world_size, facts, cuda=platform.has_cuda())
     data = _data(config, facts, progress.order_samples, folder)
-    engine = MegatronEngine(config, schedule)
+    try:
+        engine = MegatronEngine(config, schedule)
+    except ValueError as error:
+        if any(block.mixer.external for block in config.model.blocks()):  # what another package says of its layer's options
+            raise ConfigError(str(error)) from None
+        raise
     say(
         f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {schedule.steps} steps of {schedule.step_tokens} tokens on "
         f"{world_size} x {platform.device_name()} (TP {config.parallel.tensor_model_parallel_size}, "

@@ -20,7 +20,8 @@ from pretrain.schedule import Schedule
 
 _AT_LEAST_ONE = (
     "model.hidden_size model.num_layers model.recurrence model.num_attention_heads model.ffn_hidden_size model.vocab_size model.rope_base "
-    "model.make_vocab_size_divisible_by model.fem.value_size model.fem.conditioner_size data.seq_length parallel.world_size "
+    "model.make_vocab_size_divisible_by model.fem.value_size model.fem.conditioner_size model.num_query_groups model.delta.heads "
+    "model.delta.key_size model.delta.value_size data.seq_length parallel.world_size "
     "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size train.steps train.tokens train.micro_batch_size "
     "train.global_batch_size train.eval_batches train.max_bad_steps optimizer.decay_steps optimizer.decay_tokens checkpoint.keep_last "
     "log.interval"
@@ -29,6 +30,7 @@ _NOT_NEGATIVE = (
     "train.seed train.eval_interval optimizer.min_lr optimizer.weight_decay optimizer.clip_grad optimizer.warmup_steps "
     "optimizer.warmup_tokens checkpoint.interval log.diagnostics_interval"
 ).split()
+_DECAYS = "optimizer.beta1 optimizer.beta2 model.hyperset.beta1 model.hyperset.beta2".split()
 _POSITIVE = "model.norm_eps model.init_std optimizer.lr optimizer.eps".split()
 
 
@@ -93,7 +95,11 @@ def _check_ranges(config: RunConfig) -> None:
         (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
         (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
         (_POSITIVE, lambda value: value > 0, "more than 0"),
-        (["optimizer.beta1", "optimizer.beta2"], lambda value: 0 <= value < 1, "from 0 to below 1"),
+        (
+            _DECAYS,
+            lambda value: 0 <= value < 1,
+            "from 0 to below 1",
+        ),
     ):
         for key in keys:
             value = _get(config, key)

@@ -89,9 +89,10 @@ def _pip(words: list[str]) -> str | None:
 
 
 def _python(words: list[str], processes: int | None) -> str | None:
-    if words[:2] == ["-m", "pretrain"] and "--plan" not in words and "--help" not in words:
+    stops = {"--plan", "--help", "--list-mixers"} & set(words)
+    if words[:2] == ["-m", "pretrain"] and not stops:
         return _pretrain(words[2:], processes)
-    if "--plan" in words:
+    if stops:
         command = [sys.executable, *words]
     else:
         command = [sys.executable, "-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])]

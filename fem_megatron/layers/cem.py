@@ -59,12 +59,12 @@ class CemAttention(Update):
         """The T steps: h, normalised, and where x starts, in the stream's slicing -> x after the last."""
         whole = self.parallel.enter(h)
         k, seen = self.remember(whole, context)
-        back = self.precondition(self.query.weight, whole.shape[0] * whole.shape[1])
+        back, biases = self.precondition(self.query.weight, whole.shape[0] * whole.shape[1]), self.biases(k)
         for step in range(self.shape.switches.steps_attention):
             # u of x = h from h as it was gathered: one exchange less.
             u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
             q, diagonal = self.look(u, seen)
-            o = cem_attention(q, k, *self.biases(q), diagonal, scale=self.shape.scale, causal=context.causal, valid=context.valid)
+            o = cem_attention(q, k, *biases, diagonal, scale=self.shape.scale, causal=context.causal, valid=context.valid)
             x = torch.add(x, self.parallel.leave(back(o.permute(2, 0, 1, 3).flatten(2))), alpha=self.shape.switches.eta_attention)
         return x
 

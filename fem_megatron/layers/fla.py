@@ -28,7 +28,7 @@ class FlaLayer(Update):
         super().__init__(shape, parallel)
 
     def build(self) -> None:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.shape.layer)
             self.layer = _build(self.shape).to(self.parallel.dtype)
         for weight in self.layer.parameters():

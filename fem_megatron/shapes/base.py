@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,12 @@ Weights = dict[str, Weight]
 
 
 class Shape(ABC):
-    """Sizes of one update of the residual stream: a mixer or an MLP, its norm included."""
+    """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
+
+    external: another package computes it, and knows its parameters alone.
+    """
+
+    external: ClassVar[bool] = False
 
     @abstractmethod
     def weights(self) -> Weights:

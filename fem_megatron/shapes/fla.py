@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fem_megatron.settings import setting
 from fem_megatron.shapes.base import Shape, Weight, Weights
@@ -32,7 +32,7 @@ class FlaShape(Shape):
     options: tuple[tuple[str, Any], ...]
     norm_eps: float
 
-    external = True
+    external: ClassVar[bool] = True
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int, *, name: str) -> FlaShape:

@@ -139,6 +139,12 @@ def test_budget_i_costs_what_the_transformer_costs_but_for_the_conditioner() -> 
     assert conditioner == 2 * model.num_layers * (3 * 64 * 2048 + 64 * 3.5 * 2048)
 
 
+@pytest.mark.parametrize(("mixer", "width", "heads"), [("mamba2", 512, 12), ("cem", 66, 22)])
+def test_a_plan_needs_no_transformer_of_the_same_heads(mixer: str, width: int, heads: int) -> None:
+    config = small(f"model.mixer={mixer}", f"model.hidden_size={width}", f"model.num_attention_heads={heads}")
+    assert "a Transformer of this width has" in render(make_plan(config, 1))
+
+
 def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layers() -> None:
     config = run(LARGE)
     forward = forward_flops(config.model, 4096)

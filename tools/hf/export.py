@@ -118,7 +118,7 @@ def check_state(state: dict[str, torch.Tensor], model: ModelConfig) -> None:
     if model.vocab_size is None:
         raise ExportError("model.vocab_size is not known: the checkpoint's configuration must hold it")
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
-        if getattr(block.mixer, "external", False):
+        if block.mixer.external:
             raise ExportError(f"model.mixer={name} is another package's layer, which a folder cannot carry: save it with that package")
     shapes = parameter_shapes(model)
     for complaint, names in (("lacks", shapes.keys() - state.keys()), ("holds, besides the model's,", state.keys() - shapes.keys())):

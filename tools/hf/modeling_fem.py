@@ -163,13 +163,14 @@ class FemLMModel(FemLMPreTrainedModel):
         valid = _valid(attention_mask, past + x.shape[1])
         positions = _positions(position_ids, valid, past, x)
         x = x.transpose(0, 1).contiguous()
-        states = [x]
-        for block in self.layers:
-            x = block(x, positions=positions, valid=valid, past_key_values=cache)
-            states.append(x)
-        x = self.norm(x).transpose(0, 1)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        hidden = (*(state.transpose(0, 1) for state in states[:-1]), x) if wanted else None
+        states: list[Tensor] = []
+        for block in self.layers:
+            if wanted:
+                states.append(x.transpose(0, 1))
+            x = block(x, positions=positions, valid=valid, past_key_values=cache)
+        x = self.norm(x).transpose(0, 1)
+        hidden = (*states, x) if wanted else None
         output = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=hidden)
         return output if return_dict is not False else output.to_tuple()
 
