@@ -92,10 +92,8 @@ def _python(words: list[str], processes: int | None) -> str | None:
     stops = {"--plan", "--help", "--list-mixers"} & set(words)
     if words[:2] == ["-m", "pretrain"] and not stops:
         return _pretrain(words[2:], processes)
-    if stops:
-        command = [sys.executable, *words]
-    else:
-        command = [sys.executable, "-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])]
+    parsed = ["-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])]
+    command = [sys.executable, *(words if stops else parsed)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return (done.stderr or done.stdout) if done.returncode else None
 
