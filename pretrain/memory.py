@@ -229,13 +229,14 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     tokens = train.micro_batch_size * config.data.seq_length
     inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
     per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
-    if train.recompute == "full":
+    # Under recompute a layer's activations are made again; in bf16 its fp32 parts have fp32 gradients, about as much.
+    if train.recompute == "full" or e < WIDE:
         per_token += max(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks())
     layer = per_token * tokens + e * 2 * inner * model.hidden_size
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)
     rows = model.padded_vocab_size() / t
-    loss = (rows * e * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
+    loss = (rows * (e + WIDE) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
     return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
 
 
