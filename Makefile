@@ -36,10 +36,10 @@ check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
 	@$(PYTHON) -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null || $(call refuse,$(PYTHON),megatron-core is not installed there; leave PYTHON out or run $(PYTHON) -m pip install -c constraints.txt -e .[dev])
 
-demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: about 6 minutes on two cores
+demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: about 7 minutes on two cores
 	$(PYTHON) -m tools.demo
 
-test: lint  ## static checks and the tests: about 7 minutes on two cores
+test: lint  ## static checks and the tests: about 11 minutes on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10
 
 test-all: lint  ## the same with the slow tests
