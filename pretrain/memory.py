@@ -223,15 +223,15 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     """Bytes of short-lived tensors at the peak, which is the loss's backward pass (last stage) or, the loss's tensors gone, a layer's.
 
     Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer.
-    Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, and under recompute the layer's own activations.
+    Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, in bf16 as much again.
     """
     model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
     tokens = train.micro_batch_size * config.data.seq_length
     inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
     per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
-    # Under recompute a layer's activations are made again; in bf16 its fp32 parts have fp32 gradients, about as much.
-    if train.recompute == "full" or e < WIDE:
-        per_token += max(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks())
+    # Under recompute a layer's activations are made again; in bf16 its fp32 parts have fp32 gradients, about as much (seen, not derived).
+    again = (train.recompute == "full") + (e < WIDE)
+    per_token += again * max(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks())
     layer = per_token * tokens + e * 2 * inner * model.hidden_size
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)

@@ -199,7 +199,7 @@ def test_parallelism_and_recompute_save_what_they_should() -> None:
     recomputed = make_plan(run(LARGE, "train.recompute=full"), 8).memory[0]
     # Full recompute keeps one residual of 2048 bf16 numbers a layer and token, and the loss's part.
     assert recomputed.activations < peak.activations / 10
-    assert recomputed.workspace >= peak.workspace
+    assert recomputed.workspace > peak.workspace
     half = run(LARGE, f"{TP}=2")
     for term, bytes_per_token in activations(half).items():
         whole = activations(plain)[term]

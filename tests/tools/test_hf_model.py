@@ -30,6 +30,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.shapes.fem import FemConfig, FemShape
 from pretrain.loader import ConfigError
 from pretrain.plan import model_weights
+from tests.one_process import megatron_of_one_process
 from tools.hf.__main__ import main
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.export import ExportError, export_state_dict, hf_name
@@ -156,16 +157,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[...
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[None]:
-    from fem_megatron import platform
-
-    platform.quiet_libraries()
-    platform.initialize_distributed()
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    with megatron_of_one_process():
+        yield
 
 
 @pytest.mark.usefixtures("one_process")

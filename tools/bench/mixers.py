@@ -60,9 +60,10 @@ def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
     run_dir = Path(next(setting for setting in settings if setting.startswith("run_dir=")).removeprefix("run_dir="))
     config, history = load_run(run_dir / "config.yaml", ()), History.read(run_dir)
     counts = count_by_component(config.model)
+    label = f"{name} (lr {config.optimizer.lr:g})" if set(GENTLER) <= set(settings) else name
     outside = ("embedding", "output layer")
     return {
-        "name": name,
+        "name": label,
         "cost": MIXERS[name].cost if name in MIXERS else "",
         "parameters": sum(count for part, count in counts.items() if part not in outside),
         "tokens_per_second": history.tokens_per_second(),

@@ -1,0 +1,22 @@
+"""Megatron's groups for tests that build its models in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fem_megatron import platform
+
+
+@contextmanager
+def megatron_of_one_process() -> Iterator[None]:
+    platform.quiet_libraries()
+    platform.initialize_distributed()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
