@@ -53,8 +53,8 @@ class ModelConfig:
     init_std: float = setting(0.02, "Standard deviation of the normal initialisation of every matrix.")
     attention_backend: str = setting(
         "auto",
-        "auto: torch's fused attention on [v | exp(beta v - r) - kappa] where the values' range allows it, else the exact form; "
-        "fused: as auto; reference: always the exact log-sum-exp.",
+        "FEM's read. auto: the fastest form that machine and call allow (python -m kernels), exact where the values' range is too wide for "
+        "it; fused: torch's attention on [v | exp(beta v - r)], likewise; reference: always the exact log-sum-exp.",
         ("auto", "fused", "reference"),
     )
     fem: FemConfig = setting(FemConfig, "The Free Energy Mixer's switches and sizes.")

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from fem_megatron import platform
+from fem_megatron import fusions, platform
 from fem_megatron.config import ModelConfig
 from fem_megatron.shapes.base import Normal
 from fem_megatron.specs import block_spec
@@ -69,6 +69,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
         **platform.transformer_config_overrides(),
+        **fusions.config_overrides(layout.params_dtype),
     )
 
 

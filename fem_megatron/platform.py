@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+
+from kernels.operations import check_overrides
 
 MEGATRON_VERSION = "0.16.1"
 
@@ -75,11 +78,33 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
+def toolkit() -> str | None:
+    """CUDA's and cuDNN's versions as torch was built with them; None in a build without."""
+    return f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else None
+
+
 def quiet_libraries() -> None:
     """Silence what Megatron and torch warn of at every start and this code has taken care of: no TE, no apex, renamed collectives."""
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def check_kernel_overrides() -> None:
+    """Raises ValueError where the environment variable FEM_KERNELS names an operation or an implementation that does not exist."""
+    check_overrides()
+
+
+def tell_of_kernels(say: Callable[[str], None]) -> None:
+    """Pass on what the kernels log, each line once: which implementation of an operation runs, and why not a faster one."""
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(f"kernels: {self.format(record)}")
+
+    logger = logging.getLogger("kernels")
+    logger.handlers = [Told()]
+    logger.setLevel(logging.INFO)
 
 
 def prepare() -> str:
@@ -120,6 +145,48 @@ def peak_memory_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def reset_peak_memory() -> None:
+    """Let :func:`peak_memory_bytes` count from here, cached blocks given back; a CPU process's peak cannot be reset."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def device_memory_bytes() -> int:
+    """Memory of the device, in bytes: of the GPU, or of the machine."""
+    if has_cuda():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_cache_bytes() -> int:
+    """The GPU's L2 cache, in bytes; 0 on a CPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size if has_cuda() else 0
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was given."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+class Moment:
+    """A point in the device's work: an event on CUDA, the clock's time on a CPU. Taking one waits for nothing."""
+
+    def __init__(self) -> None:
+        self.clock = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if has_cuda() else None
+        if self.event is not None:
+            self.event.record()
+
+    def seconds_until(self, later: Moment) -> float:
+        """Seconds of the device's work between two moments; waits for the later one."""
+        if self.event is None or later.event is None:
+            return later.clock - self.clock
+        later.event.synchronize()
+        return self.event.elapsed_time(later.event) / 1000
 
 
 def rng_state() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from fem_megatron import fusions
 from fem_megatron.layers.parallel import Parallel, parameter
 from fem_megatron.shapes.base import Weight
 
@@ -88,6 +89,12 @@ class TensorParallel(Parallel):
 
     def total(self, partial: Tensor) -> Tensor:
         return self.share(_Sum.apply(partial, self.group))
+
+    def swiglu(self, packed: Tensor) -> Tensor:
+        return fusions.swiglu(packed)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return fusions.turn(x, cos, sin)
 
     def parameter(self, weight: Weight) -> nn.Parameter:
         """Marked as Megatron's optimizer, gradient norm and checkpoints expect.

@@ -124,7 +124,8 @@ def _update_activations(config: RunConfig, shape: Shape, *, cuda: bool) -> dict[
     t = config.parallel.tensor_model_parallel_size
     norms = {"norms": (e if cuda else WIDE * 2) * hidden / s}
     if isinstance(shape, SwiGluShape):
-        return norms | {"MLP": e * (hidden / s + 4 * shape.inner / t)}
+        kept = 3 if cuda else 4  # a GPU's fused kernel keeps the packed product and its own output, not silu(a) beside them
+        return norms | {"MLP": e * (hidden / s + kept * shape.inner / t)}
     if isinstance(shape, AttentionShape):
         return norms | _attention_terms(config, shape)
     if isinstance(shape, FemShape) and isinstance(shape.prior, SoftmaxShape):
@@ -145,17 +146,17 @@ def _fem_terms(config: RunConfig, shape: FemShape, qk_head: int, *, cuda: bool) 
         "projection": e * hidden,
         "rope": e * 2 * qk_head / config.train.micro_batch_size if model.rope else 0.0,
         "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * shape.heads / t,
-        "packed": e * packed if shape.gate or reads_packed_values else 0.0,
+        "packed": e * packed if shape.gate or reads_packed_values or (cuda and shape.free_energy) else 0.0,
         "gates": shape.temperature * (e + WIDE * narrow) * value + shape.gate * ((e if cuda else WIDE) + WIDE) * value,
         "out_proj": e * value if shape.free_energy or shape.gate or narrow else 0.0,
     }
     if shape.conditioner:
         terms["conditioner"] = e * (hidden + shape.conditioner) + WIDE * (5 / t + 4) * shape.conditioner
         terms["scaling"] = e * 2 * packed
-    if shape.free_energy:
+    if shape.free_energy and not cuda:  # a GPU's kernels keep v, which lies in the packed product, and the attention's own output
         terms["prep"] = WIDE * 2 * value
         terms["epilogue"] = WIDE * (4 + shape.gate) * value
-    elif shape.gate and narrow:
+    elif not shape.free_energy and shape.gate and narrow:
         terms["epilogue"] = WIDE * value
     return terms
 

@@ -53,7 +53,11 @@ def train(prepared: Prepared) -> Outcome:
 
 
 def _check_packages(config: RunConfig) -> None:
-    """A mixer that another package computes needs that package, and a GPU."""
+    """A mixer that another package computes needs that package, and a GPU; an override of the kernels' choice must name what exists."""
+    try:
+        platform.check_kernel_overrides()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     for name in dict.fromkeys(catalogue.mixer_names(config.model)):
         package = catalogue.describe(name).package
         if package is not None and not platform.has_cuda():
@@ -66,6 +70,8 @@ def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
     folder, schedule = run_directory(config), Schedule.of(config)
     first = torch.distributed.get_rank() == 0
     say = _speaker(first)
+    if first:  # elsewhere warnings alone come through, to stderr
+        platform.tell_of_kernels(say)
     initialize_model_parallel(config)
     checkpoints = Checkpoints(folder / "checkpoints", config, say)
     found = _starting_point(config, checkpoints)

@@ -37,5 +37,5 @@ class Attention(Update):
         packed = self.in_proj(h).unflatten(-1, (-1, each + 2, shape.head))
         q, k, v = packed[..., :each, :].flatten(2, 3), packed[..., each, :], packed[..., each + 1, :]
         if shape.rope:
-            q, k = rotate(q, context, shape.rope_base), rotate(k, context, shape.rope_base)
+            q, k = (rotate(t, context, shape.rope_base, self.parallel) for t in (q, k))
         return q, k, v

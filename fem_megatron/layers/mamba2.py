@@ -9,7 +9,7 @@ from torch.nn.functional import linear, silu
 from fem_megatron.layers.parallel import Parallel
 from fem_megatron.layers.short_conv import short_convolution
 from fem_megatron.layers.time_steps import time_steps
-from fem_megatron.layers.update import Context, Update, rms_norm
+from fem_megatron.layers.update import Context, Update, product_type, rms_norm
 from fem_megatron.shapes.mamba2 import Mamba2Shape
 from kernels.linear_attention import linear_attention
 
@@ -48,8 +48,9 @@ class Mamba2(Update):
         delta, log_decay = time_steps(raw, self.log_rate, self.step_bias, RATES, self.shape.heads, first)
         if valid is not None:
             delta, log_decay = delta * valid[..., None], log_decay * valid[..., None]
-        b, c = (t.permute(1, 0, 2)[:, None].expand(-1, self.local_heads, -1, -1) for t in bc.to(delta.dtype).chunk(2, dim=-1))
-        v = (u * delta[..., None]).permute(1, 2, 0, 3)
+        narrow = product_type(u)
+        b, c = (t.permute(1, 0, 2)[:, None].expand(-1, self.local_heads, -1, -1) for t in bc.to(narrow).chunk(2, dim=-1))
+        v = (u * delta[..., None]).to(narrow).permute(1, 2, 0, 3)
         y, state = linear_attention(c, b, v, log_decay.permute(1, 2, 0), context.recall("matrix"))
         context.keep("matrix", state)
         return y.permute(2, 0, 1, 3).to(u.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import silu
 
 from fem_megatron.layers.parallel import Parallel
 from fem_megatron.layers.update import Context, Update, rms_norm
@@ -19,5 +18,5 @@ class SwiGlu(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         h = rms_norm(x, self.norm.weight, self.eps)
-        gate, up = self.parallel.project(h, self.gate_up.flatten(0, 1)).chunk(2, dim=-1)
-        return x + self.parallel.leave(self.down(silu(gate) * up))
+        packed = self.parallel.project(h, self.gate_up.flatten(0, 1))
+        return x + self.parallel.leave(self.down(self.parallel.swiglu(packed)))

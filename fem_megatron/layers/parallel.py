@@ -1,6 +1,7 @@
-"""What a layer asks of tensor and sequence parallelism: six moves of an activation, and its parameters. No Megatron-core here.
+"""What a layer asks of its surroundings: six moves of an activation between ranks, two products that may be fused, its parameters.
 
 ``OneProcess`` is the answer of a single process (tests, decoding, the exported model); ``fem_megatron.tensor_parallel`` has Megatron's.
+No Megatron-core here.
 """
 
 from __future__ import annotations
@@ -38,12 +39,18 @@ class Parallel(Protocol):
     def total(self, partial: Tensor) -> Tensor:
         """The sum over ranks, for use by this rank's part: its gradient is summed over ranks, too."""
 
+    def swiglu(self, packed: Tensor) -> Tensor:
+        """silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n]."""
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE's product: the pairs (x_i, x_(i + d/2)) of x [s, b, heads, d] turned; cos and sin [s, 1 or b, 1, d / 2]."""
+
     def parameter(self, weight: Weight) -> nn.Parameter:
         """This rank's part of a weight, its constant filled in, or empty where it is to be drawn."""
 
 
 class OneProcess:
-    """No parallelism: every move is the identity."""
+    """No parallelism: every move is the identity; and no fusion."""
 
     size = 1
     rank = 0
@@ -69,8 +76,26 @@ class OneProcess:
     def total(self, partial: Tensor) -> Tensor:
         return partial
 
+    def swiglu(self, packed: Tensor) -> Tensor:
+        return swiglu(packed)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return turned(x, cos, sin)
+
     def parameter(self, weight: Weight) -> nn.Parameter:
         return parameter(weight, weight.shape, self.dtype)
+
+
+def swiglu(packed: Tensor) -> Tensor:
+    """silu(a) * b of [a | b], over the last dimension."""
+    gate, up = packed.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x_i, x_(i + d/2)) of the last dimension turned by its angle; cos and sin as x, half as wide, or broadcast."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

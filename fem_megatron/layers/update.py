@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fem_megatron.layers.parallel import Parallel, add_weights
+from fem_megatron.layers.parallel import Parallel, add_weights, turned
 from fem_megatron.shapes.base import Shape
 
 State = dict[str, Tensor]
@@ -88,8 +88,11 @@ class Update(Layer):
         raise NotImplementedError
 
 
-def rotate(x: Tensor, context: Context, base: float) -> Tensor:
-    """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is."""
+def rotate(x: Tensor, context: Context, base: float, parallel: Parallel | None = None) -> Tensor:
+    """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is.
+
+    parallel: whose fused product is used, where it has one.
+    """
     size = x.shape[-1]
     if size == 0:
         return x
@@ -100,8 +103,12 @@ def rotate(x: Tensor, context: Context, base: float) -> Tensor:
     frequencies = 1.0 / (base ** (torch.arange(0, size, 2, dtype=wide, device=x.device) / size))
     angles = (positions.to(wide)[..., None] * frequencies).view(x.shape[0], -1, 1, size // 2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned(x, cos, sin) if parallel is None else parallel.turn(x, cos, sin)
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of a linear attention's products beside a stream x: x's own on a GPU, for its matrix units; float32 or wider on a CPU."""
+    return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 
 from kernels.aft_read.reference import mix, read_all, read_past
+from kernels.implementations import Implementation, Op, lacks_triton
 
-__all__ = ["aft_read"]
+__all__ = ["OP", "aft_read"]
+
+OP = Op(
+    "aft_read",
+    "FEM's read under p ~ exp(k_i) for each channel, with a state",
+    (
+        Implementation("triton", "scans over segments and chunks with running maxima, all fused, forward and backward", lacks_triton),
+        Implementation("reference", "the same scans in PyTorch"),
+    ),
+)
 
 
 def aft_read(
@@ -21,6 +31,7 @@ def aft_read(
     valid: Tensor | None = None,
     state: Tensor | None = None,
     causal: bool = True,
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Read o = gate * ((1 - lam) mu + lam F) under p_t(i) = exp(k_i) / sum_{i' <= t} exp(k_i'), a distribution for each channel.
 
@@ -35,11 +46,18 @@ def aft_read(
     own; None where causal is False).
     Types: k, v both float64, float32 or bfloat16, the others the same or float32; sums are float32 or float64.
     Any finite k and v: every sum has its own running maximum over the past; F rounds at eps max |k + beta v| / beta. Cost O(t d), memory
-    linear in t. An output does not move by a bit when later tokens change. Raises ValueError for shapes and types that do not fit.
+    linear in t. An output does not move by a bit when later tokens change.
+    implementation: "triton", "reference" or "auto", the fastest that this call allows.
+    Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
     Equations: Free Energy Mixer, the LRNN-softmax prior and the two-level gated read.
     """
     _check(k, v, beta, lam, gate, query, valid, state, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
+    if OP.choose(implementation, v.device, {"triton": _unfit(k, v, causal)}) == "triton":
+        from kernels.aft_read.triton import fused_past
+
+        wide = None if beta is None else beta.to(compute)
+        return fused_past(k, v, wide, lam, gate, query, valid, None if state is None else state.detach().to(compute))
     logits, values = k.to(compute), v.to(compute)
     mask = None if valid is None else valid[:, None, :, None]
     temperature = None if beta is None else beta.to(compute)[:, None]
@@ -54,6 +72,15 @@ def aft_read(
             assert temperature is not None
             free_energy = free_energy + factors[-1].log() / temperature
     return mix(mu, free_energy, lam, gate).to(v.dtype), after
+
+
+def _unfit(k: Tensor, v: Tensor, causal: bool) -> str | None:
+    """Why the kernels do not read this call."""
+    if v.dtype == torch.float64:
+        return "float64"
+    if k.shape != v.shape:
+        return "the free energy has logits of its own"
+    return None if causal else "all tokens read all"
 
 
 def _check(

@@ -26,14 +26,14 @@ def read_past(
     one = torch.ones_like(v)
     base = sums = _running_sums(logits[0], (one, v), rows[0])
     after = [sums]
-    mu, free_energy = sums[2] / _counted(sums[1]), None
+    mu, free_energy = sums[2] / counted(sums[1]), None
     if beta is not None:
         joint = _running_sums(logits[-1] + beta * v, (one,), rows[1])
         after.append(joint)
         if len(logits) == 2:
             base = _running_sums(logits[1], (one,), rows[2])
             after.append(base)
-        free_energy = (joint[0] - base[0] + _counted(joint[1]).log() - _counted(base[1]).log()) / beta
+        free_energy = (joint[0] - base[0] + counted(joint[1]).log() - counted(base[1]).log()) / beta
     return mu, free_energy, torch.cat([part[:, :, :, -1] for part in after]).movedim(0, 2).detach()
 
 
@@ -41,11 +41,11 @@ def read_all(k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None) ->
     """(mu, F) over all i, the same at every token; arguments as in `read_past`."""
     v, logits = _readable(v, valid, 0.0), [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)]
     weight, _ = _relative(logits[0])
-    mu = (weight * v).sum(2, keepdim=True) / _counted(weight.sum(2, keepdim=True))
+    mu = (weight * v).sum(2, keepdim=True) / counted(weight.sum(2, keepdim=True))
     if beta is None:
         return mu.expand_as(v), None
     (weight, top), (joint, joint_top) = _relative(logits[-1]), _relative(logits[-1] + beta * v)
-    total, joint_total = (_counted(w.sum(2, keepdim=True)) for w in (weight, joint))
+    total, joint_total = (counted(w.sum(2, keepdim=True)) for w in (weight, joint))
     return mu.expand_as(v), ((joint_top - top + joint_total.log() - total.log()) / beta).expand_as(v)
 
 
@@ -91,6 +91,6 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
-def _counted(total: Tensor) -> Tensor:
+def counted(total: Tensor) -> Tensor:
     """The sum, or 1 where nothing was summed, so that quotients and logarithms stay finite, with their gradients."""
     return total.masked_fill(total == 0, 1.0)

@@ -9,8 +9,22 @@ import torch
 from torch import Tensor
 
 from kernels.cem_attention.reference import Diagonal, Read
+from kernels.implementations import Implementation, Op, lacks_triton
 
-__all__ = ["Diagonal", "cem_attention"]
+__all__ = ["OP", "Diagonal", "cem_attention"]
+
+WIDEST_HEAD = 256  # of the Triton kernels
+
+OP = Op(
+    "cem_attention",
+    "CEM's attention: keys are values, ALiBi, a diagonal in the scores",
+    (
+        Implementation(
+            "triton", "tiles of pairs in registers, forward and backward; the diagonal's scores by matrix products", lacks_triton
+        ),
+        Implementation("reference", "blocks of rows in plain PyTorch"),
+    ),
+)
 
 
 def cem_attention(
@@ -24,23 +38,33 @@ def cem_attention(
     scale: float,
     causal: bool = True,
     valid: Tensor | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
     """o_i = sum_j softmax_j(a_ij) k_j, with a_ij = scale (k_j . q_i + h_j . (d u_i)) - m |i - j| + b_self [i = j] + b_cross [i != j].
 
     Shapes: q [b, heads, t, r], k [b, heads, tk, r] (the past's, then these tokens'), slopes m [heads] (no gradient), self_bias and
     cross_bias of one number each, ``diagonal``: u [b, t, D], h [b, tk, D], d [1, D] (one for all heads: its scores are made once) or
-    [heads, D]; None: without it. valid [b, tk] bool, False at padding: such a key is seen by itself alone.
+    [heads, D]; None: without it. valid [b, tk] bool, False at padding: such a key is seen by itself alone. i and j count all keys, padding
+    too: where padding lies between two tokens, it adds to their distance.
     Returns [b, heads, t, r] in q's type.
     Types: q, k, u, h alike, float64, float32 or bfloat16; computed in float32 (float64 for float64), d and the biases of any of them.
-    Blocks of rows, made again in the backward: memory is linear in the tokens.
+    Memory is linear in the tokens: pairs are made in blocks, again in the backward; the inputs are kept as they came, and the output.
+    implementation: auto, triton (heads up to 256 wide, not float64; bfloat16 multiplies in bfloat16) or reference.
     Raises ValueError for shapes and types that do not fit. Source: Causal Energy Minimization, Algorithm 1 and appendix B.
     """
     _check(q, k, slopes, diagonal, valid)
     wide = torch.promote_types(q.dtype, torch.float32)
-    u, h, d = (None, None, None) if diagonal is None else (t.to(wide) for t in diagonal)
     # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
-    return Read.apply(q.to(wide), k.to(wide), u, h, d, slopes.to(wide), alone, scale, causal, valid).to(q.dtype)
+    unfit = f"head width {q.shape[3]} is over {WIDEST_HEAD}" if q.shape[3] > WIDEST_HEAD else None
+    unfit = "float64" if q.dtype == torch.float64 else unfit
+    u, h, d = (None, None, None) if diagonal is None else diagonal
+    read: type[torch.autograd.Function] = Read
+    if OP.choose(implementation, q.device, {"triton": unfit}) == "triton":
+        from kernels.cem_attention.triton import Read as Tiles
+
+        read = Tiles
+    return read.apply(q, k, u, h, d, slopes.to(wide), alone, scale, causal, valid)
 
 
 def _check(q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None) -> None:

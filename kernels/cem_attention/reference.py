@@ -43,7 +43,10 @@ def pair_scores(
 
 
 class Read(torch.autograd.Function):
-    """`cem_attention` of tensors of one type, its alone = b_self - b_cross of no dimension; the backward makes the blocks again."""
+    """`cem_attention`; alone = b_self - b_cross, of no dimension, and the slopes are of the type computed in.
+
+    The backward makes the blocks again. Inputs are kept as they came: bfloat16's wide copies last for a pass.
+    """
 
     @staticmethod
     def forward(
@@ -59,26 +62,29 @@ class Read(torch.autograd.Function):
         causal: bool,
         valid: Tensor | None,
     ) -> Tensor:
+        given, (q, k, u, h, d) = (q, k, u, h, d), _wide(slopes.dtype, q, k, u, h, d)
         out = torch.empty_like(q)
         for rows in _blocks(q, k):
             weights = _weights(q, k, u, h, d, slopes, alone, scale, causal, valid, rows)
             out[:, :, rows] = weights @ k[:, :, : weights.shape[-1]]
-        ctx.save_for_backward(q, k, u, h, d, slopes, alone, valid, out)
+        returned = out.to(given[0].dtype)
+        ctx.save_for_backward(*given, slopes, alone, valid, returned if returned is out else None)
         ctx.scale, ctx.causal = scale, causal
-        return out
+        return returned
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, u, h, d, slopes, alone, valid, out = ctx.saved_tensors
-        (d_out,) = grads
+        *given, slopes, alone, valid, out = ctx.saved_tensors
+        q, k, u, h, d, d_out = _wide(slopes.dtype, *given, grads[0])
         dq, dk, d_alone = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(alone)
         du, dh, dd = (None if t is None else torch.zeros_like(t) for t in (u, h, d))
-        row_terms = (d_out * out).sum(-1, keepdim=True)
         for rows in _blocks(q, k):
             weights = _weights(q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid, rows)
             n, end = weights.shape[2:]
+            read = weights @ k[:, :, :end] if out is None else out[:, :, rows]
+            row_terms = (d_out[:, :, rows] * read).sum(-1, keepdim=True)
             dk[:, :, :end] += weights.mT @ d_out[:, :, rows]
-            d_scores = (d_out[:, :, rows] @ k[:, :, :end].mT).sub_(row_terms[:, :, rows]).mul_(weights)
+            d_scores = (d_out[:, :, rows] @ k[:, :, :end].mT).sub_(row_terms).mul_(weights)
             d_alone += d_scores.diagonal(rows.start + k.shape[2] - q.shape[2], 2, 3).sum()
             d_scores *= ctx.scale
             dq[:, :, rows] = d_scores @ k[:, :, :end]
@@ -92,7 +98,12 @@ class Read(torch.autograd.Function):
                 dh[:, :end] += shared.transpose(1, 2).reshape(len(q), n * len(d), end).mT @ weighted.transpose(1, 2).reshape(
                     len(q), n * len(d), -1
                 )
-        return dq, dk, du, dh, dd, None, d_alone, None, None, None
+        found = (None if t is None else t.to(like.dtype) for t, like in zip((dq, dk, du, dh, dd), given, strict=True))
+        return *found, None, d_alone, None, None, None
+
+
+def _wide(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:

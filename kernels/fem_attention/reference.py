@@ -18,6 +18,8 @@ from torch import Tensor
 # [heads, queries, channels, keys] terms held at once (four such tensors live in the backward): a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
 
+Bounds = tuple[Tensor, Tensor]
+
 
 def reference_attention(
     q: Tensor,
@@ -27,16 +29,21 @@ def reference_attention(
     lam: Tensor | None,
     gate: Tensor | None,
     keys_valid: Tensor | None = None,
+    bounds: Bounds | None = None,
     *,
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end."""
+    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end.
+
+    bounds: of documents, as `kernels.pairs.document_bounds` makes them.
+    """
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    heads = [t.to(compute).flatten(0, 1) for t in (q, k, v)]
-    temperature = None if beta is None else beta.to(compute).expand(v.shape[0], -1, -1).flatten(0, 1)
-    valid = None if keys_valid is None else keys_valid.repeat_interleave(v.shape[1], dim=0)
-    mu, free_energy = (t.unflatten(0, v.shape[:2]) for t in _Read.apply(*heads, temperature, valid, causal, scale))
+    b, h = q.shape[:2]
+    heads = [repeat_heads(t.to(compute), 1, h).flatten(0, 1) for t in (q, k, v)]
+    temperature = None if beta is None else repeat_heads(beta.to(compute), 0, h).expand(b, -1, -1).flatten(0, 1)
+    valid = None if keys_valid is None else keys_valid.repeat_interleave(h, dim=0)
+    mu, free_energy = (t.unflatten(0, (b, h)) for t in _Read.apply(*heads, temperature, valid, bounds, causal, scale))
     if beta is None:
         out = mu
     elif lam is None:
@@ -44,6 +51,11 @@ def reference_attention(
     else:
         out = mu + lam.to(compute) * (free_energy - mu)
     return (out if gate is None else gate.to(compute) * out).to(q.dtype)
+
+
+def repeat_heads(t: Tensor, dim: int, heads: int) -> Tensor:
+    """t with each of the kv heads along ``dim`` repeated for the query heads that read it; t itself where there are as many."""
+    return t if t.shape[dim] == heads else t.repeat_interleave(heads // t.shape[dim], dim=dim)
 
 
 class _Read(torch.autograd.Function):
@@ -54,27 +66,36 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None, causal: bool, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor | None,
+        valid: Tensor | None,
+        bounds: Bounds | None,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         mu = q.new_empty(*q.shape[:2], v.shape[2])
         free_energy = torch.empty_like(mu)
         for n, rows, keys in _blocks(q, v, causal):
-            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, causal), scale)
+            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, bounds, causal), scale)
             mu[n, rows] = log_p.exp() @ v[n, keys]
             if beta is not None:
                 free_energy[n, rows] = _joint_logits(log_p, v[n, keys], beta[n]).logsumexp(-1) / beta[n, None]
-        ctx.save_for_backward(q, k, v, beta, valid, free_energy)
+        ctx.save_for_backward(q, k, v, beta, valid, free_energy, *(bounds or ()))
         ctx.causal, ctx.scale = causal, scale
         return mu, free_energy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, valid, free_energy = ctx.saved_tensors
+        q, k, v, beta, valid, free_energy, *documents = ctx.saved_tensors
+        bounds = (documents[0], documents[1]) if documents else None
         d_mu, d_free = grads
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         d_beta = torch.zeros_like(v[:, 0])
         for n, rows, keys in _blocks(q, v, ctx.causal):
-            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, ctx.causal), ctx.scale)
+            log_p = _log_prior(q[n, rows], k[n, keys], _allowed(q, k, n, rows, keys, valid, bounds, ctx.causal), ctx.scale)
             p = log_p.exp()
             d_log_p = p * (d_mu[n, rows] @ v[n, keys].mT)
             dv[n, keys] += p.mT @ d_mu[n, rows]
@@ -88,7 +109,7 @@ class _Read(torch.autograd.Function):
             d_scores = d_log_p - p * d_log_p.sum(-1, keepdim=True)
             dq[n, rows] = d_scores @ k[n, keys] * ctx.scale
             dk[n, keys] += d_scores.mT @ q[n, rows] * ctx.scale
-        return dq, dk, dv, None if beta is None else d_beta / beta, None, None, None
+        return dq, dk, dv, None if beta is None else d_beta / beta, None, None, None, None
 
 
 def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
@@ -103,13 +124,18 @@ def _blocks(q: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[slice, slice, 
             yield slice(head, min(head + heads_at_once, n)), slice(row, end), slice(0, end + tk - tq if causal else tk)
 
 
-def _allowed(q: Tensor, k: Tensor, n: slice, rows: slice, keys: slice, valid: Tensor | None, causal: bool) -> Tensor | None:
+def _allowed(
+    q: Tensor, k: Tensor, n: slice, rows: slice, keys: slice, valid: Tensor | None, bounds: Bounds | None, causal: bool
+) -> Tensor | None:
     """[n or 1, t, i] bool: the keys that a block's queries may read, None: all. A query that may read no key reads its own."""
-    if not causal and valid is None:
+    if not causal and valid is None and bounds is None:
         return None
     row = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + k.shape[1] - q.shape[1]
     column = torch.arange(keys.stop, device=q.device)
     allowed = (column <= row if causal else torch.ones_like(column <= row))[None]
+    if bounds is not None:
+        first, last = (bound[row] for bound in bounds)
+        allowed = allowed & (first <= column) & (column < last)
     return allowed if valid is None else (allowed & valid[n, None, keys]) | (column == row)
 
 

@@ -5,21 +5,26 @@ The prior is a function from value streams to their reads; what it is, models, l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kernels.free_energy.exact import exact_read
-from kernels.free_energy.once import OncePerMessage
 from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, value_centre_and_range
 from kernels.free_energy.window import ValueWindow
+from kernels.implementations import Implementation, Op, lacks_triton
 
-__all__ = ["ValueWindow", "free_energy_read"]
+__all__ = ["OP", "ValueWindow", "free_energy_read"]
 
-_log = logging.getLogger(__name__)
-_log.addFilter(OncePerMessage())
+OP = Op(
+    "free_energy",
+    "FEM's gated read over any prior that reads value streams; the prior's own operation chooses for itself",
+    (
+        Implementation("triton", "prep and epilogue in one pass each", lacks_triton),
+        Implementation("reference", "prep and epilogue in PyTorch"),
+    ),
+)
 
 
 def free_energy_read(
@@ -32,6 +37,7 @@ def free_energy_read(
     *,
     terms: int = 1,
     exact: bool = False,
+    implementation: str = "auto",
 ) -> Tensor:
     """Two-level gated read o = gate * ((1 - lam) * mu + lam * F), with mu and F under the prior p that ``read`` reads with.
 
@@ -41,35 +47,64 @@ def free_energy_read(
     n = 2 dv ([v | U], see `kernels.free_energy.streams`), or n = dv without beta.
     log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;
     called block by block by the exact O(t^2) form, which runs where ``exact``, and, with one warning, where beta * (max v - min v) over the
-    sequence passes 80 in a channel (to know that, each call with beta waits for the device). terms: numbers it holds for one weight.
-    Raises ValueError for shapes that do not fit. Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
+    sequence passes 80 in a channel (to know that, each call with beta waits for the device, a GPU too: what lies beyond cannot be had
+    from [v | U]). terms: numbers it holds for one weight. implementation: one of OP's names; what comes before and after ``read``.
+    Raises ValueError for shapes and implementations that do not fit.
+    Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
     _check(v, beta, lam, gate)
+    chosen = OP.choose(implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None})
     wide = compute_type(v)
     values = v.to(wide)
-    temperature = None if beta is None else beta.to(wide)
-    if temperature is None:
+    if beta is None:
         out = exact_read(values, None, log_weights, terms=terms)[0] if exact else read(values)
-    else:
-        centre, spread = value_centre_and_range(values, temperature)
-        if not exact and not (largest := float(spread.max())) <= MAX_RANGE:
-            exact = True
-            _log.warning(
-                "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: the exact form (slower) runs for such calls",
-                largest,
-                MAX_RANGE,
-            )
-        if exact:
-            mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
-            assert free_energy is not None
-            gap = free_energy - mu
-        else:
-            shifted = spread < SHIFT_BELOW
-            rows = temperature[:, None].expand_as(centre)
-            mu, z = read(torch.cat((values, ValueStream.apply(values, rows, centre, shifted)), dim=-1)).chunk(2, dim=-1)
-            gap = FreeEnergyGap.apply(mu, z, rows, centre, shifted)
-        out = mu + (gap if lam is None else lam.to(wide) * gap)
-    return (out if gate is None else gate.to(wide) * out).to(v.dtype)
+        return (out if gate is None else gate.to(wide) * out).to(v.dtype)
+    temperature = beta.to(wide)
+    if not exact:
+        fast = _triton_read if chosen == "triton" else _read
+        mixed, largest = fast(values, temperature, lam, gate, read)
+        if mixed is not None:
+            return mixed.to(v.dtype)
+        OP.log.warning(
+            "free_energy_read: beta * (max v - min v) reaches %.4g, over %g: the exact form (slower) runs for such calls",
+            largest,
+            MAX_RANGE,
+        )
+    mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
+    assert free_energy is not None
+    return _mixed(mu, free_energy - mu, lam, gate).to(v.dtype)
+
+
+def _read(
+    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, float]:
+    """(o, the largest beta * range), o None where that passes MAX_RANGE; v and beta in the type of sums."""
+    centre, spread = value_centre_and_range(v, beta)
+    if not (largest := float(spread.max())) <= MAX_RANGE:
+        return None, largest
+    shifted = spread < SHIFT_BELOW
+    rows = beta[:, None].expand_as(centre)
+    mu, z = read(torch.cat((v, ValueStream.apply(v, rows, centre, shifted)), dim=-1)).chunk(2, dim=-1)
+    return _mixed(mu, FreeEnergyGap.apply(mu, z, rows, centre, shifted), lam, gate), largest
+
+
+def _triton_read(
+    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | None, float]:
+    """The same by the kernels that `fem_attention` has around its engines."""
+    from kernels.fem_attention.triton.epilogue import GatedRead
+    from kernels.fem_attention.triton.prep import ValueStreams, value_constants
+
+    constants = value_constants(v, beta)
+    if not (largest := float(constants.largest.max())) <= MAX_RANGE:
+        return None, largest
+    reads = read(ValueStreams.apply(v, beta, constants.centre, constants.shifted))
+    return GatedRead.apply(reads, beta, constants.centre, constants.shifted, constants.wild, lam, gate), largest
+
+
+def _mixed(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+    out = mu + (gap if lam is None else lam.to(gap.dtype) * gap)
+    return out if gate is None else gate.to(out.dtype) * out
 
 
 def _check(v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> None:

@@ -6,10 +6,16 @@ exp(beta (c_old - c_new)): any constant is valid, so nothing else changes.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from kernels.free_energy.streams import MAX_RANGE, FreeEnergyGap, ValueStream
+from kernels.once import OncePerMessage
+
+_log = logging.getLogger("kernels.free_energy")
+_log.addFilter(OncePerMessage())
 
 
 class ValueWindow:
@@ -17,6 +23,7 @@ class ValueWindow:
 
     While beta * (high - low) <= 80, c is the middle and every exponent lies in [-40, 40]; beyond, c = high - 40 / beta: values far under
     the greatest underflow smoothly, and F falls back to mu where nothing else is read. state [b, h, 2, dv]: (low, high); None: no past.
+    On a CPU a warning says so, once. On a device nothing does: to know the range, every step would wait for the device.
     """
 
     def __init__(self, v: Tensor, beta: Tensor, state: Tensor | None) -> None:
@@ -30,6 +37,12 @@ class ValueWindow:
         self.centre = self._centre(self.state)
         self.rescale = torch.exp(self.beta * (self._centre(before) - self.centre))
         self.v = v
+        if v.device.type == "cpu" and not (largest := float((self.beta * (high - low)).max())) <= MAX_RANGE:
+            _log.warning(
+                "decoding: beta * (max v - min v) reaches %.4g, over %g: values that far under the greatest so far are lost to F",
+                largest,
+                MAX_RANGE,
+            )
 
     def _centre(self, state: Tensor) -> Tensor:
         low, high = state[:, :, :1], state[:, :, 1:]

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from kernels.gated_delta_rule.reference import chunked_delta_rule
+from kernels.implementations import Implementation, Op
 
-__all__ = ["gated_delta_rule"]
+__all__ = ["OP", "gated_delta_rule"]
 
-IMPLEMENTATIONS = ("auto", "fla", "reference")
 TYPES = (torch.float64, torch.float32, torch.bfloat16)
 
-_log = logging.getLogger(__name__)
+
+def lacks_fla(device: torch.device) -> str | None:
+    """Why flash-linear-attention's kernels cannot run on ``device``, or None."""
+    if device.type == "cuda" and find_spec("fla") is not None:
+        return None
+    return "it needs bfloat16, a GPU and the package flash-linear-attention"
+
+
+OP = Op(
+    "gated_delta_rule",
+    "DeltaNet's and Gated DeltaNet's recurrence, in chunks, with a state",
+    (
+        Implementation("fla", "flash-linear-attention's chunked kernels", lacks_fla),
+        Implementation("reference", "plain PyTorch, chunk by chunk"),
+    ),
+)
 
 
 def gated_delta_rule(
@@ -40,28 +53,21 @@ def gated_delta_rule(
     q's type; what is computed in between is float32 or wider in the reference.
     implementation: "reference" is plain PyTorch in chunks of ``chunk`` tokens. "fla" is flash-linear-attention's chunked kernel, for
     bfloat16 on a GPU; its products are bfloat16's. "auto" takes it where it is installed and fits a call of more than one token, and the
-    reference else. Which one runs is logged once (level INFO).
+    reference else. Which one runs is logged once.
     Raises ValueError for shapes, types or names that do not fit. Equations: arXiv 2412.06464, section 3; 2406.06484 without decay.
     """
-    _check(q, k, v, beta, log_decay, initial, chunk, implementation)
+    _check(q, k, v, beta, log_decay, initial, chunk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    usable = q.is_cuda and q.dtype == torch.bfloat16 and find_spec("fla") is not None
-    if implementation == "fla" and not usable:
-        raise ValueError("gated_delta_rule: implementation fla needs bfloat16, a GPU and the package flash-linear-attention; use auto")
-    if implementation == "fla" or (implementation == "auto" and usable and q.shape[2] > 1):
-        _log_once("gated_delta_rule: flash-linear-attention's kernel runs")
+    unfit = None if q.dtype == torch.bfloat16 else f"it needs bfloat16, not {str(q.dtype).removeprefix('torch.')}"
+    if unfit is None and implementation == "auto" and q.shape[2] == 1:
+        unfit = "one token"
+    if OP.choose(implementation, q.device, {"fla": unfit}) == "fla":
         return _by_fla(q, k, v, beta, log_decay, initial, scale)
-    _log_once("gated_delta_rule: the reference runs (plain PyTorch)")
     wide = torch.promote_types(q.dtype, torch.float32)
     g = torch.zeros_like(beta, dtype=wide) if log_decay is None else log_decay.to(wide)
     first = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1], dtype=wide) if initial is None else initial.to(wide)
     o, state = chunked_delta_rule(q.to(wide) * scale, k.to(wide), v.to(wide), beta.to(wide), g, first, chunk)
     return o.to(q.dtype), state
-
-
-@cache
-def _log_once(message: str) -> None:
-    _log.info(message)
 
 
 def _by_fla(
@@ -81,11 +87,7 @@ def _by_fla(
     return o.transpose(1, 2), state
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, initial: Tensor | None, chunk: int, implementation: str
-) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"gated_delta_rule: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, initial: Tensor | None, chunk: int) -> None:
     if chunk < 1:
         raise ValueError(f"gated_delta_rule: chunk is {chunk}; it counts tokens, at least 1")
     if q.dim() != 4 or v.dim() != 4 or 0 in (*q.shape, *v.shape):

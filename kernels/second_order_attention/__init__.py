@@ -9,9 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.second_order_attention.reference import step
 
-__all__ = ["second_order_attention"]
+__all__ = ["OP", "second_order_attention"]
+
+WIDEST = 256  # of a head, that the kernels keep in registers
+
+OP = Op(
+    "second_order_attention",
+    "a step of MHA2nd1st or MHA2nd",
+    (
+        Implementation("triton", "MHA2nd1st's two flash passes, forward and backward", lacks_triton),
+        Implementation("reference", "blocks of rows in PyTorch, the exact step too"),
+    ),
+)
 
 
 def second_order_attention(
@@ -26,6 +38,7 @@ def second_order_attention(
     valid: Tensor | None = None,
     turn: Tensor | None = None,
     jitter: float = 0.0,
+    implementation: str = "auto",
 ) -> Tensor:
     """r + b of every token and head, for the free energy -T log sum_i exp(-|q - k_i|^2 / 2T); there are no values.
 
@@ -38,14 +51,32 @@ def second_order_attention(
     |R q - k_i|^2 / 2, and r, C and b are those of q's own frame, with R^-1 k_i in place of k_i, so that they see differences of positions.
     jitter: times the mean of G's diagonal, added to the diagonal before it is factorised.
     Returns [b, h, t, d] in q's type. A token at padding sees itself alone, and nobody sees it. A G that has no Cholesky factor gives NaN.
-    Types: float64, float32 or bfloat16 for q and k; all is computed in float32 (float64 for float64). Memory is linear in tk: blocks of
-    rows, remade in the backward; exact holds tk d^2 numbers a head beside them.
-    Raises ValueError for shapes or types that do not fit. Source: Transformers as Intrinsic Optimizers, equations 28 to 31.
+    Types: float64, float32 or bfloat16 for q and k; all is computed in float32 (float64 for float64), but for triton's products over
+    the keys, whose operands are in q's type. Memory is linear in tk: blocks of rows, remade in the backward; exact holds tk d^2 numbers
+    a head beside them.
+    implementation: "triton" (not exact), "reference" or "auto", the fastest that this call allows.
+    Raises ValueError for shapes or types that do not fit, and for an implementation that cannot run.
+    Source: Transformers as Intrinsic Optimizers, equations 28 to 31.
     """
     _check(q, k, gram, temperature, newton_temperature, valid, turn)
     compute = torch.promote_types(q.dtype, torch.float32)
+    if OP.choose(implementation, q.device, {"triton": _unfit_for_triton(q, exact)}) == "triton":
+        from kernels.second_order_attention.triton.step import first_order_step
+
+        taken: Tensor = first_order_step(
+            q,
+            k,
+            gram.to(compute),
+            temperature.to(compute),
+            newton_temperature.to(compute),
+            None if turn is None else turn.to(compute),
+            causal=causal,
+            valid=valid,
+            jitter=jitter,
+        )
+        return taken
     found = step(
-        q.to(compute),
+        q,
         k.to(compute),
         gram.to(compute),
         temperature.to(compute),
@@ -57,6 +88,14 @@ def second_order_attention(
         jitter=jitter,
     )
     return found.to(q.dtype)
+
+
+def _unfit_for_triton(q: Tensor, exact: bool) -> str | None:
+    if exact:
+        return "the exact step solves a system for each token"
+    if q.dtype == torch.float64:
+        return "float64"
+    return f"head width {q.shape[3]} is over {WIDEST}" if q.shape[3] > WIDEST else None
 
 
 def _check(q: Tensor, k: Tensor, gram: Tensor, temperature: Tensor, newton: Tensor, valid: Tensor | None, turn: Tensor | None) -> None:

@@ -29,7 +29,7 @@ def step(
     valid: Tensor | None,
     jitter: float,
 ) -> Tensor:
-    """As `second_order_attention`, everything in one type."""
+    """As `second_order_attention`, everything but q in one type, and the result in that type."""
     t, tk, d = q.shape[2], k.shape[2], q.shape[3]
     terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
     at_once = max(1, terms // (q.shape[0] * q.shape[1] * (max(tk, d * d) if exact else tk)))
@@ -61,6 +61,17 @@ def log_weights(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None) 
     return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
 
 
+def residual(q: Tensor, mean: Tensor, gram: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(r, u) of q [b, h, n, d] and kbar: r = q - kbar in q's own frame, u = G r in the frame of the keys."""
+    r = q - rotated(mean, turn, back=True)
+    return r, rotated(r @ gram, turn)
+
+
+def in_own_frame(product: Tensor, newton: Tensor, turn: Tensor | None) -> Tensor:
+    """C u [b, h, n, d] over T' [h], turned back from the frame of the keys."""
+    return rotated(product / newton[:, None, None], turn, back=True)
+
+
 def solve_gram(gram: Tensor, x: Tensor, jitter: float) -> Tensor:
     """G^-1 x for gram [h, d, d] and x [b, h, t, d]; NaN for a head whose G + jitter mean(diag G) I has no Cholesky factor."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
@@ -84,20 +95,23 @@ def _rows(
     causal: bool,
     valid: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """r of a block of queries, the tokens from ``first`` on, and (C / T') G r, or (I - C / T')^-1 G r where exact; both [b, h, n, d]."""
+    """r of a block of queries, the tokens from ``first`` on, and (C / T') G r, or (I - C / T')^-1 G r where exact; both [b, h, n, d].
+
+    q comes in its own type: what a checkpoint keeps of it is that. k's gradient adds up over the blocks, so k comes in the wide one.
+    """
+    q = q.to(k.dtype)
     end = first + q.shape[2] if causal else k.shape[2]
     seen = allowed_pairs(torch.arange(first, first + q.shape[2], device=q.device), k.shape[2], causal, valid)
     seen, k = None if seen is None else seen[..., :end], k[:, :, :end]
     p = log_weights(rotated(q, turn), k, temperature, seen).softmax(-1)
     mean = p @ k
-    r = q - rotated(mean, turn, back=True)
-    u = rotated(r @ gram, turn)
+    r, u = residual(q, mean, gram, turn)
     if not exact:
         # sum p k (k.u) - kbar (kbar.u), the second term taken off inside the sum: less is lost where the keys are far from zero.
         along = u @ k.mT - (mean * u).sum(-1, keepdim=True)
         weighted = p * along
         weighted = weighted if seen is None else weighted.masked_fill(~seen, 0.0)
-        return r, rotated(weighted @ k / newton[:, None, None], turn, back=True)
+        return r, in_own_frame(weighted @ k, newton, turn)
     squares = (k[..., :, None] * k[..., None, :]).flatten(3)
     covariance = (p @ squares).unflatten(3, (-1, k.shape[-1])) - mean[..., :, None] * mean[..., None, :]
     hessian = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - covariance / newton[:, None, None, None]

@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 from kernels.aft_read.reference import mix
+from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.ssm_read.reference import Tokens, read_all, read_past
 
-__all__ = ["ssm_read"]
+__all__ = ["OP", "ssm_read"]
+
+OP = Op(
+    "ssm_read",
+    "FEM's read under a selective state space with non-negative weights, with a state",
+    (
+        Implementation("triton", "chunks by scans, the states made again in the backward", lacks_triton),
+        Implementation("reference", "the same scans in PyTorch, checkpointed chunks"),
+    ),
+)
 
 
 def ssm_read(
@@ -25,6 +35,7 @@ def ssm_read(
     valid: Tensor | None = None,
     state: Tensor | None = None,
     causal: bool = True,
+    implementation: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Read o = gate * ((1 - lam) mu + lam F) under the impulse response of a diagonal non-negative state-space model.
 
@@ -42,10 +53,18 @@ def ssm_read(
     Any finite v: the exponentials are kept relative to a running maximum that fades with each channel's slowest rate.
     Cost O(t d n). The [t, d, n] states are made 64 tokens at a time and made again in the backward: memory is linear in t, with
     s n / 64 numbers kept for each one of v. An output does not move by a bit when later tokens change.
-    Raises ValueError for shapes and types that do not fit. Equations: Free Energy Mixer, the SSM prior and the two-level gated read.
+    implementation: "triton", "reference" or "auto", the fastest that this call allows.
+    Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
+    Equations: Free Energy Mixer, the SSM prior and the two-level gated read.
     """
     _check(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state, normalise, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
+    if OP.choose(implementation, v.device, {"triton": _unfit(v, normalise, causal)}) == "triton":
+        from kernels.ssm_read.triton import fused_past
+
+        delta, rate, b_in, c_out = (t.to(compute) for t in (delta, rate, b_in, c_out))
+        past = None if state is None else state.detach().to(compute).contiguous()
+        return fused_past(delta, rate, b_in, c_out, v, None if beta is None else beta.to(compute), lam, gate, valid, past)
     tokens = Tokens.of(delta.to(compute), b_in.to(compute), c_out.to(compute), v.to(compute), valid)
     temperature = None if beta is None else beta.to(compute)
     if causal:
@@ -54,6 +73,15 @@ def ssm_read(
         mu, free_energy = read_all(tokens, rate.to(compute), temperature, normalise)
         after = None
     return mix(mu, free_energy, lam, gate).to(v.dtype), after
+
+
+def _unfit(v: Tensor, normalise: bool, causal: bool) -> str | None:
+    """Why the kernels do not read this call."""
+    if v.dtype == torch.float64:
+        return "float64"
+    if not normalise:
+        return "weights that are not normalised"
+    return None if causal else "all tokens read all"
 
 
 def _check(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kernels.aft_read.reference import counted
 from kernels.time_decay_scan import time_decay_scan
 
 CHUNK = 64
@@ -65,9 +66,9 @@ def read_all(tokens: Tokens, rate: Tensor, beta: Tensor | None, normalise: bool)
 def _read(sums: Tensor, top: Tensor, beta: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor | None]:
     """mu and F, [b, h, t, d], from the streams' sums [t, s, b, h, d] and the last one's maximum [t, b, h, d]."""
     sums, top = sums.movedim(0, 3), top.movedim(0, 2)
-    total = _counted(sums[1]) if normalise else torch.ones_like(sums[0])
+    total = counted(sums[1]) if normalise else torch.ones_like(sums[0])
     mu = sums[0] / total
-    return mu, None if beta is None else (top + _counted(sums[-1]).log() - total.log()) / beta[:, None]
+    return mu, None if beta is None else (top + counted(sums[-1]).log() - total.log()) / beta[:, None]
 
 
 def _scan(
@@ -126,8 +127,3 @@ def _fading_maximum(z: Tensor, fade: Tensor, start: Tensor) -> Tensor:
     """m_t = max(m_{t-1} - fade_t, z_t) along the first dimension from m_{-1} = start."""
     faded = fade.cumsum(0)
     return torch.maximum((z + faded).cummax(0).values, start) - faded
-
-
-def _counted(total: Tensor) -> Tensor:
-    """The sum, or 1 where nothing was summed, so that quotients and logarithms stay finite, with their gradients."""
-    return total.masked_fill(total == 0, 1.0)

@@ -9,16 +9,34 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.pairs import allowed_pairs
 from kernels.symmetric_attention.reference import pairwise_attention
 
-__all__ = ["symmetric_attention"]
+__all__ = ["OP", "symmetric_attention"]
 
 KINDS = ("softmax", "bisoftmax", "sigmoid")
+WIDEST = 256  # of a head, that the kernels keep in registers
+
+OP = Op(
+    "symmetric_attention",
+    "Hyper-SET's attention, z as query, key and value",
+    (
+        Implementation("sdpa", "torch's own attention: softmax"),
+        Implementation("triton", "bisoftmax in two passes, sigmoid in one; as many in the backward", lacks_triton),
+        Implementation("reference", "any kind, blocks of rows in PyTorch"),
+    ),
+)
 
 
 def symmetric_attention(
-    z: Tensor, keys: Tensor | None = None, *, kind: str = "softmax", causal: bool = True, valid: Tensor | None = None
+    z: Tensor,
+    keys: Tensor | None = None,
+    *,
+    kind: str = "softmax",
+    causal: bool = True,
+    valid: Tensor | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
     """The gradient of an attention energy with respect to z: out_i = sum_j A_ij z_j, with s_ij = z_i . z_j / sqrt(p).
 
@@ -28,14 +46,44 @@ def symmetric_attention(
 
     Shapes: z [b, h, t, p], keys [b, h, tk, p] (the past's z, then this z; None: z alone), valid [b, tk] bool, False at padding.
     Returns [b, h, t, p] in z's type. A token at padding sees itself alone, and nobody sees it.
-    Types: float64, float32 or bfloat16; bfloat16 is computed in float32 inside. softmax runs as torch's scaled_dot_product_attention,
-    the others in blocks of rows, with memory linear in t.
-    Raises ValueError for shapes, types or a kind that do not fit. Source: Hyper-SET, equations 3, 7, 9 and table 18.
+    Types: float64, float32 or bfloat16. bfloat16 is computed in float32 inside; sdpa and triton round the operands of their products to it.
+    Memory is linear in t.
+    implementation: "sdpa" (torch's scaled_dot_product_attention), "triton", "reference" or "auto", the fastest that this call allows.
+    Raises ValueError for shapes, types or a kind that do not fit, and for an implementation that cannot run.
+    Source: Hyper-SET, equations 3, 7, 9 and table 18.
     """
     _check(z, keys, kind, causal, valid)
+    unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}", "triton": _unfit_for_triton(z, keys, kind)}
+    chosen = OP.choose(implementation, z.device, unfit)
+    if chosen == "triton":
+        return _by_triton(z, None if keys is z else keys, kind, causal, valid)
     keys = z if keys is None else keys
-    if kind != "softmax":
+    if chosen == "reference":
         return pairwise_attention(z, keys, kind=kind, causal=causal, valid=valid)
+    return _by_sdpa(z, keys, causal, valid)
+
+
+def _unfit_for_triton(z: Tensor, keys: Tensor | None, kind: str) -> str | None:
+    if kind == "softmax":
+        return "kind softmax"
+    if z.dtype == torch.float64:
+        return "float64"
+    if kind == "bisoftmax" and keys is not None and keys is not z:
+        return "bisoftmax with keys of their own"
+    return f"head width {z.shape[3]} is over {WIDEST}" if z.shape[3] > WIDEST else None
+
+
+def _by_triton(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
+    if kind == "bisoftmax":
+        from kernels.symmetric_attention.triton.bisoftmax import bisoftmax_attention
+
+        return bisoftmax_attention(z, valid)
+    from kernels.symmetric_attention.triton.sigmoid import sigmoid_attention
+
+    return sigmoid_attention(z, keys, valid, causal=causal)
+
+
+def _by_sdpa(z: Tensor, keys: Tensor, causal: bool, valid: Tensor | None) -> Tensor:
     tq, tk = z.shape[2], keys.shape[2]
     whole = causal and tq == tk and valid is None
     alone = causal and tq == 1 and valid is None

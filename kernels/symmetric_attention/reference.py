@@ -21,15 +21,19 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 def pairwise_attention(z: Tensor, keys: Tensor, *, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
     """As `symmetric_attention`, for every kind; the result in z's type, computed in float32 (float64 for float64)."""
-    compute = torch.promote_types(z.dtype, torch.float32)
-    return _Pairs.apply(z.to(compute), keys.to(compute), kind, causal, valid).to(z.dtype)
+    found: Tensor = _Pairs.apply(z, keys, kind, causal, valid)
+    return found
 
 
 class _Pairs(torch.autograd.Function):
-    """A(q k^T) k of q [b, h, tq, p], k [b, h, tk, p], plus A^T q for bisoftmax (where q = k); the backward remakes the blocks."""
+    """A(q k^T) k of q [b, h, tq, p], k [b, h, tk, p], plus A^T q for bisoftmax (where q = k); the backward remakes the blocks.
+
+    q and k are kept as they come, and are float32 (float64 for float64) while their blocks are made.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
+    def forward(ctx: Any, z: Tensor, keys: Tensor, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
+        q, k = _wide(z), _wide(keys)
         out = torch.zeros_like(q)
         for rows in _blocks(q, k):
             weights, _ = _weights(q, k, rows, kind, causal, valid)
@@ -37,14 +41,14 @@ class _Pairs(torch.autograd.Function):
             out[:, :, rows] += weights @ seen
             if kind == "bisoftmax":
                 out += weights.mT @ q[:, :, rows]
-        ctx.save_for_backward(q, k, valid)
+        ctx.save_for_backward(z, keys, valid)
         ctx.kind, ctx.causal = kind, causal
-        return out
+        return out.to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, valid = ctx.saved_tensors
-        (d_out,) = grads
+        z, keys, valid = ctx.saved_tensors
+        q, k, d_out = (_wide(x) for x in (z, keys, *grads))
         dq, dk = torch.zeros_like(q), torch.zeros_like(k)
         scale = q.shape[-1] ** -0.5
         for rows in _blocks(q, k):
@@ -61,7 +65,11 @@ class _Pairs(torch.autograd.Function):
                 d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
             dq[:, :, rows] += d_scores @ k[:, :, seen] * scale
             dk[:, :, seen] += d_scores.mT @ q[:, :, rows] * scale
-        return dq, dk, None, None, None
+        return dq.to(z.dtype), dk.to(keys.dtype), None, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:

@@ -22,6 +22,7 @@ from fem_megatron.shapes.fem import FemConfig, FemShape
 from fem_megatron.shapes.priors.aft import AftShape
 from fem_megatron.shapes.priors.mamba import MambaShape
 from kernels.aft_read import aft_read
+from kernels.conditioner_features import conditioner_features
 from tests.fem_megatron.test_fem_mixer import load_fixture, place, read_alone
 
 NAMES = ("aft", "aft_inside", "mamba", "mamba_not_normalised")
@@ -66,18 +67,18 @@ def put_in_the_released_epsilons(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(k: Tensor, *rest: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         return aft_read(((k - k.amax(2, keepdim=True)).exp() + 1e-6).log(), *rest, **options)
 
-    def shortcut(logit: Tensor) -> Tensor:
-        return softplus(logit) + 1e-8
+    def shortcut(logits: Tensor, *rest: Any) -> Tensor:
+        return conditioner_features((softplus(logits) + 1e-8).expm1().log(), *rest)
 
-    def scan(a: Tensor, x: Tensor, initial: Tensor | None) -> Tensor:
-        decay = (a + 1e-8).cumsum(0).exp()  # the epsilon of the shortcut alone
+    def scan(logits: Tensor, x: Tensor, initial: Tensor | None, **options: bool) -> Tensor:
+        decay = (-softplus(logits)).cumsum(0).exp()
         return decay * (x / (decay + 1e-12)).cumsum(0)
 
     monkeypatch.setattr(fem, "outer_gate", gate)
     monkeypatch.setattr(AftPrior, "_positive", query)
     monkeypatch.setattr("fem_megatron.layers.priors.aft.aft_read", read)
     monkeypatch.setattr("fem_megatron.layers.time_decay.time_decay_scan", scan)
-    monkeypatch.setattr("fem_megatron.layers.time_decay.softplus", shortcut)
+    monkeypatch.setattr("fem_megatron.layers.time_decay.conditioner_features", shortcut)
 
 
 @pytest.mark.parametrize("with_epsilons", [True, False])

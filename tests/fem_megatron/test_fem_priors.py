@@ -355,3 +355,15 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         LinearShape.gla(8, decay="token", rope=True)
     with pytest.raises(ValueError, match=re.escape("model.fem.feature_eps=0 is not above 0")):
         LinearShape.linear(8, rope=True, eps=0.0)
+
+
+@pytest.mark.parametrize("name", ["linear", "gla", "lrnn_decay"])
+def test_products_in_bfloat16_as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan's products in bfloat16 beside float32 decays: its own rounding, 2^-9, through the read and the output projection."""
+    mixer = build(shape_of(name, attention_backend="fused"), torch.float32)
+    x = torch.randn(33, 2, mixer.shape.hidden, generator=torch.Generator().manual_seed(3))
+    plain = mixer.step(x, Context()).detach()
+    monkeypatch.setattr("fem_megatron.layers.priors.scan.product_type", lambda t: torch.bfloat16)
+    narrow = mixer.step(x, Context()).detach()
+    error = float((narrow - plain).norm() / plain.norm())
+    assert 1e-5 < error < 1e-2

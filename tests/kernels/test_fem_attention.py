@@ -11,6 +11,8 @@ from torch import Tensor
 import kernels.fem_attention.reference as reference
 from kernels.fem_attention import fem_attention
 from tests.kernels.oracle import NAMES, definition, inputs, load, mu_and_free_energy, relative, results
+from tools.bench.cases.fem_attention import SUITE
+from tools.bench.check import check
 
 IMPLEMENTATIONS = ("fused", "reference")
 SWITCHES = [("beta", "lam", "gate"), ("beta", "lam"), ("beta", "gate"), ("beta",), ("gate",), ()]
@@ -237,6 +239,39 @@ def reference_read(*tensors: Tensor) -> Tensor:
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SUITE.cases)
+def test_suite(case: str, implementation: str, dtype: torch.dtype) -> None:
+    found = check(SUITE, case, implementation, dtype)
+    if (case, implementation, dtype) == ("small beta", "reference", torch.float32):
+        # Its log-sum-exp rounds at 1e-6, so it knows F - mu to 1e-6 / beta only.
+        found = [f for f in found if f.result not in ("d beta", "d lam")]
+    faults = [f"{f.result}: {f.error:.2e} > {f.bound:.2e}" for f in found if not f.good]
+    assert not faults, faults
+
+
+@both
+def test_grouped_heads_are_repeated_heads(implementation: str) -> None:
+    x = inputs(heads=2)
+    queries = inputs(heads=6, seed=1)
+    grouped = x | {name: queries[name] for name in ("q", "lam", "gate")}
+    repeated = grouped | {name: x[name].repeat_interleave(3, 0 if name == "beta" else 1) for name in ("k", "v", "beta")}
+    o, same = (fem_attention(**given, implementation=implementation) for given in (grouped, repeated))
+    torch.testing.assert_close(o, same, rtol=1e-13, atol=1e-13)  # float64 rounding
+
+
+@both
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_documents_are_read_apart(implementation: str, causal: bool) -> None:
+    x = inputs(23, batch=1)
+    o = fem_attention(**x, causal=causal, cu_seqlens=torch.tensor([0, 4, 4, 17, 23]), implementation=implementation)
+    for start, end in ((0, 4), (4, 17), (17, 23)):
+        alone = {name: t if name == "beta" else t[:, :, start:end] for name, t in x.items()}
+        expected = fem_attention(**alone, causal=causal, implementation=implementation)
+        torch.testing.assert_close(o[:, :, start:end], expected, rtol=1e-12, atol=1e-12)  # float64 rounding, another centre
+
+
+@both
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("queries", [12, 5])
 def test_padding_keys_are_not_there(implementation: str, causal: bool, queries: int) -> None:
@@ -260,7 +295,8 @@ def test_padding_keys_are_not_there(implementation: str, causal: bool, queries: 
 BAD: dict[str, dict[str, Any]] = {
     "q has shape": {"q": torch.zeros(3, 5, 8)},
     "k has shape": {"k": torch.zeros(2, 3, 5, 9)},
-    "v has shape": {"v": torch.zeros(2, 2, 5, 4)},
+    "v has shape": {"v": torch.zeros(1, 3, 5, 4)},
+    "3 query heads are not a multiple of v's 2 heads": {"v": torch.zeros(2, 2, 5, 4)},
     "beta has shape": {"beta": torch.ones(4)},
     "lam has shape": {"lam": torch.zeros(2, 3, 4, 4)},
     "gate has shape": {"gate": torch.zeros(2, 3, 5, 1)},
@@ -273,7 +309,11 @@ BAD: dict[str, dict[str, Any]] = {
     "k is on meta": {"k": torch.zeros(2, 3, 5, 8, device="meta")},
     "keys_valid is torch.bool": {"keys_valid": torch.ones(2, 4, dtype=torch.bool)},
     "keys_valid is torch.float32": {"keys_valid": torch.ones(2, 5)},
-    "'triton' is not one of auto, fused, reference": {"implementation": "triton"},
+    "'fast' is not one of auto, decode, .*triton, .*fused, reference": {"implementation": "fast"},
+    "'cudnn' cannot run: no GPU; use auto": {"implementation": "cudnn"},
+    "cu_seqlens is torch.float32": {"cu_seqlens": torch.tensor([0.0, 5.0])},
+    "cu_seqlens is torch.int32": {"cu_seqlens": torch.tensor([5], dtype=torch.int32)},
+    "cu_seqlens needs a batch of 1": {"cu_seqlens": torch.tensor([0, 5])},
 }
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kernels.free_energy.exact as exact_form
 from kernels.free_energy import ValueWindow, free_energy_read
-from kernels.free_energy.once import OncePerMessage
 from kernels.linear_attention import linear_attention, log_weights
+from kernels.once import OncePerMessage
 from tests.kernels.oracle import load, relative
 
 DECAYS = ("none", "head", "channel")
@@ -304,12 +304,13 @@ def test_decoding_equals_the_parallel_read(decay: str, order: str, pieces: list[
 
 
 @pytest.mark.parametrize("order", ["as they come", "rising", "falling"])
-def test_decoding_stays_finite_beyond_the_range(order: str) -> None:
+def test_decoding_stays_finite_beyond_the_range(order: str, messages: pytest.LogCaptureFixture) -> None:
     x = inputs("head", 60, value_range=1000.0, dtype=torch.float32)
     if order != "as they come":
         x["v"] = x["v"].sort(dim=2, descending=order == "falling").values
     mu, free = decode(x, [1] * 60)
     assert mu.isfinite().all() and free.isfinite().all() and (free >= mu).all()
+    assert messages.text.count("are lost to F") == 1
     late = free_energy({name: t.double() for name, t in x.items()}, True)
     # where the greatest value so far is read at all, it rules F; float32 of values up to 300
     torch.testing.assert_close(free.double()[:, :, -1], late[:, :, -1], rtol=1e-5, atol=1e-3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,3 +152,17 @@ def test_wrong_input_ends_in_one_line_and_code_2(pretrain: Command) -> None:
     assert pretrain("model.hidden_sise=64") == 2
     assert pretrain.err == "pretrain: error: command line: unknown key model.hidden_sise; did you mean model.hidden_size?\n"
     assert not pretrain.run_dir.exists()
+
+
+def test_a_wrong_choice_of_kernels_ends_in_one_line_and_code_2(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEM_KERNELS", "time_decay_scan=fastest")
+    assert pretrain() == 2
+    assert pretrain.err.startswith("pretrain: error: FEM_KERNELS: time_decay_scan has no implementation 'fastest'; it has ")
+    assert pretrain.err.count("\n") == 1 and not pretrain.run_dir.exists()
+
+
+def test_a_run_says_which_kernels_run(settings: list[str]) -> None:
+    """In a process of its own: they say it once."""
+    command = [sys.executable, "-m", "pretrain", DEMO, *settings, "train.steps=4"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [line.split(": ")[1] for line in out.splitlines() if line.startswith("kernels: fem_attention")] == ["fem_attention"]

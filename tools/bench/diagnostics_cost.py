@@ -19,6 +19,7 @@ from fem_megatron.catalogue import MIXERS
 from pretrain.config import RunConfig
 from pretrain.loader import ConfigError, load_run
 from pretrain.validate import validate
+from tools.bench import environment
 
 RUN = "configs/run/demo.yaml"
 VOCABULARY = 4096
@@ -64,13 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
     parser.add_argument("--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*")
     parser.add_argument("--pairs", type=int, default=5, help="steps of each kind (default: 5)")
+    environment.add_json_option(parser)
     options = parser.parse_args(arguments)
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.quiet_libraries()  # before anything imports Megatron-core
     platform.initialize_distributed()
     from pretrain.engines.megatron import initialize_model_parallel
 
-    started = False
+    started, rows = False, []
     try:
         for name in names:
             overrides = [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides]
@@ -84,11 +86,13 @@ def main(arguments: list[str] | None = None) -> int:
                 print("|---|---|---|---|---|")
             step, look = seconds(config, options.pairs)
             share = look / step
+            rows.append({"mixer": name, "step_seconds": step, "look_seconds": look, "interval": interval})
             print(f"| {name} | {step:.3f} | {look:.3f} | {share:.2f} | {share / interval:.2%} |", flush=True)
     except ConfigError as error:
         print(f"tools.bench.diagnostics_cost: error: {error}", file=sys.stderr)
         return 2
     torch.distributed.destroy_process_group()
+    environment.write_json(options.json, {"suite": "diagnostics_cost", "machine": environment.facts(), "rows": rows})
     return 0
 
 

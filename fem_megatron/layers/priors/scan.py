@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fem_megatron.layers.priors.base import Parts, Prior
-from fem_megatron.layers.update import Context
+from fem_megatron.layers.update import Context, product_type
 from kernels.free_energy import ValueWindow, free_energy_read
 from kernels.linear_attention import linear_attention, log_weights
 
@@ -35,12 +35,19 @@ class ScanPrior(Prior):
             decay = decay[..., 0]
         if context.state is not None:
             return self._decode(q, k, decay, v, beta, lam, gate, context)
+        narrow = product_type(v)
+        near, far = q.to(narrow), k.to(narrow)
+
+        def read(streams: Tensor) -> Tensor:
+            made, _ = linear_attention(near, far, streams.to(narrow), decay, causal=context.causal, normalise=True)
+            return made.to(streams.dtype)
+
         return free_energy_read(
             v,
             beta,
             lam,
             gate,
-            lambda streams: linear_attention(q, k, streams, decay, causal=context.causal, normalise=True)[0],
+            read,
             lambda start, stop: log_weights(q, k, decay, start, stop, causal=context.causal),
             terms=q.shape[-1] if decay is not None and decay.dim() == 4 else 1,
             exact=self.shape.backend == "reference",

@@ -15,7 +15,7 @@ class SoftmaxPrior(Prior):
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
         q, k = parts["q"], parts["k"]
         if self.shape.rotary_size():
-            q, k = (rotate(t, context, self.shape.rope_base) for t in (q, k))
+            q, k = (rotate(t, context, self.shape.rope_base, self.parallel) for t in (q, k))
         k = context.extend("k", k.permute(1, 2, 0, 3), dim=2)
         v = context.extend("v", v, dim=2)
         return fem_attention(
@@ -27,6 +27,5 @@ class SoftmaxPrior(Prior):
             gate,
             causal=context.causal,
             keys_valid=context.valid,
-            # One query: the exact form costs no more, and asks nothing of the range.
-            implementation="reference" if context.state is not None and q.shape[0] == 1 else self.shape.backend,
+            implementation="auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend,
         )

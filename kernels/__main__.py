@@ -1,0 +1,52 @@
+"""`python -m kernels`: the operations, their implementations, which one this machine would run, and why not the faster ones."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from kernels import machine
+from kernels.implementations import Op, overrides, triton_version
+from kernels.operations import check_overrides, operations
+
+
+def lines(ops: dict[str, Op], device: torch.device) -> list[str]:
+    """The list as it is printed: an operation a paragraph, its implementations from the fastest, an arrow before the one that runs."""
+    width = max(len(each.name) for op in ops.values() for each in op.implementations)
+    told = []
+    for op in ops.values():
+        runs, reasons = op.automatic(device)
+        forced = f" (FEM_KERNELS asks for {overrides()[op.name]})" if op.name in overrides() else ""
+        told += ["", f"{op.name}: {op.what}{forced}"]
+        for each in op.implementations:
+            state = f" [{reasons[each.name]}]" if each.name in reasons else "" if each.automatic else " [where it is asked for]"
+            told.append(f"  {'->' if each.name == runs else '  '} {each.name:{width}}  {each.what}{state}")
+    return told
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the list. Exit code 2 where FEM_KERNELS cannot be followed."""
+    parser = argparse.ArgumentParser(prog="python -m kernels", description=__doc__)
+    parser.parse_args(argv)
+    ops, device = operations(), machine.device()
+    try:
+        check_overrides()
+    except ValueError as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        return 2
+    triton = triton_version()
+    architecture = f" (sm_{machine.architecture(device)})" if device.type == "cuda" else ""
+    print(
+        f"device: {machine.name(device)}{architecture}; torch {torch.__version__};"
+        f" triton {'.'.join(map(str, triton)) if triton else 'not installed'}"
+    )
+    print("-> runs here for calls of ordinary shapes; a call that it does not fit takes the next, and says so once")
+    print("\n".join(lines(ops, device)))
+    print("\nforce one: FEM_KERNELS=operation=implementation,... in the environment")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""What FEM's conditioner reads off its state: one public function, `conditioner_features`. Scans and projections stay out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.conditioner_features.reference import features
+from kernels.implementations import Implementation, Op, lacks_triton
+
+__all__ = ["OP", "conditioner_features"]
+
+WIDEST = 8192  # channels that the kernels keep in registers
+
+OP = Op(
+    "conditioner_features",
+    "shortcut times LayerNorm of the state, in FEM's conditioner",
+    (
+        Implementation("triton", "one pass over memory forward, one backward", lacks_triton),
+        Implementation("reference", "the equation in PyTorch"),
+    ),
+)
+
+
+def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto") -> Tensor:
+    """r * LayerNorm(state) over the last dimension, with r = softplus(logits) sqrt(n) / max(||softplus(logits)||, eps).
+
+    Shapes: logits and state [..., n], with any strides, weight [n] (LayerNorm's; it has no bias). Returns [..., n] in logits' type.
+    Types: logits float64, float32 or bfloat16; state the same, but float32 where logits are bfloat16; weight any of them. Computed in
+    state's type. The product with W_out that follows is a GEMM of its own: the vendor's runs at the speed of the matrix units, and what
+    fusing could save is one pass over n of the model's 16 n channels.
+    implementation: "triton", "reference" or "auto", the fastest that this call allows.
+    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
+    Equation: Free Energy Mixer, the time-decay conditioner, phi before W_out.
+    """
+    if logits.dim() < 1 or logits.shape != state.shape or logits.numel() == 0:
+        raise ValueError(
+            f"conditioner_features: logits have shape {list(logits.shape)} and state {list(state.shape)}; both must be the same, not empty"
+        )
+    size = logits.shape[-1]
+    if weight.shape != (size,):
+        raise ValueError(f"conditioner_features: weight has shape {list(weight.shape)}, expected [{size}] beside {list(logits.shape)}")
+    if logits.dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"conditioner_features: logits are {logits.dtype}; use float64, float32 or bfloat16")
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    if (state.dtype, state.device) != (compute, logits.device) or weight.device != logits.device:
+        given = f"state is {state.dtype} on {state.device}, weight on {weight.device}"
+        raise ValueError(f"conditioner_features: {given}, expected {compute} on {logits.device}")
+    wide = f"{size} channels are over {WIDEST}" if size > WIDEST else None
+    unfit = "float64" if compute == torch.float64 else wide
+    if OP.choose(implementation, logits.device, {"triton": unfit}) == "triton":
+        from kernels.conditioner_features.triton import fused_features
+
+        return fused_features(logits, state, weight, eps)
+    return features(logits, state, weight, eps)

@@ -1,0 +1,186 @@
+"""The free-energy read on a GPU: Triton prep, an attention engine on [v | U], Triton epilogue, and the exact form where it is needed.
+
+One operation for autograd. Nothing waits for the device, so it can be captured in a CUDA graph: heads whose range passes the engines' are
+told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from kernels.fem_attention.engines import ENGINES, Call, Reading
+from kernels.fem_attention.reference import repeat_heads
+from kernels.free_energy.streams import MAX_RANGE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine's name, the call that it was chosen for, and the logger for warnings."""
+
+    engine: str
+    call: Call
+    log: logging.Logger
+
+
+def accelerated_attention(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, reading: Reading, choice: Choice
+) -> Tensor:
+    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. The engine must fit the call.
+
+    Types: float32 or bfloat16; the engine works in q's type, everything before and after it in float32.
+    """
+    if beta is None:
+        out = ENGINES[choice.engine].read(q, k, v, reading, choice.call)
+        return out if gate is None else (gate.float() * out.float()).to(q.dtype)
+    out = _Read.apply(q, k, v, beta, lam, gate, reading, choice)
+    assert isinstance(out, Tensor)
+    return out
+
+
+class _Read(torch.autograd.Function):
+    """Outside, one operation; inside, a graph of its own from prep to epilogue, in which the engine's own backward is found.
+
+    The graph begins at `_Source` and is held by its edges alone: what it saves is saved once, goes through the hooks of whoever
+    checkpoints or offloads, and is gone after the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        reading: Reading,
+        choice: Choice,
+    ) -> Tensor:
+        from kernels.fem_attention.triton.exact import exact_forward_
+        from kernels.fem_attention.triton.prep import value_constants
+
+        inputs = (q, k, v, beta.float(), lam, gate)
+        constants = value_constants(v, inputs[3])
+        watch(q.device).note(constants.largest, choice.log)
+        with torch.set_grad_enabled(choice.call.trains):
+            places = [_place(t, needed) for t, needed in zip(inputs, ctx.needs_input_grad, strict=False)]
+            o = _inside(places, constants, reading, choice)
+        if choice.call.trains:
+            ctx.starts = [None if t is None or not t.requires_grad else get_gradient_edge(t) for t in places]
+            ctx.end = get_gradient_edge(o)
+        out = o.detach()
+        saved = exact_forward_(out, *inputs, constants.wild, **reading.masks())
+        ctx.save_for_backward(*inputs, constants.wild, *saved)
+        ctx.reading, ctx.engine, ctx.beta_type = reading, choice.engine, beta.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        from kernels.fem_attention.triton.exact import exact_backward_
+
+        q, k, v, beta, lam, gate, wild, *saved = ctx.saved_tensors
+        if ctx.end is None:
+            raise RuntimeError("fem_attention: a second backward through the same call; its inner graph is freed by the first")
+        starts, end = ctx.starts, ctx.end
+        ctx.starts = ctx.end = None
+        # The Triton engine has the epilogue within it and knows no wild heads; the other epilogue leaves them out itself.
+        given = d_o.masked_fill(repeat_heads(wild, 1, d_o.shape[1])[:, :, None, None], 0) if ctx.engine == "triton" else d_o
+        gradients = _gradients(starts, end, given, [q, k, v, beta, lam, gate])
+        d_q, d_k, d_v, fast, d_lam, d_gate = gradients
+        d_beta = torch.zeros(*wild.shape, d_o.shape[3], dtype=torch.float32, device=d_o.device)
+        exact_backward_(saved, d_o, q, k, v, beta, lam, gate, wild, d_q, d_k, d_v, d_beta, d_lam, d_gate, **ctx.reading.masks())
+        assert fast is not None
+        gradients[3] = (fast + d_beta.sum(0)).to(ctx.beta_type)
+        return *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)), None, None
+
+
+class _Source(torch.autograd.Function):
+    """t, as a place in a graph whose gradient can be asked for. A leaf would be held by the graph until its end; this is not."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, anchor: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        raise AssertionError("gradients are taken here; the graph ends")
+
+
+def _place(t: Tensor | None, needed: bool) -> Tensor | None:
+    if t is None or not needed or not torch.is_grad_enabled():
+        return t
+    place = _Source.apply(t.detach(), torch.empty(0, requires_grad=True))
+    assert isinstance(place, Tensor)
+    return place
+
+
+def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choice: Choice) -> Tensor:
+    """o from its parts, each of which autograd knows; right where a head is not wild, and finite values elsewhere."""
+    from kernels.fem_attention.triton.prep import ValueStreams
+
+    q, k, v, beta, lam, gate = places
+    assert q is not None and k is not None
+    centre, shifted = constants.centre, constants.shifted
+    values = ValueStreams.apply(v, beta, centre, shifted)
+    if choice.engine == "triton":
+        from kernels.fem_attention.triton.attention import attend_read
+
+        o = attend_read(q, k, values, beta, centre, shifted, lam, gate, **reading.masks())
+    else:
+        from kernels.fem_attention.triton.epilogue import GatedRead
+
+        reads = ENGINES[choice.engine].read(q, k, values, reading, choice.call)
+        o = GatedRead.apply(reads, beta, centre, shifted, constants.wild, lam, gate)
+    assert isinstance(o, Tensor)
+    return o
+
+
+def _gradients(starts: list[GradientEdge | None], end: GradientEdge, d_o: Tensor, inputs: list[Tensor | None]) -> list[Tensor | None]:
+    """The inner graph's gradients of q, k, v, beta, lam, gate; for those not asked for, room to be overwritten. The graph is freed."""
+    asked = iter(torch.autograd.grad(end, [start for start in starts if start is not None], d_o))
+    gradients: list[Tensor | None] = []
+    for start, t in zip(starts, inputs, strict=True):
+        if start is not None:
+            gradient = next(asked)
+            gradients.append(gradient if gradient.stride(-1) == 1 else gradient.contiguous())
+        else:
+            gradients.append(None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format))
+    return gradients
+
+
+class RangeWatch:
+    """Warns when beta * (max v - min v) has passed what the engines take, without waiting: a call sees what earlier ones have left.
+
+    The largest number so far is kept on the device and copied to the host behind its back; read too early it is an older one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._largest = torch.zeros((), device=device)
+            self._told = torch.zeros((), pin_memory=device.type == "cuda")
+
+    def note(self, largest: Tensor, log: logging.Logger) -> None:
+        """Take in the ranges of a call, and warn of those of earlier calls."""
+        if (told := float(self._told)) > MAX_RANGE:
+            log.warning(
+                "fem_attention: beta * (max v - min v) has reached %.4g, over %g: heads beyond it run the exact form, slower",
+                told,
+                MAX_RANGE,
+            )
+        torch.maximum(self._largest, largest.max(), out=self._largest)
+        self._told.copy_(self._largest, non_blocking=True)
+
+
+@functools.cache
+def watch(device: torch.device) -> RangeWatch:
+    """The device's watch."""
+    return RangeWatch(device)

@@ -1,0 +1,321 @@
+"""The attention engines that can read [v | U]: what each cannot take, and how it is called. Which one runs is chosen elsewhere.
+
+Only public functions are called: torch's scaled_dot_product_attention with one backend, the packages flash-attn (FlashAttention-2 and -3),
+and this room's own Triton kernels. An engine that wants queries and values equally wide gets them padded, or reads v and U one after the
+other, which costs the same products where d_v = d_k and works where 2 d_v is wider than the engine can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels import machine
+from kernels.fem_attention.reference import Bounds, repeat_heads
+from kernels.implementations import lacks_triton
+from kernels.pairs import readable_keys
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which keys are read, and the scale of the scores: as in `fem_attention`, with the bounds of the documents beside cu_seqlens."""
+
+    causal: bool
+    scale: float
+    keys_valid: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    bounds: Bounds | None = None
+
+    def masks(self) -> dict[str, Any]:
+        """What this room's kernels take."""
+        return {"causal": self.causal, "scale": self.scale, "keys_valid": self.keys_valid, "bounds": self.bounds}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of an engine depends on; ``values``: the width of what is read, 2 dv, or dv without a free energy."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    tq: int
+    tk: int
+    dk: int
+    values: int
+    causal: bool
+    positive: bool  # scale >= 0
+    padding: bool  # keys_valid
+    documents: bool  # cu_seqlens
+    trains: bool
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask says what is read, and not causality alone or nothing."""
+        return self.padding or self.documents or (self.causal and 1 < self.tq < self.tk)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an engine reads values: in so many parts one after the other, everything padded to one width or not."""
+
+    parts: int
+    equal: bool
+
+    def widths(self, dk: int, values: int) -> tuple[int, int]:
+        """(of queries and keys, of values) in each of the calls."""
+        part = -(-values // self.parts)
+        return (max(dk, part),) * 2 if self.equal else (dk, part)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Reading], Tensor]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to read values [b, hk, tk, n] as softmax(scale q k^T) values [b, h, tq, n], differentiable.
+
+    lacks(device): why this machine has it not, or None. refuses(call): why it cannot take a call's kind of reading, or None. fits(call,
+    widths): whether it takes these widths. attend(q, k, values, reading): the call itself, at such widths. equal: it wants equal widths.
+    """
+
+    name: str
+    what: str
+    lacks: Callable[[torch.device], str | None]
+    refuses: Callable[[Call], str | None]
+    fits: Callable[[Call, tuple[int, int]], bool]
+    attend: Attend
+    equal: bool = False
+
+    def plan(self, call: Call) -> Plan | None:
+        """The first way of reading that fits, or None."""
+        ways = [Plan(1, self.equal), Plan(2, self.equal), Plan(1, True), Plan(2, True)]
+        if self.equal and call.values >= 2 * call.dk:
+            ways = [Plan(2, True), Plan(1, True)]
+        return next((way for way in ways if self.fits(call, way.widths(call.dk, call.values))), None)
+
+    def unfit(self, call: Call) -> str | None:
+        """Why it cannot take this call, or None."""
+        if call.dtype not in (torch.float32, torch.bfloat16):
+            return str(call.dtype).removeprefix("torch.")
+        if not call.positive:
+            return "a negative scale"
+        if (reason := self.refuses(call)) is not None:
+            return reason
+        return None if self.plan(call) is not None else f"widths {call.dk} and {call.values} in {str(call.dtype).removeprefix('torch.')}"
+
+    def read(self, q: Tensor, k: Tensor, values: Tensor, reading: Reading, call: Call) -> Tensor:
+        """softmax(scale q k^T) values [b, h, tq, n]; reading fits ``call``, for which ``unfit`` gives None."""
+        way = self.plan(call)
+        assert way is not None
+        dk, part = way.widths(call.dk, call.values)
+        q, k = (F.pad(_rows(t), (0, dk - call.dk)) if dk > call.dk else _rows(t) for t in (q, k))
+        reads = []
+        for piece in values.split(part, dim=-1):
+            width = piece.shape[-1]
+            reads.append(self.attend(q, k, F.pad(piece, (0, part - width)) if part > width else piece, reading)[..., :width])
+        return reads[0] if len(reads) == 1 else torch.cat(reads, dim=-1)
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+# --- torch's scaled_dot_product_attention ----------------------------------------------------------------------------------------
+
+
+def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
+    """With one backend, or with torch's choice (None); groups: it reads grouped heads itself."""
+
+    def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
+        (heads, tq), tk = q.shape[1:3], k.shape[2]
+        mask = None
+        if reading.keys_valid is not None or reading.bounds is not None or (reading.causal and 1 < tq < tk):
+            mask = readable_keys(tq, tk, q.device, causal=reading.causal, keys_valid=reading.keys_valid, bounds=reading.bounds)
+            mask = mask if mask.dim() == 4 else mask[None, None]
+        if not groups:
+            k, values = repeat_heads(k, 1, heads), repeat_heads(values, 1, heads)
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                values,
+                attn_mask=mask,
+                is_causal=reading.causal and mask is None and tq == tk,
+                scale=reading.scale,
+                enable_gqa=heads != k.shape[1],
+            )
+
+    return attend
+
+
+_TAKES = {
+    SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
+    SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
+    SDPBackend.EFFICIENT_ATTENTION: can_use_efficient_attention,
+}
+
+
+def _torch_takes(backend: SDPBackend, groups: bool) -> Callable[[Call, tuple[int, int]], bool]:
+    """Torch's own answer for such widths, asked with a few tokens: it looks at lengths only for equality and for 1."""
+
+    def fits(call: Call, widths: tuple[int, int]) -> bool:
+        # Some backends step aside under use_deterministic_algorithms.
+        return _torch_answers(backend, groups, call, widths, torch.get_deterministic_debug_mode())
+
+    return fits
+
+
+@functools.lru_cache(maxsize=4096)
+def _torch_answers(backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int) -> bool:
+    tk = min(call.tk, 64)
+    tq = tk if call.tq == call.tk else min(call.tq, max(1, tk - 1))
+    kv_heads = call.kv_heads if groups else call.heads
+
+    def given(heads: int, tokens: int, width: int) -> Tensor:
+        return torch.empty(call.batch, heads, tokens, width, dtype=call.dtype, device=call.device, requires_grad=call.trains)
+
+    mask = torch.empty(1, 1, tq, tk, dtype=torch.bool, device=call.device) if call.masked else None
+    with torch.set_grad_enabled(call.trains), sdpa_kernel(backend):
+        params = SDPAParams(
+            given(call.heads, tq, widths[0]),
+            given(kv_heads, tk, widths[0]),
+            given(kv_heads, tk, widths[1]),
+            mask,
+            0.0,
+            call.causal and mask is None and tq == tk,
+            kv_heads != call.heads,
+        )
+        return bool(_TAKES[backend](params, debug=False))
+
+
+# --- the packages of FlashAttention ----------------------------------------------------------------------------------------------
+
+
+def _flash_package(package: str) -> Attend:
+    """FlashAttention-2 (``flash_attn``) or -3 (``flash_attn_interface``); documents by its variable-length form."""
+
+    def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
+        functions = import_module(package)
+        kinds = {
+            "softmax_scale": reading.scale,
+            "causal": reading.causal,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        q, k, values = (t.transpose(1, 2) for t in (q, k, values))
+        if reading.cu_seqlens is None:
+            out = functions.flash_attn_func(q, k, values, **kinds)
+        else:
+            # The longest document is at most all tokens; to know it exactly the host would have to wait.
+            starts, longest = reading.cu_seqlens.int(), q.shape[1]
+            out = functions.flash_attn_varlen_func(q[0], k[0], values[0], starts, starts, longest, longest, **kinds)
+            out = (out[0] if isinstance(out, tuple) else out)[None]
+        # Early versions of FlashAttention-3 give the log-sum-exp too.
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
+
+
+def _lacks_package(package: str, distribution: str, oldest: int, newest: int) -> Callable[[torch.device], str | None]:
+    """Why a machine has it not: the package, or an architecture from ``oldest`` to ``newest``, as 90."""
+
+    @functools.cache
+    def lacks(device: torch.device) -> str | None:
+        if (reason := _lacks_gpu(device)) is not None:
+            return reason
+        if find_spec(package) is None:
+            return f"the package {distribution} is not installed"
+        found = machine.architecture(device)
+        return None if oldest <= found <= newest else f"it is not made for sm_{found}"
+
+    return lacks
+
+
+def _lacks_gpu(device: torch.device) -> str | None:
+    """Vendors' kernels, and the Triton kernels around them, need a GPU of CUDA's kind."""
+    if device.type != "cuda":
+        return "no GPU" if device.type == "cpu" else f"no kernels for {device.type}"
+    return lacks_triton(device)
+
+
+# --- what each refuses -----------------------------------------------------------------------------------------------------------
+
+
+def _refuses_nothing(call: Call) -> str | None:
+    return None
+
+
+def _refuses_ragged_ends(call: Call) -> str | None:
+    """cuDNN's own: its older versions give NaN in the backward for other lengths, and torch does not refuse them then."""
+    ragged = call.tq % 128 or call.tk % 128
+    return (
+        "lengths that are no multiples of 128, before cuDNN 9.15.1" if ragged and (torch.backends.cudnn.version() or 0) <= 91500 else None
+    )
+
+
+def _refuses_masks(call: Call) -> str | None:
+    if call.padding or call.documents:
+        return "padding" if call.padding else "documents"
+    return "queries after a past" if call.masked else None
+
+
+def _refuses_padding(call: Call) -> str | None:
+    if call.dtype != torch.bfloat16:
+        return str(call.dtype).removeprefix("torch.")
+    return "padding" if call.padding else None
+
+
+def _up_to_256(call: Call, widths: tuple[int, int]) -> bool:
+    return max(widths) <= 256
+
+
+def _triton_widths(call: Call, widths: tuple[int, int]) -> bool:
+    return widths[0] <= 256 and widths[1] <= 512
+
+
+def _any_widths(call: Call, widths: tuple[int, int]) -> bool:
+    return True
+
+
+def _triton(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
+    from kernels.fem_attention.triton.attention import attend
+
+    out: Tensor = attend(q, k, values, **reading.masks())
+    return out
+
+
+def _torch_engine(name: str, what: str, backend: SDPBackend, groups: bool, refuses: Callable[[Call], str | None], equal: bool) -> Engine:
+    return Engine(name, what, _lacks_gpu, refuses, _torch_takes(backend, groups), _sdpa(backend, groups), equal)
+
+
+def _package_engine(name: str, what: str, package: str, distribution: str, oldest: int, newest: int) -> Engine:
+    lacks = _lacks_package(package, distribution, oldest, newest)
+    return Engine(name, what, lacks, _refuses_padding, _up_to_256, _flash_package(package), equal=True)
+
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION, True, _refuses_ragged_ends, False),
+        _package_engine(
+            "flash_attn_3", "FlashAttention-3, the package flash_attn_interface", "flash_attn_interface", "flash_attn_interface", 90, 90
+        ),
+        _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION, True, _refuses_masks, True),
+        _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
+        Engine("triton", "this room's kernels, fused with the free energy", lacks_triton, _refuses_nothing, _triton_widths, _triton),
+        _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, False, _refuses_nothing, False),
+        Engine("sdpa", "whichever attention torch picks", lacks_triton, _refuses_nothing, _any_widths, _sdpa(None, True)),
+    )
+}

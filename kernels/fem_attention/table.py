@@ -1,0 +1,101 @@
+"""Which engine is the fastest for a shape: the measured table, and the order where nothing is measured. Measuring is done elsewhere.
+
+table.json: device name -> entries {dtype, dk, dv, tokens, causal, microseconds: {engine: forward + backward of one call}}. The benchmark
+writes it, for calls without padding and documents; FEM_KERNELS and the argument ``implementation`` override it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import machine
+from kernels.fem_attention.engines import Call
+
+TABLE = Path(__file__).with_name("table.json")
+
+# Before anything is measured: what is known of the engines on Hopper, and on what came before and after it.
+HOPPER = ("cudnn", "flash_attn_3", "flash", "flash_attn_2", "triton", "efficient", "sdpa")
+OTHERS = ("flash", "flash_attn_2", "cudnn", "triton", "efficient", "sdpa", "flash_attn_3")
+# Engines that take documents as they are come before those that are given a mask of all pairs.
+MASKED = ("flash_attn_3", "flash_attn_2", "triton", "efficient", "cudnn", "sdpa", "flash")
+FLOAT32 = ("triton", "efficient", "sdpa", "cudnn", "flash_attn_3", "flash", "flash_attn_2")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured at a shape: of v's width dv, tokens keys and as many queries; microseconds of forward + backward by engine."""
+
+    dtype: str
+    dk: int
+    dv: int
+    tokens: int
+    causal: bool
+    microseconds: Mapping[str, float]
+
+    def far_from(self, call: Call) -> tuple[float, float]:
+        """How far a call's shape is, widths first, in powers of two."""
+        widths = abs(math.log2(call.dk / self.dk)) + abs(math.log2(call.values / (2 * self.dv)))
+        return widths, abs(math.log2(call.tk / self.tokens))
+
+
+@functools.lru_cache(maxsize=4096)
+def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
+    """The engines' names, the one to try first first. Raises ValueError for a table that cannot be read."""
+    if call.dtype == torch.float32:
+        usual = FLOAT32
+    elif call.masked:
+        usual = MASKED
+    else:
+        usual = HOPPER if machine.architecture(call.device) == 90 else OTHERS
+    return usual if call.masked else measured_order(call, read(path).get(machine.name(call.device), ()), usual)
+
+
+def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...]) -> tuple[str, ...]:
+    """The engines measured at the nearest shape of the call's type and causality, the fastest first; then the others as usual."""
+    alike = [entry for entry in entries if entry.dtype == str(call.dtype).removeprefix("torch.") and entry.causal == call.causal]
+    if not alike:
+        return usual
+    times = min(alike, key=lambda entry: entry.far_from(call)).microseconds
+    measured = sorted((name for name in usual if name in times), key=lambda name: times[name])
+    return (*measured, *(name for name in usual if name not in times))
+
+
+@functools.lru_cache(maxsize=8)
+def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
+    """Device name -> entries. Raises ValueError where the file is not of this form."""
+    try:
+        return {device: tuple(_entry(**one) for one in entries) for device, entries in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path.name} is not a table of engines: {error}; write it again with the benchmark or make it {{}}") from error
+
+
+def write(device: str, entries: Iterable[Entry], path: Path = TABLE) -> None:
+    """Put a device's entries into the table; they replace those of the same shapes."""
+    tables = dict(read(path)) if path.exists() else {}
+    kept = {_shape(entry): entry for entry in (*tables.get(device, ()), *entries)}
+    tables[device] = tuple(kept[shape] for shape in sorted(kept))
+    listed = {
+        name: ",\n".join("    " + json.dumps(asdict(entry), sort_keys=True) for entry in table) for name, table in sorted(tables.items())
+    }
+    body = ",\n".join(f"  {json.dumps(name)}: [\n{lines}\n  ]" for name, lines in listed.items())
+    path.write_text("{\n" + body + "\n}\n", encoding="utf-8")
+    read.cache_clear()
+    order.cache_clear()
+
+
+def _entry(dtype: str, dk: int, dv: int, tokens: int, causal: bool, microseconds: dict[str, float]) -> Entry:
+    if not (min(dk, dv, tokens) > 0 and all(time > 0 for time in microseconds.values())):
+        raise ValueError(f"a shape or a time is not positive beside dk {dk}, dv {dv}, {tokens} tokens")
+    return Entry(dtype, dk, dv, tokens, causal, microseconds)
+
+
+def _shape(entry: Entry) -> tuple[Any, ...]:
+    return entry.dtype, entry.dk, entry.dv, entry.causal, entry.tokens

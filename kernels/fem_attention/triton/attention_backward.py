@@ -1,0 +1,264 @@
+"""The gradients of attention on [v | U] in Triton: one kernel for q's, one for those of k and the values. No atomics, no autotuning.
+
+Both make the weights again from the scores and their log-sum-exp. With [dmu | dZ] the gradient of the reads and D its row term,
+
+    dP = dmu v^T + dZ U^T      dS = P (dP - D), 0 where P is 0      dq = scale dS k      dk = scale dS^T q      d[v | U] = P^T [dmu | dZ]
+
+The kernel for keys works on transposed scores, so that P^T and dS^T are left operands in registers; it masks every block, since a second
+loop without masks would not fit the registers, and goes over its query heads itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fem_attention.triton.attention_parts import (
+    FLOAT32,
+    HEADS,
+    LOG2E,
+    Blocks,
+    build,
+    key_spans,
+    last_key,
+    load_tile,
+    padded,
+    query_span,
+    readable,
+    rows_of,
+    store_tile,
+)
+from kernels.implementations import interpreted
+
+
+def attention_gradients(q, k, values, keys_valid, first, last, d_reads, row_term, lse, *, causal, scale, halves):
+    """(dq, dk, dvalues), each in its input's type and order in memory.
+
+    q, k, values, keys_valid, first, last, causal and scale as in `attention.attend`; d_reads [b, h, tq, n] in q's type; row_term and lse
+    (in powers of two) [b, h, tq] float32. The masks, row_term and lse are contiguous. halves: 1 or 2 parts that the n channels are read in.
+    """
+    b, h, tq, dk = q.shape
+    hk, tk, n = values.shape[1:]
+    d_reads = rows_of(d_reads)
+    d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
+    dv = n // halves
+    strides = [s for t in (q, k, values, d_reads) for s in t.stride()[:3]]
+    numbers = (scale, scale * LOG2E, h, tq, tk)
+    widths = {"CAUSAL": causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": dv, "BDV": padded(dv), "GROUP": h // hk}
+    blocks = queries_blocks(q.dtype, dk, dv, halves)
+    _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
+        q, k, values, keys_valid, first, last, d_reads, row_term, lse, d_q, *numbers, *strides, *d_q.stride()[:3],
+        **widths, ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    blocks = keys_blocks(q.dtype, dk, dv, halves)
+    _keys_kernel[(triton.cdiv(tk, blocks.keys) * b * hk,)](
+        q, k, values, keys_valid, first, last, d_reads, row_term, lse, d_k, d_values, *numbers, *strides,
+        *d_k.stride()[:3], *d_values.stride()[:3],
+        **widths, ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return d_q, d_k, d_values
+
+
+@triton.jit
+def _queries_span(
+    grad, q, d_read, d_more, level, term, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t, values_t,
+    MASKED: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
+    BDV: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The keys from start to stop: dS k."""
+    for n in range(start, stop, KEYS):
+        here = tl.cast(n, tl.int64)
+        keys = load_tile(k + here * k_t, k_t, tk - n, KEYS, DK, BDK, MASKED)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * factor - level[:, None]
+        if MASKED:
+            allowed = readable(position, lowest, highest, n + tl.arange(0, KEYS), tk, valid)
+            scores = tl.where(allowed, scores, float("-inf"))
+        weights = tl.exp2(scores)
+        tile = load_tile(values + here * values_t, values_t, tk - n, KEYS, DV, BDV, MASKED)
+        d_weights = tl.dot(d_read, tl.trans(tile), input_precision="ieee")
+        if HALVES == 2:
+            tile = load_tile(values + here * values_t + DV, values_t, tk - n, KEYS, DV, BDV, MASKED)
+            d_weights = tl.dot(d_more, tl.trans(tile), d_weights, input_precision="ieee")
+        d_scores = tl.where(weights > 0, weights * (d_weights - term[:, None]), 0.0)
+        grad = tl.dot(d_scores.to(keys.dtype), keys, grad, input_precision="ieee")
+    return grad
+
+
+@triton.jit
+def _queries_kernel(
+    q, k, values, valid, first, last, d_reads, row_term, lse, d_q,
+    scale, factor, heads, tq, tk,
+    q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t, d_q_b, d_q_h, d_q_t,
+    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dq of a block of queries of a head. Long, because it goes over the keys in up to two spans."""
+    blocks = tl.cdiv(tq, ROWS)
+    # The last block first: under a causal mask it has the most to do.
+    block = blocks - 1 - tl.program_id(0) % blocks
+    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = head_of_all // heads, head_of_all % heads
+    start = (block * ROWS).to(tl.int64)
+    left = tq - block * ROWS
+    row = tl.arange(0, ROWS)
+    position = tk - tq + block * ROWS + row
+    k += b * k_b + h // GROUP * k_h
+    values += b * values_b + h // GROUP * values_h
+    if valid is not None:
+        valid += b * tk
+    lowest = None
+    if first is not None:
+        lowest = tl.load(first + position, mask=row < left, other=0)
+    highest = last_key(position, row < left, tk, last, CAUSAL)
+
+    queries = load_tile(q + b * q_b + h * q_h + start * q_t, q_t, left, ROWS, DK, BDK, True)
+    d_reads += b * d_reads_b + h * d_reads_h + start * d_reads_t
+    d_read = load_tile(d_reads, d_reads_t, left, ROWS, DV, BDV, True)
+    d_more = d_read
+    if HALVES == 2:
+        d_more = load_tile(d_reads + DV, d_reads_t, left, ROWS, DV, BDV, True)
+    level = tl.load(lse + head_of_all * tq + start + row, mask=row < left, other=float("inf"))
+    term = tl.load(row_term + head_of_all * tq + start + row, mask=row < left, other=0.0)
+    grad = tl.zeros([ROWS, BDK], tl.float32)
+    last_row = tl.minimum(block * ROWS + ROWS, tq) - 1
+    begin, inner, end = key_spans(tk - tq + block * ROWS, tk - tq + last_row, tk, valid, first, last, CAUSAL, KEYS)
+    if valid is None and first is None:
+        grad = _queries_span(
+            grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, begin, inner, factor, tk, k_t,
+            values_t, False, HALVES, DK, BDK, DV, BDV, KEYS,
+        )  # fmt: skip
+    grad = _queries_span(
+        grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, inner, end, factor, tk, k_t, values_t,
+        True, HALVES, DK, BDK, DV, BDV, KEYS,
+    )  # fmt: skip
+    store_tile(d_q + b * d_q_b + h * d_q_h + start * d_q_t, d_q_t, left, grad * scale, ROWS, DK, BDK)
+
+
+@triton.jit
+def _keys_kernel(
+    q, k, values, valid, first, last, d_reads, row_term, lse, d_k, d_values,
+    scale, factor, heads, tq, tk,
+    q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t,
+    d_k_b, d_k_h, d_k_t, d_values_b, d_values_h, d_values_t,
+    CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dk and d[v | U] of a block of keys of a key head, over all its query heads. Long, because every tensor has its strides."""
+    blocks = tl.cdiv(tk, KEYS)
+    block = tl.program_id(0) % blocks
+    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
+    kv_heads = heads // GROUP
+    b, kv = head_of_all // kv_heads, head_of_all % kv_heads
+    start = (block * KEYS).to(tl.int64)
+    left = tk - block * KEYS
+    column = tl.arange(0, KEYS)
+    key = block * KEYS + column
+    good = None
+    if valid is not None:
+        good = tl.load(valid + b * tk + key, mask=key < tk, other=0).to(tl.int1)[:, None]
+    begin, end = query_span(block * KEYS, tl.minimum(block * KEYS + KEYS, tk) - 1, tk - tq, tq, first, last, CAUSAL, ROWS)
+    # The positions that read a key: from its own on, or from its document's first, to its document's last.
+    opened = key[:, None]
+    closed = None
+    if first is not None:
+        closed = tl.load(last + key, mask=key < tk, other=0)[:, None]
+        if not CAUSAL:
+            opened = tl.load(first + key, mask=key < tk, other=0)[:, None]
+
+    keys = load_tile(k + b * k_b + kv * k_h + start * k_t, k_t, left, KEYS, DK, BDK, True)
+    values += b * values_b + kv * values_h + start * values_t
+    value = load_tile(values, values_t, left, KEYS, DV, BDV, True)
+    more = value
+    if HALVES == 2:
+        more = load_tile(values + DV, values_t, left, KEYS, DV, BDV, True)
+    d_key = tl.zeros([KEYS, BDK], tl.float32)
+    d_value = tl.zeros([KEYS, BDV], tl.float32)
+    d_more = tl.zeros([KEYS, BDV], tl.float32)
+    q += b * q_b + kv * GROUP * q_h
+    d_reads += b * d_reads_b + kv * GROUP * d_reads_h
+    lse += (b * heads + kv * GROUP) * tq
+    row_term += (b * heads + kv * GROUP) * tq
+    d_k += b * d_k_b + kv * d_k_h + start * d_k_t
+    d_values += b * d_values_b + kv * d_values_h + start * d_values_t
+    # One loop over all query heads, not two: what a loop needs before it would spill beside the three accumulators.
+    count = tl.cdiv(end - begin, ROWS)
+    for n in range(count * GROUP):
+        m = begin + n * ROWS
+        g = tl.zeros([], tl.int64)
+        if GROUP > 1:
+            g += n // count
+            m -= n // count * count * ROWS
+        here = tl.cast(m, tl.int64)
+        row = m + tl.arange(0, ROWS)
+        queries = load_tile(q + g * q_h + here * q_t, q_t, tq - m, ROWS, DK, BDK, True)
+        # Queries past the last weigh exp2(-inf).
+        level = tl.load(lse + g * tq + row, mask=row < tq, other=float("inf"))
+        scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * factor - level[None, :]
+        position = (tk - tq + row)[None, :]
+        if CAUSAL or first is not None:
+            scores = tl.where(position >= opened, scores, float("-inf"))
+        if closed is not None:
+            scores = tl.where(position < closed, scores, float("-inf"))
+        if valid is not None:
+            scores = tl.where(good | (position == key[:, None]), scores, float("-inf"))
+        weights = tl.exp2(scores)
+        rounded = weights.to(keys.dtype)
+        d_at = d_reads + g * d_reads_h + here * d_reads_t
+        d_read = load_tile(d_at, d_reads_t, tq - m, ROWS, DV, BDV, True)
+        d_value = tl.dot(rounded, d_read, d_value, input_precision="ieee")
+        d_weights = tl.dot(value, tl.trans(d_read), input_precision="ieee")
+        if HALVES == 2:
+            d_read = load_tile(d_at + DV, d_reads_t, tq - m, ROWS, DV, BDV, True)
+            d_more = tl.dot(rounded, d_read, d_more, input_precision="ieee")
+            d_weights = tl.dot(more, tl.trans(d_read), d_weights, input_precision="ieee")
+        term = tl.load(row_term + g * tq + row, mask=row < tq, other=0.0)
+        d_scores = tl.where(weights > 0, weights * (d_weights - term[None, :]), 0.0)
+        d_key = tl.dot(d_scores.to(keys.dtype), queries, d_key, input_precision="ieee")
+    store_tile(d_k, d_k_t, left, d_key * scale, KEYS, DK, BDK)
+    store_tile(d_values, d_values_t, left, d_value, KEYS, DV, BDV)
+    if HALVES == 2:
+        store_tile(d_values + DV, d_values_t, left, d_more, KEYS, DV, BDV)
+
+
+def queries_blocks(dtype, dk, dv, halves):
+    """Block sizes of dq's kernel for a head's widths."""
+    width = padded(dk) + halves * padded(dv)
+    if interpreted():
+        return Blocks(16, 32, 4, 1)
+    if dtype == torch.float32:
+        return FLOAT32
+    if width > 384:
+        return Blocks(64, 32 if width > 512 else 64, 8, 2)
+    return Blocks(128, 64, 8, 2)
+
+
+def keys_blocks(dtype, dk, dv, halves):
+    """Block sizes of dk's and the values' kernel for a head's widths; with three accumulators it is the one that fills the registers."""
+    width = padded(dk) + halves * padded(dv)
+    if interpreted():
+        return Blocks(16, 32, 4, 1)
+    if dtype == torch.float32:
+        return FLOAT32
+    if width > 384:
+        return Blocks(16 if width > 512 else 32, 64, 8, 2)
+    return Blocks(64, 64 if width > 256 else 128, 8, 2)
+
+
+def _builds():
+    """Both kernels for the heads of the published configurations and wider ones, causal; and their other forms for one of them."""
+    plain = {"CAUSAL": True, "HALVES": 2, "valid": None, "first": None, "last": None, "GROUP": 1}
+    forms = {f"d_k {dk}, d_v {dv}": (dk, dv, {}) for dk, dv in HEADS}
+    forms |= {
+        "d_k 128, d_v 64, full": (128, 64, {"CAUSAL": False}),
+        "d_k 128, d_v 64, four query heads a key head": (128, 64, {"GROUP": 4}),
+        "d_k 128, d_v 64, documents": (128, 64, {"first": ..., "last": ...}),
+        "d_k 128, d_v 64, padding, full": (128, 64, {"CAUSAL": False, "valid": ...}),
+    }
+    for label, (dk, dv, form) in forms.items():
+        constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
+        for kernel, blocks in ((_queries_kernel, queries_blocks), (_keys_kernel, keys_blocks)):
+            yield build(label, kernel, blocks(torch.bfloat16, dk, dv, 2), constants)
+
+
+BUILDS = tuple(_builds())

@@ -1,0 +1,267 @@
+"""The free-energy read of a few queries over many keys (decoding) in Triton: exact at any range, without gradients.
+
+Decoding waits for memory, so each key and each value is read once. A program has a (batch, kv head) and a part of the sequence, all query
+heads and queries of the group as its rows, and per row and channel a running maximum of log p + beta v beside the sum of its exponentials:
+no centre and no window is needed. Scores count from their own running maximum, and where |beta v| stays under 1/2 the sum of
+p (exp(beta v) - 1) gives F instead: a logarithm near 0 would lose F's digits. A second kernel joins the parts by their log-sum-exps and
+applies lam and gate. Logarithms are powers of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.build import Build
+from kernels.fem_attention.triton.attention_parts import LOG2E, padded, rows_of
+from kernels.implementations import interpreted
+
+LOG2_E = tl.constexpr(LOG2E)
+INFINITY = tl.constexpr(float("inf"))
+PROGRAMS = 264  # two for each of an H100's multiprocessors
+SLOTS = tl.constexpr(16)  # rows of the smallest product
+STAGES = 3
+JOINED, JOIN_WARPS = 16, 4  # parts at once
+
+
+def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=None):
+    """The read o = gate (mu + lam (F - mu)) of the last tq of tk positions: [b, h, tq, dv] in q's type.
+
+    Shapes: q [b, h, tq, dk], k [b, hk, tk, dk], v [b, hk, tk, dv], beta [hk, dv] or None (o = gate mu), lam and gate [b, h, tq, dv] or None
+    (lam: 1, gate: 1), keys_valid [b, tk] bool: a False key is read by the query at its own position alone; hk divides h, and query head i
+    reads head i // (h // hk). Types: float32 or bfloat16; reads are summed in float32. splits: parts of the sequence, at most; None:
+    enough to fill a device. Meant for tq <= 16 or so: beyond 16 rows (queries times heads of a group; fewer for wide values) keys and
+    values are read again. Equations: Free Energy Mixer, the two-level gated read.
+    """
+    (b, h, tq, width), (hk, tk, channels) = q.shape, v.shape[1:]
+    sizes = _Sizes(width, channels, h // hk * tq)
+    blocks = triton.cdiv(h // hk * tq, sizes.rows)
+    each = _keys_each(tk, b * hk * blocks, sizes.keys, splits)
+    splits = triton.cdiv(tk, each)
+    q, k, v, lam, gate = (None if t is None else rows_of(t) for t in (q, k, v, lam, gate))
+    beta, keys_valid = (None if t is None else t.contiguous() for t in (beta, keys_valid))
+    scores = torch.empty(2, b * h * tq, splits, dtype=torch.float32, device=q.device)
+    reads = torch.empty(1 if beta is None else 4, b * h * tq, splits, channels, dtype=torch.float32, device=q.device)
+    shared = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "HAS_BETA": beta is not None}
+    _part_kernel[(b * hk, splits, blocks)](
+        q, k, v, beta, keys_valid, scores, reads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], h, hk, tq, tk, each, scale * LOG2E,
+        **shared, **sizes.constants, num_warps=sizes.warps, num_stages=STAGES,
+    )  # fmt: skip
+    o = torch.empty(b, h, tq, channels, dtype=q.dtype, device=q.device)
+    strides = [s for t in (lam, gate) for s in ((0, 0, 0) if t is None else t.stride()[:3])]
+    _join_kernel[(b * h * tq, triton.cdiv(channels, sizes.joined_channels))](
+        scores, reads, beta, lam, gate, o, *strides, h, hk, tq, splits,
+        CHANNELS=channels, HAS_BETA=beta is not None, PARTS=JOINED, BLOCK_C=sizes.joined_channels, num_warps=JOIN_WARPS,
+    )  # fmt: skip
+    return o
+
+
+class _Sizes:
+    """Block sizes for a head's widths and the rows of a kv head: tiles [keys, rows, channels] of 16 to 32 numbers a thread."""
+
+    def __init__(self, width, channels, rows):
+        wide = padded(channels)
+        self.rows = min(triton.next_power_of_2(rows), max(1, min(16, 512 // wide)))
+        self.keys = 16 if interpreted() else min(64, max(16, 2048 // (self.rows * wide)))
+        self.warps = 4 if self.rows * self.keys * wide <= 2048 else 8
+        self.joined_channels = min(wide, 64)
+        self.constants = {"ROWS": self.rows, "KEYS": self.keys, "BLOCK_W": padded(width), "BLOCK_C": wide}
+
+
+def _keys_each(tk, heads, keys, splits):
+    """Keys of a part, whole blocks of them: so many that the parts of all heads fill a device, and each has four blocks where it can."""
+    blocks = triton.cdiv(tk, keys)
+    wanted = min(triton.cdiv(PROGRAMS, heads), triton.cdiv(blocks, 4)) if splits is None else splits
+    return triton.cdiv(blocks, max(1, wanted)) * keys
+
+
+@triton.jit
+def _finite_or_zero(x):
+    return tl.where(tl.abs(x) < INFINITY, x, 0.0)
+
+
+@triton.jit
+def _expm1(y):
+    """exp(y) - 1 for |y| <= 1/2, by its series; beyond, infinity: a sum with such a term is not finite, and is not used."""
+    high = 1 / 120 + y * (1 / 720 + y * (1 / 5040 + y * (1 / 40320)))
+    return tl.where(tl.abs(y) <= 0.5, y * (1 + y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * high)))), INFINITY)
+
+
+@triton.jit
+def _log1p(y):
+    """log(1 + y) for |y| <= exp(1/2) - 1: 2 artanh(y / (2 + y)), by its series."""
+    t = y / (2.0 + y)
+    s = t * t
+    return 2.0 * t * (1 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13)))))))
+
+
+@triton.jit
+def _part_kernel(
+    q, k, v, beta, valid, scores, reads, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, heads, kv_heads, tq, tk, each, scale,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, HAS_BETA: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Of one part: the scores' maximum and sum, sum p v, and the maximum and sum of exp(log p + beta v), log p from the scores' maximum.
+
+    Long, because one pass over the keys makes them all.
+    """
+    batch, kv = (tl.program_id(0) // kv_heads).to(tl.int64), (tl.program_id(0) % kv_heads).to(tl.int64)
+    group = heads // kv_heads
+    columns, channels = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_C)
+    # A product has 16 rows at least: those beyond ROWS are zero, and left out of what follows.
+    slot = tl.arange(0, SLOTS)
+    row = tl.program_id(2) * ROWS + slot
+    there = (row < group * tq) & (slot < ROWS)
+    at = q + batch * q_b + (kv * group + row // tq)[:, None] * q_h + (row % tq).to(tl.int64)[:, None] * q_t + columns[None, :]
+    queries = tl.load(at, mask=there[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    position = tk - tq + rows % tq
+    k += batch * k_b + kv * k_h
+    v += batch * v_b + kv * v_h
+    beta_2 = tl.full((BLOCK_C,), 1.0, tl.float32)
+    if HAS_BETA:
+        beta_2 = tl.load(beta + kv * CHANNELS + channels, mask=channels < CHANNELS, other=1.0).to(tl.float32) * LOG2_E
+
+    top = tl.full((ROWS,), -INFINITY, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    peak = tl.full((ROWS, BLOCK_C), -INFINITY, tl.float32)
+    mass = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    excess = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    begin = tl.program_id(1) * each
+    for start in range(begin, tl.minimum(begin + each, tk), KEYS):
+        keys = start + tl.arange(0, KEYS)
+        inside = (keys < tk)[:, None]
+        wide = keys.to(tl.int64)[:, None]
+        values = tl.load(v + wide * v_t + channels[None, :], mask=inside & (channels < CHANNELS)[None, :], other=0.0).to(tl.float32)
+        tile = tl.load(k + wide * k_t + columns[None, :], mask=inside & (columns < WIDTH)[None, :], other=0.0)
+        product = tl.dot(tile, tl.trans(queries), input_precision="ieee")
+        if ROWS < SLOTS:
+            product = tl.gather(product, tl.zeros((KEYS, 1), tl.int32) + tl.arange(0, ROWS)[None, :], 1)
+        allowed = inside & (position >= 0)[None, :]
+        if CAUSAL:
+            allowed = allowed & (keys[:, None] <= position[None, :])
+        if valid is not None:
+            good = tl.load(valid + batch * tk + keys, mask=keys < tk, other=0).to(tl.int1)
+            allowed = allowed & (good[:, None] | (keys[:, None] == position[None, :]))
+        score = tl.where(allowed, product * scale, -INFINITY)
+        higher = tl.maximum(top, tl.max(score, 0))
+        base = tl.where(higher == -INFINITY, 0.0, higher)
+        log_p = score - base[None, :]
+        p = tl.exp2(log_p)
+        fading = tl.exp2(top - base)
+        total = total * fading + tl.sum(p, 0)
+        mean = mean * fading[:, None] + tl.sum(tl.where(allowed[:, :, None], p[:, :, None] * values[:, None, :], 0.0), 0)
+        if HAS_BETA:
+            joint = tl.where(allowed[:, :, None], log_p[:, :, None] + (values * beta_2[None, :])[:, None, :], -INFINITY)
+            before = peak + (top - base)[:, None]
+            peak = tl.maximum(before, tl.max(joint, 0))
+            level = _finite_or_zero(peak)
+            mass = mass * tl.exp2(before - level) + tl.sum(tl.exp2(joint - level[None, :, :]), 0)
+            small = _expm1(values * (beta_2 / LOG2_E)[None, :])
+            excess = excess * fading[:, None] + tl.sum(tl.where(allowed[:, :, None], p[:, :, None] * small[:, None, :], 0.0), 0)
+        top = higher
+
+    all_rows = (tl.num_programs(0) * group * tq).to(tl.int64)
+    part = (tl.program_id(0).to(tl.int64) * group * tq + rows) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scores + part, top, mask=rows < group * tq)
+    tl.store(scores + all_rows * tl.num_programs(1) + part, total, mask=rows < group * tq)
+    mask = (rows < group * tq)[:, None] & (channels < CHANNELS)[None, :]
+    at = reads + part[:, None] * CHANNELS + channels[None, :]
+    apart = all_rows * tl.num_programs(1) * CHANNELS
+    tl.store(at, mean, mask=mask)
+    if HAS_BETA:
+        tl.store(at + apart, peak, mask=mask)
+        tl.store(at + 2 * apart, mass, mask=mask)
+        tl.store(at + 3 * apart, excess, mask=mask)
+
+
+@triton.jit
+def _join_kernel(
+    scores, reads, beta, lam, gate, o, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, heads, kv_heads, tq, parts,
+    CHANNELS: tl.constexpr, HAS_BETA: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The parts of one row joined, for a block of channels; then lam and gate. Rows are in the order batch, head, query."""
+    flat = tl.program_id(0).to(tl.int64)
+    batch, head, query = flat // tq // heads, flat // tq % heads, flat % tq
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    there = channels < CHANNELS
+    all_parts = tl.num_programs(0).to(tl.int64) * parts
+    top = tl.full((1,), -INFINITY, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    mean = tl.zeros((BLOCK_C,), tl.float32)
+    peak = tl.full((BLOCK_C,), -INFINITY, tl.float32)
+    mass = tl.zeros((BLOCK_C,), tl.float32)
+    excess = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        at = flat * parts + part
+        score = tl.load(scores + at, mask=part < parts, other=-INFINITY)
+        weight = tl.load(scores + all_parts + at, mask=part < parts, other=0.0)
+        mask = (part < parts)[:, None] & there[None, :]
+        from_here = reads + at[:, None] * CHANNELS + channels[None, :]
+        higher = tl.maximum(top, tl.max(score, 0))
+        base = tl.where(higher == -INFINITY, 0.0, higher)
+        down = score - base
+        p = tl.exp2(down)
+        fading = tl.exp2(top - base)
+        total = total * fading + tl.sum(p * weight, 0)
+        mean = mean * fading + tl.sum(p[:, None] * tl.load(from_here, mask=mask, other=0.0), 0)
+        if HAS_BETA:
+            peaks = tl.load(from_here + all_parts * CHANNELS, mask=mask, other=-INFINITY) + down[:, None]
+            masses = tl.load(from_here + 2 * all_parts * CHANNELS, mask=mask, other=0.0)
+            before = peak + (top - base)
+            peak = tl.maximum(before, tl.max(peaks, 0))
+            level = _finite_or_zero(peak)
+            mass = mass * tl.exp2(before - level) + tl.sum(masses * tl.exp2(peaks - level[None, :]), 0)
+            small = tl.load(from_here + 3 * all_parts * CHANNELS, mask=mask, other=0.0)
+            excess = excess * fading + tl.sum(p[:, None] * small, 0)
+        top = higher
+    out = mean / total
+    if HAS_BETA:
+        beta_2 = tl.load(beta + head // (heads // kv_heads) * CHANNELS + channels, mask=there, other=1.0).to(tl.float32) * LOG2_E
+        excess /= total
+        near = tl.abs(excess) < INFINITY
+        far = (_finite_or_zero(peak) + tl.log2(mass / total)) / beta_2
+        free = tl.where(near, _log1p(tl.where(near, excess, 0.0)) * LOG2_E / beta_2, far)
+        free = tl.where(free < out, out, free)
+        if lam is None:
+            out = free
+        else:
+            share = tl.load(lam + batch * lam_b + head * lam_h + query * lam_t + channels, mask=there, other=0.0).to(tl.float32)
+            out += share * (free - out)
+    if gate is not None:
+        out *= tl.load(gate + batch * gate_b + head * gate_h + query * gate_t + channels, mask=there, other=0.0).to(tl.float32)
+    tl.store(o + flat * CHANNELS + channels, out.to(o.dtype.element_ty), mask=there)
+
+
+def _builds():
+    """One query a head, alone or four heads to a key head, and sixteen."""
+    found = []
+    shared = {"heads": "i32", "kv_heads": "i32", "tk": "i32", "each": "i32", "scale": "fp32", "beta": "*fp32", "valid": "*i1"}
+    shared |= {"scores": "*fp32", "reads": "*fp32", "parts": "i32"} | dict.fromkeys(("q", "k", "v", "lam", "gate", "o"), "*bf16")
+    strides = tuple(f"{name}_{of}" for name in ("q", "k", "v", "lam", "gate") for of in "bht")
+    shared |= dict.fromkeys(strides, "i32")
+    for width, channels, rows, tq, more in (
+        (64, 32, 1, 1, {"valid": None}),
+        (128, 64, 1, 1, {"valid": None}),
+        (128, 64, 4, 1, {"valid": None}),
+        (128, 64, 16, 16, {}),
+        (128, 128, 1, 1, {"valid": None, "beta": None}),
+    ):
+        sizes = _Sizes(width, channels, rows)
+        given = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": True, "HAS_BETA": "beta" not in more, **more, **sizes.constants}
+        types = shared | ({} if tq == 1 else {"tq": "i32"})
+        given |= {"tq": 1} if tq == 1 else {}
+        label = f"d_k {width}, d_v {channels}, {rows} rows" + ("" if given["HAS_BETA"] else ", mu alone")
+        aligned = tuple(name for name in strides if name not in given)
+        found.append(Build(f"parts, {label}", _part_kernel, types, given, sizes.warps, STAGES, aligned=aligned))
+        if tq == 1:
+            joined = {"CHANNELS": channels, "HAS_BETA": given["HAS_BETA"], "PARTS": JOINED, "BLOCK_C": sizes.joined_channels, "tq": 1}
+            joined |= {} if given["HAS_BETA"] else {"beta": None, "lam": None}
+            found.append(Build(f"join, {label}", _join_kernel, types, joined, JOIN_WARPS, STAGES, aligned=aligned))
+    return tuple(found)
+
+
+BUILDS = _builds()

@@ -1,0 +1,324 @@
+"""What comes after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and no softmax.
+
+The formulas are those of `kernels.free_energy.streams.FreeEnergyGap`, in float32. F - mu is made again in the backward, which reads
+[mu | Z] anyway (attention keeps it), so nothing of the epilogue's own is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.build import Build
+from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
+from kernels.fem_attention.triton.prep import row_blocks
+from kernels.free_energy.streams import LOWEST_Y
+
+WARPS = 8  # a tile's elements are many numbers each here
+LOWEST = tl.constexpr(LOWEST_Y)
+
+
+class GatedRead(torch.autograd.Function):
+    """o [b, h, tq, dv] in the type of reads [b, h, tq, 2dv] = [mu | Z]; lam, gate [b, h, tq, dv] or None.
+
+    beta [hk, dv] (float32), centre, shifted [b, hk, 1, dv] and wild [b, hk]: of kv head n // (h // hk) for head n. A wild head has no part
+    in the gradients: they are zero there. beta's is the epilogue's own part, at fixed reads.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        reads: Tensor,
+        beta: Tensor,
+        centre: Tensor,
+        shifted: Tensor,
+        wild: Tensor,
+        lam: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
+        reads, beta = rows_of(reads), beta.contiguous()
+        lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
+        (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
+        o = empty_as(reads, dv)
+        rows, columns = row_blocks(dv)
+        _epilogue_kernel[b * h * triton.cdiv(tokens, rows),](
+            reads,
+            beta,
+            centre,
+            shifted,
+            lam,
+            gate,
+            o,
+            *(stride for t in (reads, lam, gate, o) for stride in _strides(t)),
+            h,
+            h // beta.shape[0],
+            tokens,
+            dv,
+            rows,
+            columns,
+            num_warps=WARPS,
+        )
+        ctx.save_for_backward(reads, beta, centre, shifted, wild, lam, gate)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        reads, beta, centre, shifted, wild, lam, gate = ctx.saved_tensors
+        d_o = rows_of(grads[0])
+        (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
+        hk = beta.shape[0]
+        rows, columns = row_blocks(dv)
+        blocks = triton.cdiv(tokens, rows)
+        d_reads = empty_as(reads, 2 * dv)
+        d_lam, d_gate = (None if t is None else empty_as(t, dv) for t in (lam, gate))
+        d_beta = reads.new_empty(b, h, blocks, dv, dtype=torch.float32)
+        _epilogue_backward_kernel[b * h * blocks,](
+            reads,
+            beta,
+            centre,
+            shifted,
+            wild,
+            lam,
+            gate,
+            d_o,
+            d_reads,
+            d_lam,
+            d_gate,
+            d_beta,
+            *(stride for t in (reads, lam, gate, d_o, d_reads, d_lam, d_gate) for stride in _strides(t)),
+            h,
+            h // hk,
+            tokens,
+            blocks,
+            dv,
+            rows,
+            columns,
+            num_warps=WARPS,
+        )
+        return d_reads, d_beta.view(b, hk, -1, dv).sum((0, 2)), None, None, None, d_lam, d_gate
+
+
+def _strides(t: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if t is None else t.stride()[:3]
+
+
+@triton.jit
+def free_energy_gap(mu, z, beta, centre, shifted):
+    """(F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta, c and kappa = 1 where shifted; y has meaning only there.
+
+    One logarithm and no division for an element. log(1 + y) - y comes from its series where y is small, so that no digit is lost.
+    """
+    offset = mu - centre
+    y = tl.maximum(z + offset * beta, LOWEST)
+    series = y * (1.0 / 13) - 1.0 / 12
+    series = series * y + 1.0 / 11
+    series = series * y - 1.0 / 10
+    series = series * y + 1.0 / 9
+    series = series * y - 1.0 / 8
+    series = series * y + 1.0 / 7
+    series = series * y - 1.0 / 6
+    series = series * y + 1.0 / 5
+    series = series * y - 1.0 / 4
+    series = series * y + 1.0 / 3
+    series = series * y - 1.0 / 2
+    log = tl.log(tl.where(shifted, 1.0 + y, z))
+    beyond = tl.where(tl.abs(y) < 0.25, y * y * series, log - y) + z
+    width = 1.0 / beta
+    return tl.maximum(tl.where(shifted, beyond * width, log * width - offset), 0.0), offset, y
+
+
+@triton.jit
+def _tile(base, head, heads, sb, sh, st, at, column):
+    """Where the rows ``at`` of a head lie."""
+    return base + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :]
+
+
+@triton.jit
+def _epilogue_kernel(
+    reads,
+    beta,
+    centre,
+    shifted,
+    lam,
+    gate,
+    o,
+    rb,
+    rh,
+    rt,
+    lb,
+    lh,
+    lt,
+    gb,
+    gh,
+    gt,
+    ob,
+    oh,
+    ot,
+    heads,
+    group,
+    tokens,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """o of ROWS tokens of a head."""
+    blocks = tl.cdiv(tokens, ROWS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = column < DV
+    inside = (at < tokens)[:, None] & channel[None, :]
+    kv = head // group
+    own = kv * DV + column
+    temperature = tl.load(beta + kv % (heads // group) * DV + column, mask=channel, other=1.0)[None, :]
+    middle = tl.load(centre + own, mask=channel, other=0.0)[None, :]
+    shift = tl.load(shifted + own, mask=channel, other=0)[None, :] != 0
+    read = _tile(reads, head, heads, rb, rh, rt, at, column)
+    mu = tl.load(read, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(read + DV, mask=inside, other=1.0).to(tl.float32)
+    gap, _, _ = free_energy_gap(mu, z, temperature, middle, shift)
+    if lam is not None:
+        gap *= tl.load(_tile(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
+    out = mu + gap
+    if gate is not None:
+        out *= tl.load(_tile(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
+    tl.store(_tile(o, head, heads, ob, oh, ot, at, column), out.to(o.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _epilogue_backward_kernel(
+    reads,
+    beta,
+    centre,
+    shifted,
+    wild,
+    lam,
+    gate,
+    d_o,
+    d_reads,
+    d_lam,
+    d_gate,
+    d_beta,
+    rb,
+    rh,
+    rt,
+    lb,
+    lh,
+    lt,
+    gb,
+    gh,
+    gt,
+    ob,
+    oh,
+    ot,
+    drb,
+    drh,
+    drt,
+    dlb,
+    dlh,
+    dlt,
+    dgb,
+    dgh,
+    dgt,
+    heads,
+    group,
+    tokens,
+    blocks,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta. Long, because its arguments are seven tensors' strides."""
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    block = (tl.program_id(0) % blocks).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    at = block * ROWS + tl.arange(0, ROWS)
+    channel = column < DV
+    inside = (at < tokens)[:, None] & channel[None, :]
+    kv = head // group
+    kept = inside & (tl.load(wild + kv) == 0)
+    own = kv * DV + column
+    temperature = tl.load(beta + kv % (heads // group) * DV + column, mask=channel, other=1.0)[None, :]
+    middle = tl.load(centre + own, mask=channel, other=0.0)[None, :]
+    shift = tl.load(shifted + own, mask=channel, other=0)[None, :] != 0
+    read = _tile(reads, head, heads, rb, rh, rt, at, column)
+    # A wild head's reads may be anything: masked, its gradients are zero.
+    mu = tl.load(read, mask=kept, other=0.0).to(tl.float32)
+    z = tl.load(read + DV, mask=kept, other=1.0).to(tl.float32)
+    gap, offset, y = free_energy_gap(mu, z, temperature, middle, shift)
+    width = 1.0 / temperature
+    level = 1.0 / tl.where(shift, 1.0 + y, z)
+    tilt = tl.where(shift, y * level, 1.0)
+    mixed = gap
+    d_mixed = tl.load(_tile(d_o, head, heads, ob, oh, ot, at, column), mask=kept, other=0.0).to(tl.float32)
+    if lam is not None:
+        share = tl.load(_tile(lam, head, heads, lb, lh, lt, at, column), mask=inside, other=0.0).to(tl.float32)
+        mixed = share * gap
+    if gate is not None:
+        opening = tl.load(_tile(gate, head, heads, gb, gh, gt, at, column), mask=inside, other=0.0).to(tl.float32)
+        d_opening = d_mixed * (mu + mixed)
+        tl.store(_tile(d_gate, head, heads, dgb, dgh, dgt, at, column), d_opening.to(d_gate.dtype.element_ty), mask=inside)
+        d_mixed *= opening
+    d_gap = d_mixed
+    if lam is not None:
+        tl.store(_tile(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
+        d_gap = d_mixed * share
+    out = _tile(d_reads, head, heads, drb, drh, drt, at, column)
+    tl.store(out, (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty), mask=inside)
+    tl.store(out + DV, (d_gap * level * width).to(d_reads.dtype.element_ty), mask=inside)
+    part = -d_gap * (tilt * offset + gap) * width
+    tl.store(d_beta + (head * blocks + block) * DV + column, tl.sum(tl.where(kept, part, 0.0), 0), mask=channel)
+
+
+def _builds(dv: int, present: bool) -> tuple[Build, ...]:
+    rows, columns = row_blocks(dv)
+    tile: dict[str, Any] = {"DV": dv, "ROWS": rows, "COLUMNS": columns}
+    if not present:
+        tile |= {"lam": None, "gate": None}
+    constants = {"beta": "*fp32", "centre": "*fp32", "shifted": "*i1"}
+    gates = {"lam": "*bf16", "gate": "*bf16"} if present else {}
+    d_gates = {"d_lam": "*bf16", "d_gate": "*bf16"} if present else {}
+    strides = {f"{name}{axis}": "i32" for name in ("r", "l", "g", "o") for axis in "bht"}
+    d_strides = {f"{name}{axis}": "i32" for name in ("dr", "dl", "dg") for axis in "bht"}
+    counts = {"heads": "i32", "group": "i32", "tokens": "i32"}
+    label = f"d_v {dv}" + ("" if present else ", no lam, no gate")
+    return (
+        Build(
+            f"epilogue, {label}",
+            _epilogue_kernel,
+            {"reads": "*bf16", **constants, **gates, "o": "*bf16", **strides, **counts},
+            tile,
+            WARPS,
+            3,
+            aligned=tuple(strides),
+        ),
+        Build(
+            f"epilogue backward, {label}",
+            _epilogue_backward_kernel,
+            {
+                "reads": "*bf16",
+                **constants,
+                "wild": "*i1",
+                **gates,
+                "d_o": "*bf16",
+                "d_reads": "*bf16",
+                **d_gates,
+                "d_beta": "*fp32",
+                **strides,
+                **d_strides,
+                **counts,
+                "blocks": "i32",
+            },
+            tile | ({} if present else {"d_lam": None, "d_gate": None}),
+            WARPS,
+            3,
+            aligned=(*strides, *d_strides),
+        ),
+    )
+
+
+BUILDS: tuple[Build, ...] = (*_builds(64, True), *_builds(128, True), *_builds(64, False))

@@ -1,0 +1,333 @@
+"""What comes before attention: the constants of each head's free energy, and the stream [v | U]. No scores and no softmax.
+
+The formulas are those of `kernels.free_energy.streams`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
+whose values are not finite, is *wild*: its exponents are clamped so that the stream stays finite, and its results are to be replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.build import Build
+from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
+from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW
+from kernels.implementations import interpreted
+
+WARPS = 4
+LARGEST = tl.constexpr(MAX_RANGE)
+SHIFT = tl.constexpr(SHIFT_BELOW)
+# Over half of MAX_RANGE, so that nothing within the range is clamped, and low enough for exp(CLAMP)**2 to be a float32.
+CLAMP = tl.constexpr(MAX_RANGE / 2 + 0.5)
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2_HIGH = tl.constexpr(0.693359375)  # ten bits of log 2: times a whole number under 2^14 it is exact
+LN2_LOW = tl.constexpr(math.log(2) - 0.693359375)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a head's stream and epilogue need beside beta: centre and shifted [b, hk, 1, dv], wild and largest (of beta * range) [b, hk]."""
+
+    centre: Tensor
+    shifted: Tensor
+    wild: Tensor
+    largest: Tensor
+
+
+def value_constants(v: Tensor, beta: Tensor) -> Constants:
+    """The middle of each channel's range over the sequence, where kappa is 1, and which heads are wild; v [b, hk, t, dv], beta [hk, dv].
+
+    float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.streams.value_centre_and_range`.
+    """
+    v, beta = rows_of(v.detach()), beta.detach().contiguous()
+    b, hk, tokens, dv = v.shape
+    rows, columns, span = range_blocks(dv)
+    splits = triton.cdiv(tokens, span)
+    low, high = v.new_empty(2, b * hk, splits, dv, dtype=torch.float32)
+    _range_kernel[b * hk * splits,](v, low, high, *v.stride()[:3], hk, tokens, splits, dv, span, rows, columns, num_warps=WARPS)
+    centre = v.new_empty(b, hk, 1, dv, dtype=torch.float32)
+    shifted = torch.empty_like(centre, dtype=torch.bool)
+    wild, largest = v.new_empty(b, hk, dtype=torch.bool), v.new_empty(b, hk, dtype=torch.float32)
+    _constants_kernel[b * hk,](low, high, beta, centre, shifted, wild, largest, hk, splits, dv, rows, columns, num_warps=WARPS)
+    return Constants(centre, shifted, wild, largest)
+
+
+class ValueStreams(torch.autograd.Function):
+    """[v | U] [b, hk, t, 2dv] in v's type, of v [b, hk, t, dv] and beta [hk, dv] (float32), centre and shifted of `value_constants`.
+
+    beta's gradient is the stream's own part of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
+        v, beta = rows_of(v), beta.contiguous()
+        b, hk, tokens, dv = v.shape
+        values = v.new_empty(b, hk, tokens, 2 * dv)
+        rows, columns = row_blocks(dv)
+        grid = (b * hk * triton.cdiv(tokens, rows),)
+        _stream_kernel[grid](
+            v, beta, centre, shifted, values, *v.stride()[:3], *values.stride()[:3], hk, tokens, dv, rows, columns, num_warps=WARPS
+        )
+        ctx.save_for_backward(v, beta, centre, shifted)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        v, beta, centre, shifted = ctx.saved_tensors
+        d_values = rows_of(grads[0])
+        b, hk, tokens, dv = v.shape
+        rows, columns = row_blocks(dv)
+        blocks = triton.cdiv(tokens, rows)
+        d_v = empty_as(v, dv)
+        d_beta = v.new_empty(b, hk, blocks, dv, dtype=torch.float32)
+        strides = (*v.stride()[:3], *d_values.stride()[:3], *d_v.stride()[:3])
+        _stream_backward_kernel[b * hk * blocks,](
+            v, beta, centre, shifted, d_values, d_v, d_beta, *strides, hk, tokens, blocks, dv, rows, columns, num_warps=WARPS
+        )
+        return d_v, d_beta.sum((0, 2)), None, None
+
+
+def row_blocks(dv: int) -> tuple[int, int]:
+    """(tokens, channels) of a tile, for ``dv`` channels: the kernels hold about six such tiles in registers."""
+    columns = max(16, triton.next_power_of_2(dv))
+    return (16 if interpreted() else max(4, 2048 // columns)), columns
+
+
+def range_blocks(dv: int) -> tuple[int, int, int]:
+    """(tokens, channels) of a tile of the range's kernel, and the tokens that one program reads."""
+    rows, columns = row_blocks(dv)
+    return rows, columns, 2 * rows if interpreted() else 256
+
+
+@triton.jit
+def accurate_exp(x):
+    """exp(x) to two units in the last place: the hardware's exp2 of x log2(e) loses |x| of them by that product's rounding."""
+    whole = tl.floor(x * LOG2E + 0.5)
+    rest = (x - whole * LN2_HIGH) - whole * LN2_LOW
+    return tl.exp2(rest * LOG2E) * tl.exp2(whole)
+
+
+@triton.jit
+def excess(x):
+    """exp(x) - 1 - x, with all its digits where x is small."""
+    series = x * (1.0 / 39916800) + 1.0 / 3628800
+    series = series * x + 1.0 / 362880
+    series = series * x + 1.0 / 40320
+    series = series * x + 1.0 / 5040
+    series = series * x + 1.0 / 720
+    series = series * x + 1.0 / 120
+    series = series * x + 1.0 / 24
+    series = series * x + 1.0 / 6
+    series = series * x + 0.5
+    return tl.where(tl.abs(x) < 1, x * x * series, accurate_exp(x) - 1 - x)
+
+
+@triton.jit
+def exponent(v, beta, centre):
+    """x = beta (v - centre), clamped; 0 where it is not a number."""
+    x = (v - centre) * beta
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -CLAMP), CLAMP)
+
+
+@triton.jit
+def _range_kernel(
+    v, low, high, sb, sh, st, heads, tokens, splits, DV: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Least and greatest value of each channel in SPAN tokens; where a value is not a number the greatest is infinite."""
+    head = (tl.program_id(0) // splits).to(tl.int64)
+    split = tl.program_id(0) % splits
+    column = tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    base = v + head // heads * sb + head % heads * sh
+    least = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
+    greatest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+    for start in range(0, SPAN, ROWS):
+        at = split * SPAN + start + row
+        inside = (at < tokens)[:, None] & (column < DV)[None, :]
+        value = tl.load(base + at.to(tl.int64)[:, None] * st + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        least = tl.minimum(least, tl.where(inside, value, float("inf")))
+        greatest = tl.maximum(greatest, tl.where(inside, tl.where(value == value, value, float("inf")), float("-inf")))
+    out = (head * splits + split) * DV + column
+    tl.store(low + out, tl.min(least, 0), mask=column < DV)
+    tl.store(high + out, tl.max(greatest, 0), mask=column < DV)
+
+
+@triton.jit
+def _constants_kernel(
+    low, high, beta, centre, shifted, wild, largest, heads, splits, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The constants of one head, from the least and the greatest values of its spans."""
+    head = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    least = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
+    greatest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+    for start in range(0, splits, ROWS):
+        at = (head * splits + start + row)[:, None] * DV + column[None, :]
+        inside = (start + row < splits)[:, None] & (column < DV)[None, :]
+        least = tl.minimum(least, tl.load(low + at, mask=inside, other=float("inf")))
+        greatest = tl.maximum(greatest, tl.load(high + at, mask=inside, other=float("-inf")))
+    lowest = tl.min(least, 0)
+    highest = tl.max(greatest, 0)
+    inside = column < DV
+    temperature = tl.load(beta + head % heads * DV + column, mask=inside, other=0.0).to(tl.float32)
+    spread = tl.where(inside, temperature * (highest - lowest), 0.0)
+    spread = tl.where(spread == spread, spread, float("inf"))
+    middle = lowest * 0.5 + highest * 0.5
+    finite = tl.abs(middle) < float("inf")
+    tl.store(centre + head * DV + column, tl.where(finite, middle, 0.0), mask=inside)
+    tl.store(shifted + head * DV + column, spread < SHIFT, mask=inside)
+    reach = tl.max(spread, 0)
+    tl.store(largest + head, reach)
+    tl.store(wild + head, reach > LARGEST)
+
+
+@triton.jit
+def _stream_kernel(
+    v,
+    beta,
+    centre,
+    shifted,
+    values,
+    sb,
+    sh,
+    st,
+    ub,
+    uh,
+    ut,
+    heads,
+    tokens,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """values = [v | U] of ROWS tokens of a head."""
+    blocks = tl.cdiv(tokens, ROWS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = column < DV
+    inside = (at < tokens)[:, None] & channel[None, :]
+    temperature = tl.load(beta + head % heads * DV + column, mask=channel, other=0.0)[None, :]
+    middle = tl.load(centre + head * DV + column, mask=channel, other=0.0)[None, :]
+    kappa = tl.load(shifted + head * DV + column, mask=channel, other=0)[None, :] != 0
+    value = tl.load(v + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :], mask=inside, other=0.0)
+    x = exponent(value.to(tl.float32), temperature, middle)
+    u = tl.where(kappa, excess(x), accurate_exp(x))
+    out = values + head // heads * ub + head % heads * uh + at[:, None] * ut + column[None, :]
+    tl.store(out, value, mask=inside)
+    tl.store(out + DV, u.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _stream_backward_kernel(
+    v,
+    beta,
+    centre,
+    shifted,
+    d_values,
+    d_v,
+    d_beta,
+    sb,
+    sh,
+    st,
+    ub,
+    uh,
+    ut,
+    db,
+    dh,
+    dt,
+    heads,
+    tokens,
+    blocks,
+    DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dv = dv of the stream + beta dU/dx dU, and this block's part of dbeta."""
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    block = (tl.program_id(0) % blocks).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    at = block * ROWS + tl.arange(0, ROWS)
+    channel = column < DV
+    inside = (at < tokens)[:, None] & channel[None, :]
+    temperature = tl.load(beta + head % heads * DV + column, mask=channel, other=0.0)[None, :]
+    middle = tl.load(centre + head * DV + column, mask=channel, other=0.0)[None, :]
+    kappa = tl.load(shifted + head * DV + column, mask=channel, other=0)[None, :] != 0
+    value = tl.load(v + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :], mask=inside, other=0.0)
+    x = exponent(value.to(tl.float32), temperature, middle)
+    slope = tl.where(kappa, excess(x) + x, accurate_exp(x))
+    given = d_values + head // heads * ub + head % heads * uh + at[:, None] * ut + column[None, :]
+    dx = tl.load(given + DV, mask=inside, other=0.0).to(tl.float32) * slope
+    gradient = tl.load(given, mask=inside, other=0.0).to(tl.float32) + dx * temperature
+    out = d_v + head // heads * db + head % heads * dh + at[:, None] * dt + column[None, :]
+    tl.store(out, gradient.to(d_v.dtype.element_ty), mask=inside)
+    part = tl.sum(tl.where(inside, dx * (value.to(tl.float32) - middle), 0.0), 0)
+    tl.store(d_beta + (head * blocks + block) * DV + column, part, mask=channel)
+
+
+def _builds(dv: int) -> tuple[Build, ...]:
+    rows, columns = row_blocks(dv)
+    span_rows, span_columns, span = range_blocks(dv)
+    strides = ("sb", "sh", "st")
+    tile = {"DV": dv, "ROWS": rows, "COLUMNS": columns}
+    counts = {"heads": "i32", "tokens": "i32"}
+    constants = {"beta": "*fp32", "centre": "*fp32", "shifted": "*i1"}
+    outer = dict.fromkeys((*strides, "ub", "uh", "ut"), "i32")
+    return (
+        Build(
+            f"range, d_v {dv}",
+            _range_kernel,
+            {"v": "*bf16", "low": "*fp32", "high": "*fp32", **dict.fromkeys(strides, "i32"), **counts, "splits": "i32"},
+            {"DV": dv, "SPAN": span, "ROWS": span_rows, "COLUMNS": span_columns},
+            WARPS,
+            3,
+            aligned=strides,
+        ),
+        Build(
+            f"constants, d_v {dv}",
+            _constants_kernel,
+            {"low": "*fp32", "high": "*fp32", **constants, "wild": "*i1", "largest": "*fp32", "heads": "i32", "splits": "i32"},
+            {"DV": dv, "ROWS": span_rows, "COLUMNS": span_columns},
+            WARPS,
+            3,
+        ),
+        Build(
+            f"[v | U], d_v {dv}",
+            _stream_kernel,
+            {"v": "*bf16", **constants, "values": "*bf16", **outer, **counts},
+            tile,
+            WARPS,
+            3,
+            aligned=tuple(outer),
+        ),
+        Build(
+            f"[v | U] backward, d_v {dv}",
+            _stream_backward_kernel,
+            {
+                "v": "*bf16",
+                **constants,
+                "d_values": "*bf16",
+                "d_v": "*bf16",
+                "d_beta": "*fp32",
+                **outer,
+                **dict.fromkeys(("db", "dh", "dt"), "i32"),
+                **counts,
+                "blocks": "i32",
+            },
+            tile,
+            WARPS,
+            3,
+            aligned=(*outer, "db", "dh", "dt"),
+        ),
+    )
+
+
+BUILDS: tuple[Build, ...] = (*_builds(64), *_builds(128))

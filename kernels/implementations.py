@@ -1,0 +1,140 @@
+"""Which implementation of an operation runs: one `Op` each, asked at every call, said once. No tensors are computed here.
+
+An operation lists its implementations, the fastest first; the last is its definition and runs anywhere. ``choose`` takes what was asked
+for, or, for "auto", the first that this machine and this call allow. The environment variable FEM_KERNELS overrides "auto":
+``FEM_KERNELS=fem_attention=triton,cem_attention=reference``. A choice is logged once at level INFO, with the reasons against what would
+have been faster; on a machine with a GPU, a call that falls back to the definition is logged once as a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from kernels.once import OncePerMessage
+
+VARIABLE = "FEM_KERNELS"
+OLDEST_TRITON = (3, 6)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation. lacks(device) says why this machine cannot run it there, or None where it can."""
+
+    name: str
+    what: str
+    lacks: Callable[[torch.device], str | None] = lambda device: None
+    automatic: bool = True  # False: runs only where it is asked for
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation and its implementations, the fastest first, the definition last."""
+
+    name: str
+    what: str
+    implementations: tuple[Implementation, ...]
+
+    @property
+    def log(self) -> logging.Logger:
+        """The operation's logger, ``kernels.<name>``: each of its messages comes once in a process."""
+        logger = logging.getLogger(f"kernels.{self.name}")
+        if not any(isinstance(f, OncePerMessage) for f in logger.filters):
+            logger.addFilter(OncePerMessage())
+        return logger
+
+    def choose(self, asked: str, device: torch.device, unfit: Mapping[str, str | None] | None = None) -> str:
+        """The name of the implementation for a call on ``device``; unfit: name -> why this call's shapes or types rule it out, or None.
+
+        Raises ValueError for a name that is not one, and where one was asked for by the argument and cannot run.
+        """
+        names = ("auto", *(implementation.name for implementation in self.implementations))
+        if asked not in names:
+            raise ValueError(f"{self.name}: implementation {asked!r} is not one of {', '.join(names)}")
+        if asked == "auto":
+            name, against = self.automatic(device, unfit)
+            self._say(name, against, device)
+            return name
+        (chosen,) = (implementation for implementation in self.implementations if implementation.name == asked)
+        if reason := chosen.lacks(device) or (unfit or {}).get(asked):
+            raise ValueError(f"{self.name}: implementation {asked!r} cannot run: {reason}; use auto")
+        self.log.info(f"{self.name}: {asked} runs (asked for)")
+        return asked
+
+    def automatic(self, device: torch.device, unfit: Mapping[str, str | None] | None = None) -> tuple[str, dict[str, str]]:
+        """What "auto" takes, and why not each of those before it. Raises ValueError where FEM_KERNELS names what does not exist."""
+        forced = overrides().get(self.name, "auto")
+        if forced != "auto" and forced not in [implementation.name for implementation in self.implementations]:
+            raise ValueError(
+                f"{VARIABLE}: {self.name} has no implementation {forced!r}; it has {', '.join(each.name for each in self.implementations)}"
+            )
+        against: dict[str, str] = {}
+        for implementation in self.implementations:
+            if forced != implementation.name and (forced != "auto" or not implementation.automatic):
+                continue
+            # Triton's interpreter is for tests, which ask for it.
+            reason = "no GPU" if device.type == "cpu" and implementation.lacks is lacks_triton else implementation.lacks(device)
+            reason = reason or (unfit or {}).get(implementation.name)
+            if reason is None:
+                return implementation.name, against
+            against[implementation.name] = reason
+        return self.implementations[-1].name, against
+
+    def _say(self, name: str, against: Mapping[str, str], device: torch.device) -> None:
+        reasons = "; ".join(f"{other} does not: {reason}" for other, reason in against.items())
+        fallback = device.type != "cpu" and bool(against) and name == self.implementations[-1].name
+        # The template is what comes once: whatever the reasons of later calls, one line for each implementation that runs.
+        self.log.log(logging.WARNING if fallback else logging.INFO, f"{self.name}: {name} runs%s", f" ({reasons})" if reasons else "")
+
+
+def overrides() -> dict[str, str]:
+    """Operation -> implementation, from FEM_KERNELS. Raises ValueError for what is not of the form ``op=implementation,...``."""
+    return _parsed(os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _parsed(text: str) -> dict[str, str]:
+    chosen = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, implementation = entry.partition("=")
+        if not equals or not name or not implementation:
+            raise ValueError(f"{VARIABLE}: {entry!r} is not of the form operation=implementation, separated by commas")
+        chosen[name] = implementation
+    return chosen
+
+
+@functools.cache
+def triton_version() -> tuple[int, int] | None:
+    """(major, minor) of the installed Triton, or None; without importing it."""
+    try:
+        major, minor = version("triton").split(".")[:2]
+    except PackageNotFoundError:
+        return None
+    return int(major), int(minor)
+
+
+def lacks_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on ``device``, or None. On a CPU they run in Triton's interpreter only (tests)."""
+    found = triton_version()
+    if found is None:
+        return "the package triton is not installed"
+    if found < OLDEST_TRITON:
+        return f"triton {found[0]}.{found[1]} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
+    if device.type == "cpu" and not interpreted():
+        return "no GPU"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU."""
+    if triton_version() is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

@@ -1,0 +1,176 @@
+"""The two flash passes of MHA2nd1st in Triton: k-bar with the log-sum-exp, and the covariance's product C u. No gradients, no autotuning.
+
+With p = softmax((q.k - |k|^2 / 2) / T), c_i = k_i - kbar and w_i = u.c_i: kbar = sum p k and C u = sum p_i w_i c_i. Products take their
+operands in the inputs' type. Weights are summed as they were multiplied, rounded to it, so that a rounding's error is of the size of
+c, not of k: keys may lie far from zero. |k|^2 / 2 is taken off in float32, from the same rounded k.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.build import Build
+from kernels.implementations import interpreted
+from kernels.symmetric_attention.triton.tiles import Blocks, good_at, load_tile, padded, place, probabilities, seen, store_tile
+
+
+def means(q, k, half, factors, valid, causal):
+    """(kbar [b, h, t, d], the scores' log-sum-exp and mean under p, [2, b, h, t] in powers of two), both float32 and contiguous.
+
+    q [b, h, t, d] and k [b, h, tk, d], float32 or bfloat16, last dimension contiguous; half [b, h, tk]: |k|^2 / 2, factors [h]:
+    log2(e) / T, float32 and contiguous; valid [b, tk] bool or None.
+    """
+    b, h, t, d = q.shape
+    mean = torch.empty(b, h, t, d, dtype=torch.float32, device=q.device)
+    levels = torch.empty(2, b, h, t, dtype=torch.float32, device=q.device)
+    launch(_means_kernel, means_blocks(q.dtype, d), t, q, k, valid, causal, q, k, half, factors, valid, mean, *levels)
+    return mean, levels
+
+
+def second(q, k, u, half, factors, mean, lse, valid, causal):
+    """(C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous; u as q but contiguous, the rest as for and from `means`."""
+    read, centre = torch.empty_like(mean), torch.empty_like(lse)
+    blocks = second_blocks(q.dtype, q.shape[3])
+    launch(_second_kernel, blocks, q.shape[2], q, k, valid, causal, q, k, u, half, factors, valid, mean, lse, read, centre)
+    return read, centre
+
+
+def launch(kernel, blocks, own, q, k, valid, causal, *arguments, **constants):
+    """A kernel on each block of every head's ``own`` queries or keys: its arguments, then what all kernels of this room end with."""
+    b, h, t, d = q.shape
+    kernel[(triton.cdiv(own, blocks.rows) * b * h,)](
+        *arguments, h, t, k.shape[2], *q.stride()[:3], *k.stride()[:3], 0 if valid is None else valid.stride(0),
+        CAUSAL=causal, WIDTH=d, PADDED=padded(d), OWN=blocks.rows, OTHER=blocks.keys, **constants,
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _means_kernel(
+    q, k, half, factors, valid, mean, lse, average, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    b, h, head_of_all, start = place(heads, t, OWN)
+    k += b * k_b + h * k_h
+    half += head_of_all * tk
+    if valid is not None:
+        valid += b * valid_b
+    row = start + tl.arange(0, OWN)
+    position = tk - t + row[:, None]
+    good = good_at(valid, position, tk)
+    factor = tl.load(factors + h)
+    queries = load_tile(q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, t - start, OWN, WIDTH, PADDED)
+    top = tl.full([OWN], float("-inf"), tl.float32)
+    total = tl.zeros([OWN], tl.float32)
+    weighed = tl.zeros([OWN], tl.float32)
+    score = tl.zeros([OWN], tl.float32)
+    read = tl.zeros([OWN, PADDED], tl.float32)
+    end = tk
+    if CAUSAL:
+        end = tl.minimum(tk, tk - t + start + OWN)
+    for n in range(0, end, OTHER):
+        keys = load_tile(k + tl.cast(n, tl.int64) * k_t, k_t, tk - n, OTHER, WIDTH, PADDED)
+        key = n + tl.arange(0, OTHER)
+        norm = tl.load(half + key, mask=key < tk, other=0.0)[None, :]
+        scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor
+        allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
+        scores = tl.where(allowed, scores, float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        # Rows that have seen nothing yet: -inf - -inf is no number.
+        level = tl.where(new == float("-inf"), 0.0, new)
+        under = scores - level[:, None]
+        weights = tl.exp2(under)
+        kept = tl.exp2(top - level)
+        # Weights times their scores, which are under the new top now; nothing where nothing was seen.
+        score = (score + tl.where(total > 0, total * (top - level), 0.0)) * kept + tl.sum(tl.where(allowed, weights * under, 0.0), 1)
+        total = total * kept + tl.sum(weights, 1)
+        rounded = weights.to(keys.dtype)
+        weighed = weighed * kept + tl.sum(rounded.to(tl.float32), 1)
+        read = tl.dot(rounded, keys, read * kept[:, None], input_precision="ieee")
+        top = new
+    tl.store(lse + head_of_all * t + row, top + tl.log2(total), mask=row < t)
+    tl.store(average + head_of_all * t + row, top + score / total, mask=row < t)
+    store_tile(mean + (head_of_all * t + start) * WIDTH, WIDTH, t - start, read / weighed[:, None], OWN, WIDTH, PADDED)
+
+
+@triton.jit
+def _second_kernel(
+    q, k, u, half, factors, valid, mean, lse, read, centre, heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    b, h, head_of_all, start = place(heads, t, OWN)
+    k += b * k_b + h * k_h
+    half += head_of_all * tk
+    at = (head_of_all * t + start) * WIDTH
+    if valid is not None:
+        valid += b * valid_b
+    row = start + tl.arange(0, OWN)
+    position = tk - t + row[:, None]
+    good = good_at(valid, position, tk)
+    factor = tl.load(factors + h)
+    level = tl.load(lse + head_of_all * t + row, mask=row < t, other=0.0)
+    queries = load_tile(q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, t - start, OWN, WIDTH, PADDED)
+    along = load_tile(u + at, WIDTH, t - start, OWN, WIDTH, PADDED)
+    middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
+    offset = tl.sum(along.to(tl.float32) * middle, 1)
+    tl.store(centre + head_of_all * t + row, offset, mask=row < t)
+    weighed = tl.zeros([OWN], tl.float32)
+    found = tl.zeros([OWN, PADDED], tl.float32)
+    end = tk
+    if CAUSAL:
+        end = tl.minimum(tk, tk - t + start + OWN)
+    for n in range(0, end, OTHER):
+        keys = load_tile(k + tl.cast(n, tl.int64) * k_t, k_t, tk - n, OTHER, WIDTH, PADDED)
+        key = n + tl.arange(0, OTHER)
+        norm = tl.load(half + key, mask=key < tk, other=0.0)[None, :]
+        weights = probabilities((tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor, level[:, None])
+        weights *= tl.dot(along, tl.trans(keys), input_precision="ieee") - offset[:, None]
+        allowed = seen(position, key[None, :], tk, good, good_at(valid, key[None, :], tk), CAUSAL)
+        rounded = tl.where(allowed, weights, 0.0).to(keys.dtype)
+        weighed += tl.sum(rounded.to(tl.float32), 1)
+        found = tl.dot(rounded, keys, found, input_precision="ieee")
+    # The mean is read again: kept through the loop it would take too many registers.
+    middle = load_tile(mean + at, WIDTH, t - start, OWN, WIDTH, PADDED)
+    store_tile(read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED)
+
+
+def means_blocks(dtype, width):
+    """Block sizes of the pass for kbar."""
+    if interpreted():
+        return Blocks(32, 32, 4, 1)
+    if dtype == torch.float32:
+        return Blocks(32, 32, 4, 1)
+    return Blocks(128, 64, 8, 2 if padded(width) > 128 else 3)
+
+
+def second_blocks(dtype, width):
+    """Block sizes of the pass for C u."""
+    if interpreted():
+        return Blocks(32, 32, 4, 1)
+    if dtype == torch.float32:
+        return Blocks(32, 32, 4, 1)
+    return Blocks(64, 32, 8, 2) if padded(width) > 128 else Blocks(128, 64, 8, 2)
+
+
+def build(label, kernel, blocks, width, causal, padding=False, **constants):
+    """A kernel of this room at a production shape."""
+    strides = tuple(name for name in kernel.arg_names if name.endswith(("_b", "_h", "_t")))
+    types = dict.fromkeys(("q", "k", "u", "g", "d_q", "d_k"), "*bf16") | dict.fromkeys(("heads", "t", "tk", *strides), "i32")
+    types["valid"] = "*i1"
+    types |= {name: "*fp32" for name in kernel.arg_names if name not in types}
+    constants |= {"CAUSAL": causal, "WIDTH": width, "PADDED": padded(width), "OWN": blocks.rows, "OTHER": blocks.keys}
+    constants |= {} if padding else {"valid": None}
+    label = f"{label}, d {width}, {'causal' if causal else 'full'}{', padding' if padding else ''}"
+    return Build(
+        label, kernel, types, constants, blocks.warps, blocks.stages, matrix=True,
+        aligned=("t", "tk", *strides),
+    )  # fmt: skip
+
+
+BUILDS: tuple[Build, ...] = tuple(
+    build(label, kernel, sizes(torch.bfloat16, width), width, causal, padding)
+    for width, causal, padding in ((64, True, False), (128, True, False), (128, False, False), (64, True, True))
+    for label, kernel, sizes in (("kbar", _means_kernel, means_blocks), ("C u", _second_kernel, second_blocks))
+)

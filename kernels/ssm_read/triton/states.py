@@ -1,0 +1,206 @@
+"""The state-space read's states and their gradients at the chunks' ends, in Triton. No tokens' outputs.
+
+Of each chunk by itself: the state that it leaves behind, or the gradient of the state that it found, plain sums over its tokens. Then they
+are carried from chunk to chunk, forward or backward, one program for a block of states; in place, so that a chunk's entry becomes the state
+before it, or the gradient of the one behind it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.aft_read.triton.tiles import NOTHING, load, place
+from kernels.build import Build
+from kernels.ssm_read.triton.tiles import STAGES, Launch, channel, column, exponent
+
+
+@triton.jit
+def _states_kernel(
+    delta, v, b_in, rate, slow, beta, states_out, tops, spans,
+    db, dh, dt, vb, vh, vt, batch, heads, tokens, width, states, chunks,
+    BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Each chunk's last state from none, its m, and the sum of its steps."""
+    b, h, bh, c, inside = place(heads, width, BC)
+    chunk = tl.program_id(1)
+    BETA: tl.constexpr = beta is not None
+    at = tl.arange(0, BT)
+    t = chunk * BT + at
+    mask = (t < tokens)[:, None] & inside[None, :]
+    step, value = load(delta, b, h, t, c, db, dh, dt, mask), load(v, b, h, t, c, vb, vh, vt, mask)
+    slowest = channel(slow, h, width, c, inside)
+    # Summed from the end, so that what decays little is not the difference of two large sums.
+    later = tl.cumsum(load(delta, b, h, t + 1, c, db, dh, dt, mask & (t + 1 < tokens)[:, None] & (at < BT - 1)[:, None]), 0, reverse=True)
+    faded = tl.exp(-slowest[None, :] * later)
+    per_chunk = (bh * chunks + chunk) * width + c
+    tl.store(spans + per_chunk, tl.sum(step, 0), mask=inside)
+    if BETA:
+        z, low = exponent(step, value, channel(beta, h, width, c, inside))
+        top = tl.max(tl.where(z <= NOTHING, NOTHING, z - slowest[None, :] * later), 0)
+        # The two large numbers first: their difference is exact.
+        weight = tl.where(z <= NOTHING, 0.0, tl.exp(z - top[None, :] - slowest[None, :] * later + low))
+        tl.store(tops + per_chunk, top, mask=inside)
+    STREAMS: tl.constexpr = 3 if BETA else 2
+    for n in range(states):
+        relative = tl.load(rate + (h * states + n) * width + c, mask=inside, other=0.0) - slowest
+        taken = tl.exp(-relative[None, :] * later) * column(b_in, bh, n, t, states, tokens, t < tokens)[:, None]
+        into = states_out + (((bh * chunks + chunk) * STREAMS) * states + n) * width + c
+        tl.store(into, tl.sum(taken * faded * step * value, 0), mask=inside)
+        tl.store(into + states * width, tl.sum(taken * faded * step, 0), mask=inside)
+        if BETA:
+            tl.store(into + 2 * states * width, tl.sum(taken * weight, 0), mask=inside)
+
+
+@triton.jit
+def _gradient_states_kernel(
+    delta, c_out, rate, slow, beta, starts, d_sums, gradients, db, dh, dt, batch, heads, tokens, width, states, chunks,
+    BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk, what its own tokens say of the gradient of the state before it."""
+    b, h, bh, c, inside = place(heads, width, BC)
+    chunk = tl.program_id(1)
+    BETA: tl.constexpr = beta is not None
+    t = chunk * BT + tl.arange(0, BT)
+    mask = (t < tokens)[:, None] & inside[None, :]
+    step = load(delta, b, h, t, c, db, dh, dt, mask)
+    slowest = channel(slow, h, width, c, inside)
+    through = tl.cumsum(step, 0)
+    faded = tl.exp(-slowest[None, :] * through)
+    at = (bh * tokens + t)[:, None] * width + c[None, :]
+    plane = batch * heads * tokens.to(tl.int64) * width
+    d_values, d_weights = tl.load(d_sums + at, mask=mask, other=0.0), tl.load(d_sums + plane + at, mask=mask, other=0.0)
+    if BETA:
+        start = tl.load(starts + (bh * (chunks + 1) + chunk) * width + c, mask=inside, other=0.0)
+        top = tl.load(d_sums + 3 * plane + at, mask=mask, other=0.0)
+        d_joint = tl.load(d_sums + 2 * plane + at, mask=mask, other=0.0)
+        d_joint *= tl.exp(tl.where(mask, start[None, :] - top - slowest[None, :] * through, 0.0))
+    STREAMS: tl.constexpr = 3 if BETA else 2
+    for n in range(states):
+        relative = tl.load(rate + (h * states + n) * width + c, mask=inside, other=0.0) - slowest
+        given = tl.exp(-relative[None, :] * through) * column(c_out, bh, n, t, states, tokens, t < tokens)[:, None]
+        into = gradients + (((bh * chunks + chunk) * STREAMS) * states + n) * width + c
+        tl.store(into, tl.sum(given * faded * d_values, 0), mask=inside)
+        tl.store(into + states * width, tl.sum(given * faded * d_weights, 0), mask=inside)
+        if BETA:
+            tl.store(into + 2 * states * width, tl.sum(given * d_joint, 0), mask=inside)
+
+
+@triton.jit
+def _carry_kernel(
+    states_of, tops, spans, rate, slow, given, given_top, starts, after, heads, width, states, chunks,
+    BETA: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Forward: each chunk's entry becomes the state before it. starts [b h, chunks + 1, d]: m there; after: `ssm_read`'s state."""
+    _, h, bh, c, inside = place(heads, width, BC)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = (n < states)[:, None] & inside[None, :]
+    STREAMS: tl.constexpr = 3 if BETA else 2
+    columns = STREAMS * states + (1 if BETA else 0)
+    slowest = channel(slow, h, width, c, inside)
+    rates = tl.load(rate + (h * states + n)[:, None] * width + c[None, :], mask=mask, other=0.0)
+    relative = tl.maximum(rates - slowest[None, :], 0.0)
+    of_state = (bh * width + c)[None, :] * columns + n[:, None]
+    values, weights, joint = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
+    top = tl.full((BC,), NOTHING, tl.float32)
+    if given is not None:
+        values = tl.load(given + of_state, mask=mask, other=0.0)
+        weights = tl.load(given + of_state + states, mask=mask, other=0.0)
+        if BETA:
+            joint = tl.load(given + of_state + 2 * states, mask=mask, other=0.0)
+            top = tl.load(given_top + bh * width + c, mask=inside, other=0.0)
+    for chunk in range(chunks):
+        per_chunk = (bh * chunks + chunk) * width + c
+        at = states_of + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
+        span = tl.load(spans + per_chunk, mask=inside, other=0.0)
+        decay = tl.exp(-rates * span[None, :])
+        new = tl.load(at, mask=mask, other=0.0)
+        tl.store(at, values, mask=mask)
+        values = values * decay + new
+        new = tl.load(at + states * width, mask=mask, other=0.0)
+        tl.store(at + states * width, weights, mask=mask)
+        weights = weights * decay + new
+        if BETA:
+            own = tl.load(tops + per_chunk, mask=inside, other=NOTHING)
+            tl.store(starts + (bh * (chunks + 1) + chunk) * width + c, top, mask=inside & (tl.program_id(1) == 0))
+            before = top
+            top = tl.maximum(tl.where(before <= NOTHING, NOTHING, before - slowest * span), own)
+            new = tl.load(at + 2 * states * width, mask=mask, other=0.0)
+            tl.store(at + 2 * states * width, joint, mask=mask)
+            joint = joint * tl.exp(-relative * span[None, :]) * tl.exp(before - top - slowest * span)[None, :]
+            joint += new * tl.exp(own - top)[None, :]
+    tl.store(after + of_state, values, mask=mask)
+    tl.store(after + of_state + states, weights, mask=mask)
+    if BETA:
+        tl.store(after + of_state + 2 * states, joint, mask=mask)
+        first = inside & (tl.program_id(1) == 0)
+        tl.store(starts + (bh * (chunks + 1) + chunks) * width + c, top, mask=first)
+        tl.store(after + (bh * width + c) * columns + columns - 1, tl.where(top <= NOTHING, 0.0, top), mask=first)
+
+
+@triton.jit
+def _carry_back_kernel(
+    gradients, spans, rate, slow, starts, heads, width, states, chunks,
+    BETA: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Backward: each chunk's entry becomes the gradient of the state behind it."""
+    _, h, bh, c, inside = place(heads, width, BC)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = (n < states)[:, None] & inside[None, :]
+    STREAMS: tl.constexpr = 3 if BETA else 2
+    slowest = channel(slow, h, width, c, inside)
+    rates = tl.load(rate + (h * states + n)[:, None] * width + c[None, :], mask=mask, other=0.0)
+    relative = tl.maximum(rates - slowest[None, :], 0.0)
+    values, weights, joint = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
+    for back in range(chunks):
+        chunk = chunks - 1 - back
+        at = gradients + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
+        span = tl.load(spans + (bh * chunks + chunk) * width + c, mask=inside, other=0.0)
+        decay = tl.exp(-rates * span[None, :])
+        new = tl.load(at, mask=mask, other=0.0)
+        tl.store(at, values, mask=mask)
+        values = values * decay + new
+        new = tl.load(at + states * width, mask=mask, other=0.0)
+        tl.store(at + states * width, weights, mask=mask)
+        weights = weights * decay + new
+        if BETA:
+            top = starts + (bh * (chunks + 1) + chunk) * width + c
+            before, after = tl.load(top, mask=inside, other=0.0), tl.load(top + width, mask=inside, other=0.0)
+            new = tl.load(at + 2 * states * width, mask=mask, other=0.0)
+            tl.store(at + 2 * states * width, joint, mask=mask)
+            joint *= tl.exp(-relative * span[None, :]) * tl.exp(before - after - slowest * span)[None, :]
+            joint += new
+
+
+def shared_types():
+    """Triton's types of the arguments that all kernels have."""
+    types = {"v": "*bf16"} | dict.fromkeys(
+        "delta b_in c_out rate slow beta states_of states_out tops spans starts given given_top after gradients d_sums".split(), "*fp32"
+    )
+    return types | dict.fromkeys("db dh dt vb vh vt batch heads tokens width states chunks".split(), "i32")
+
+
+ALIGNED = ("db", "dh", "dt", "vb", "vh", "vt", "tokens", "width", "states")
+
+
+def build_launch(streams=3):
+    """4096 tokens of 4 x 16 heads of 64 channels with 96 states, as the 1.3B model's budget gives them."""
+    return Launch(4, 16, 4096, 64, 96, streams)
+
+
+def _builds():
+    launch = build_launch()
+    carried = {"BETA": True, "BC": launch.blocks["BC"], "BN": launch.block_n}
+    kernels = (
+        ("states", _states_kernel, launch.blocks),
+        ("states carried", _carry_kernel, carried | {"given": None, "given_top": None}),
+        ("states' gradients", _gradient_states_kernel, launch.blocks),
+        ("gradients carried", _carry_back_kernel, carried),
+    )
+    warps = launch.options["num_warps"]
+    return tuple(
+        Build(f"{label}, mu and F", kernel, shared_types(), more, warps, STAGES, aligned=ALIGNED) for label, kernel, more in kernels
+    )
+
+
+BUILDS: tuple[Build, ...] = _builds()

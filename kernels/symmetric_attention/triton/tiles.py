@@ -1,0 +1,103 @@
+"""What the kernels of symmetric and of second-order attention share: tiles of memory, which pairs of a tile count. No kernel, no launch.
+
+Pairs count as `kernels.pairs.allowed_pairs` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A program's own rows, the others it takes at once, warps, and stages of its pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def padded(width: int) -> int:
+    """The power of two, at least 16, that a tile has for a width."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """t with its last dimension contiguous, as the kernels read it."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, of t's shape, its dimensions in memory in the order of t's."""
+    order = sorted(range(3), key=lambda n: (t.stride(n), -n), reverse=True)
+    shape = [t.shape[n] for n in order] + [t.shape[3]]
+    return t.new_empty(shape, dtype=dtype).permute(*(order.index(n) for n in range(3)), 3)
+
+
+@triton.jit
+def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on and from column WIDTH on."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    mask = row < count
+    if WIDTH < PADDED:
+        mask &= column < WIDTH
+    return tl.load(base + row * stride + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns before WIDTH."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    tl.store(base + row * stride + column, tile.to(base.dtype.element_ty), mask=(row < count) & (column < WIDTH))
+
+
+@triton.jit
+def place(heads, rows, ROWS: tl.constexpr):
+    """(sequence, head, head of all, first row) of a program; grid: blocks of rows, the last first, times heads of all.
+
+    Under a causal mask the last queries have the most to do.
+    """
+    blocks = tl.cdiv(rows, ROWS)
+    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
+    return head_of_all // heads, head_of_all % heads, head_of_all, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+
+
+@triton.jit
+def good_at(valid, position, count):
+    """Whether the tokens at these positions are not padding; None where there is none."""
+    good = None
+    if valid is not None:
+        good = tl.load(valid + position, mask=position < count, other=0).to(tl.int1)
+    return good
+
+
+@triton.jit
+def seen(query, key, count, query_good, key_good, CAUSAL: tl.constexpr):
+    """Whether the token at position ``query`` sees ``key``, of ``count``; broadcast against each other, and so are the ..._good.
+
+    Padding sees itself alone, and nobody sees it. Queries past the last are not looked at.
+    """
+    allowed = key <= query if CAUSAL else (key < count) & (query >= 0)
+    if query_good is not None:
+        allowed &= (query_good & key_good) | (key == query)
+    return allowed
+
+
+@triton.jit
+def probabilities(scores, level):
+    """exp2 of scores less their log-sum-exp.
+
+    Never above 1: scores in the millions are rounded by more than 128, and differently in a tile of other rows.
+    """
+    return tl.exp2(tl.minimum(scores - level, 0.0))

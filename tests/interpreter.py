@@ -1,0 +1,34 @@
+"""What Triton's interpreter gets wrong and the tests of kernels need: bfloat16, in products and in rounding. Nothing of ours is patched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def mend_bfloat16() -> None:
+    """Let ``tl.dot`` see bfloat16 operands as numbers (the interpreter multiplies their bits), and round to them as a GPU does, to nearest.
+
+    Other arithmetic on bfloat16 is not mended: kernels widen to float32 before it.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *wide, *rest)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        pair = (source.dtype.scalar, target.scalar)
+        if pair == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
+            return TensorHandle(rounded.reshape(source.data.shape), tl.bfloat16)
+        if pair == (tl.bfloat16, tl.float32):
+            return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return cast(self, source, target)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl

@@ -1,0 +1,88 @@
+"""The compile gate: all kernels pass it and docs/kernels.md tells of them as they are; what it is to catch, it catches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# One kernel that is as it should be and one for each fault; printed: label -> faults on sm_90.
+FAULTY = """
+import json
+import triton
+import triton.language as tl
+from kernels.build import Build
+from tools.kernel_gate.compile import report
+
+@triton.jit
+def _product(a, b, c, n, M: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
+    i, j = tl.arange(0, M), tl.arange(0, N)
+    acc = tl.zeros((M, M), tl.float32)
+    other = tl.zeros((M, M), tl.float32)
+    for t in range(n):
+        x = tl.load(a + t * M * N + i[:, None] * N + j[None, :])
+        y = tl.load(b + t * M * N + i[:, None] * N + j[None, :])
+        acc += tl.dot(x, tl.trans(y))
+        if COPIES:
+            other += tl.dot(y, tl.trans(x))
+    tl.store(c + i[:, None] * M + i[None, :], acc + other)
+
+@triton.jit
+def _unknown(a, N: tl.constexpr):
+    tl.store(a + tl.arange(0, N), tl.no_such_function(a))
+
+def build(label, dtype="bf16", copies=False, warps=8, matrix=True, stages=2, rows=128):
+    types = {"a": "*" + dtype, "b": "*" + dtype, "c": "*fp32", "n": "i32"}
+    return Build(label, _product, types, {"M": rows, "N": 64, "COPIES": copies}, warps, stages, matrix=matrix)
+
+if __name__ == "__main__":
+    builds = [
+        build("good"),
+        build("spills", copies=True, warps=1),
+        build("shared memory", stages=9, dtype="fp32", matrix=False),
+        build("no wgmma", rows=32, warps=4),
+        Build("does not compile", _unknown, {"a": "*fp32"}, {"N": 16}, 4, 1),
+    ]
+    print(json.dumps({each.label: report(each, 90).faults(each) for each in builds}))
+"""
+
+
+def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """A command of this repository, in a process where Triton compiles."""
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.timeout(1500)
+def test_every_kernel_passes_and_the_page_is_true() -> None:
+    done = run("-m", "tools.kernel_gate", "--check", timeout=1400)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_each_fault_is_caught(tmp_path: Path) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{FAULTY}")
+    done = run(str(script), timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    faults = json.loads(done.stdout)
+    assert faults["good"] == []
+    assert any("spills" in fault for fault in faults["spills"]) and any("local memory" in fault for fault in faults["spills"])
+    assert any("shared memory, over" in fault for fault in faults["shared memory"])
+    assert faults["no wgmma"][0] == "no HGMMA" and "HMMA beside wgmma" in faults["no wgmma"][1]
+    assert "no_such_function" in faults["does not compile"][0] or "does not compile" in faults["does not compile"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kernels.nothing"], "no module under 'kernels.nothing' has builds"),
+        (["kernels.cem_attention", "--write"], "--write and --check are about all"),
+    ],
+)
+def test_a_wrong_call_is_one_line(arguments: list[str], message: str) -> None:
+    done = run("-m", "tools.kernel_gate", *arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,190 @@
+"""``python -m tools.bench.cpu_suite``: every operation and small whole models on a CPU, as ratios, to see what a change made slower.
+
+The sides of a ratio are timed in turn, three times, and the fastest time of each counts, since other programs may run beside. A ratio to
+standard attention of as many tokens says nothing about a GPU; its change from one commit to the next says something about the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.bench import environment
+from tools.bench.speed import Speed, implementations, time_baseline, time_workload
+from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, Scale, train_step
+from tools.bench.workloads import WORKLOADS, Size
+
+STANDARD = "attention: torch's choice"
+SLOWER = 1.2
+ROUNDS = 3
+PASSES = ("forward", "forward + backward")
+
+Ratios = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: lengths of the operations, the models' layers, width and tokens, seconds for one timing."""
+
+    tokens: tuple[int, ...]
+    layers: int
+    hidden: int
+    model_tokens: int
+    budget: float
+
+
+QUICK = Effort((128,), 2, 128, 128, 0.06)
+FULL = Effort((128, 512, 1024), 4, 256, 512, 0.5)
+
+
+def fastest(sides: dict[str, Callable[[], Speed]]) -> dict[str, tuple[float, float]]:
+    """Seconds of forward and of forward + backward: one side after the other, and again, the smallest of each."""
+    found: dict[str, tuple[float, float]] = {}
+    for _ in range(ROUNDS):
+        for name, time_it in sides.items():
+            speed = time_it()
+            now = (speed.forward.seconds, speed.both.seconds)
+            before = found.get(name, now)
+            found[name] = (min(now[0], before[0]), min(now[1], before[1]))
+    return found
+
+
+def operation(name: str, tokens: int, budget: float) -> dict[str, Any]:
+    """One operation at one length: "auto" over standard attention of the same (d_k, 2 d_v), and over the reference."""
+    workload = WORKLOADS[name]
+    size = workload.small_size(tokens)
+    reading = Size(size.batch, size.tokens, size.heads, size.key, 2 * size.value)
+    sides: dict[str, Callable[[], Speed]] = {
+        "ours": lambda: time_workload(name, "auto", size, torch.float32, budget),
+        "standard attention": lambda: time_baseline(STANDARD, reading, torch.float32, budget),
+    }
+    if "reference" in implementations(workload.op):
+        sides["reference"] = lambda: time_workload(name, "reference", size, torch.float32, budget)
+    seconds = fastest(sides)
+    row: dict[str, Any] = {"what": name, "tokens": tokens, "seconds": seconds}
+    for other in seconds.keys() - {"ours"}:
+        row[f"ours / {other}"] = {which: seconds["ours"][n] / seconds[other][n] for n, which in enumerate(PASSES)}
+    return row
+
+
+def models(effort: Effort) -> Iterator[dict[str, Any]]:
+    """A training step of each whole model, and its ratio to the Transformer's, which is measured before each."""
+    scale = small_scale(effort)
+
+    def seconds(variant: str) -> float:
+        return train_step(variant, scale, torch.float32, 4 * effort.budget).step.seconds
+
+    for variant in VARIANTS:
+        base, own = zip(*((seconds(BASELINE), seconds(variant)) for _ in range(ROUNDS)), strict=True)
+        yield {
+            "what": f"model: {variant}",
+            "tokens": scale.tokens,
+            "seconds": {"ours": (min(own), min(own)), BASELINE: (min(base), min(base))},
+            "ours / Transformer": {"train step": min(own) / min(base)},
+        }
+
+
+def small_scale(effort: Effort) -> Scale:
+    """A model for a CPU."""
+    model = replace(SCALES["table 5"].model, num_layers=effort.layers, hidden_size=effort.hidden, num_attention_heads=4, vocab_size=1024)
+    return Scale("a CPU's", model, effort.model_tokens, 1)
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """The ratios as Markdown: operations, then models."""
+    operations = []
+    for row in rows:
+        if row["what"].startswith("model: "):
+            continue
+        standard, reference = row["ours / standard attention"], row.get("ours / reference")
+        cells = [f"{standard[which]:.2f}" for which in PASSES]
+        cells += [f"{reference[which]:.2f}" if reference else "" for which in PASSES]
+        operations.append([row["what"], str(row["tokens"]), *cells])
+    header = ["operation", "tokens", "forward ÷ standard", "fwd + bwd ÷ standard", "forward ÷ reference", "fwd + bwd ÷ reference"]
+    steps = [
+        [row["what"].removeprefix("model: "), str(row["tokens"]), f"{row['ours / Transformer']['train step']:.2f}"]
+        for row in rows
+        if "ours / Transformer" in row
+    ]
+    parts = [environment.table(header, operations)] if operations else []
+    if steps:
+        parts.append(environment.table(["model", "tokens", "train step ÷ Transformer"], steps))
+    return "\n\n".join(parts)
+
+
+def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[str]:
+    """What takes over 20% more of the yardstick's time than in ``earlier``, a line each."""
+    found = []
+    before = {(row["what"], row["tokens"]): row for row in earlier}
+    for row in rows:
+        old = before.get((row["what"], row["tokens"]))
+        if old is None:
+            continue
+        for ratio in ("ours / standard attention", "ours / Transformer"):
+            for which, now in row.get(ratio, {}).items():
+                then = old.get(ratio, {}).get(which)
+                if then and now > SLOWER * then:
+                    found.append(f"{row['what']}, {row['tokens']} tokens, {which}: {now / then:.2f} times slower ({then:.2f} -> {now:.2f})")
+    return found
+
+
+def measure_all(effort: Effort, only: list[str] | None, tell: Callable[[str], None]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Every row, and a line for each operation that could not be timed."""
+    rows, gaps = [], []
+    wanted = [name for name in WORKLOADS if not only or name in only]
+    for name in wanted:
+        for tokens in effort.tokens:
+            try:
+                rows.append(operation(name, tokens, effort.budget))
+            except (ValueError, TypeError, RuntimeError) as error:
+                gaps.append(f"{name}, {tokens} tokens: {str(error).splitlines()[0]}")
+        tell(f"{name} done")
+    if not only or "models" in only:
+        for row in models(effort):
+            rows.append(row)
+            tell(f"{row['what']} done")
+    return rows, gaps
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print the table; 0, or 2 where ``--compare``'s file cannot be read."""
+    parser = argparse.ArgumentParser(prog="tools.bench.cpu_suite", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="one short length, tiny models: under two minutes on two cores")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*WORKLOADS, "models"], help="these operations alone, or models")
+    parser.add_argument("--compare", type=Path, metavar="PATH", help="an earlier --json: say what became over 20%% slower")
+    environment.add_json_option(parser)
+    options = parser.parse_args(arguments)
+    earlier: list[dict[str, Any]] = []
+    if options.compare:
+        try:
+            earlier = json.loads(options.compare.read_text(encoding="utf-8"))["rows"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"tools.bench.cpu_suite: error: --compare {options.compare}: not the JSON of an earlier run: {error}", file=sys.stderr)
+            return 2
+    began = time.monotonic()
+
+    def tell(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    rows, gaps = measure_all(QUICK if options.quick else FULL, options.only, tell)
+    machine = environment.facts()
+    print(f"{environment.sentence(machine)}; float32\n\n{render(rows)}")
+    for gap in gaps:
+        print(f"not timed: {gap}")
+    environment.write_json(options.json, {"suite": "cpu", "machine": machine, "rows": rows, "gaps": gaps})
+    if options.compare:
+        found = slower(rows, earlier)
+        print("\n".join(["", f"slower by over 20% than {options.compare}:", *(found or ["nothing"])]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The results as Markdown, and the short table that is printed last. Every ratio names what it is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.bench import environment
+from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, Task
+from tools.bench.gpu_suite.pool import Outcome
+from tools.bench.gpu_suite.results import Results
+from tools.bench.whole_model import SCALES, VARIANTS
+from tools.bench.workloads import WORKLOADS
+
+SHORT = 4096
+MOST_NAMES = 4  # of tasks with the same gap
+
+
+def report(results: Results, machine: dict[str, Any], cannot: dict[str, str], left_out: list[Task], seconds: float) -> str:
+    """The whole page."""
+    gaps = [outcome for outcome in results.outcomes if outcome.gap is not None]
+    parts = [
+        "# GPU benchmarks",
+        f"{environment.sentence(machine)}; {seconds / 60:.1f} minutes. bfloat16; medians; how: docs/benchmarks/README.md.",
+        _roofs(results),
+        "## Targets",
+        targets(results),
+        "## Correctness",
+        correctness(results),
+        "## Operations",
+        operations(results),
+        "## FEM's attention and standard attention, engine by engine",
+        engines(results),
+        "## Whole models, a training step",
+        models(results),
+        "## Gaps",
+        _gaps(gaps, cannot, left_out),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def short(results: Results) -> str:
+    """What is printed last: the targets, each operation at 4096 tokens, the large models."""
+    lines = []
+    for name in WORKLOADS:
+        found = results.ops.get((name, "auto", SHORT))
+        if found is not None:
+            ratio, best = results.ratio(name, "auto", SHORT), results.best(name, SHORT)
+            lines.append([name, _ms(found.both), f"{ratio[1]:.2f}" if ratio else "", best[0] if best else ""])
+    parts = [targets(results)]
+    if lines:
+        parts.append(environment.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "held against"], lines))
+    rows = _model_rows(results, ("1.3B", "340M"))
+    if rows:
+        parts.append(environment.table(MODEL_COLUMNS, rows))
+    return "\n\n".join(parts)
+
+
+def targets(results: Results) -> str:
+    """Each target, its bound, what was measured."""
+    words = {True: "met", False: "not met", None: "not measured"}
+    rows = [
+        [
+            target.what,
+            f"{'at least' if target.at_least else 'at most'} {target.bound:.2f}",
+            "" if target.value is None else f"{target.value:.3f}",
+            words[target.met],
+        ]
+        for target in results.targets()
+    ]
+    return environment.table(["target", "bound", "measured", ""], rows)
+
+
+def correctness(results: Results) -> str:
+    """The worst result of each operation, implementation and type: its error against float64 and what it may be."""
+    worst: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for finding in results.findings:
+        worst.setdefault((finding["op"], finding["implementation"], finding["dtype"]), []).append(finding)
+    rows = []
+    for (op, implementation, dtype), findings in worst.items():
+        # Not finite counts as infinitely far out.
+        last = max(findings, key=lambda each: each["error"] / each["bound"] if each["error"] == each["error"] else float("inf"))
+        wrong = sum(not finding["good"] for finding in findings)
+        verdict = f"{wrong} OUT OF BOUNDS" if wrong else "in bounds"
+        where = f"{last['case']}: {last['result']}"
+        rows.append([op, implementation, dtype, str(len(findings)), f"{last['error']:.1e}", f"{last['bound']:.1e}", where, verdict])
+    table = environment.table(["operation", "implementation", "type", "results", "worst error", "bound", "where", ""], rows)
+    failed = "\n".join(f"- FAILED {outcome.task.name}: {outcome.gap}" for outcome in results.failed)
+    return "\n\n".join(filter(None, (table if rows else "Nothing was checked.", failed)))
+
+
+def operations(results: Results) -> str:
+    """Every timed implementation at every length."""
+    rows = []
+    for name, workload in WORKLOADS.items():
+        for implementation in dict.fromkeys(how for what, how, _ in results.ops if what == name):
+            for tokens in results.lengths(name, implementation):
+                side, best = results.ops[name, implementation, tokens], results.best(name, tokens)
+                ratio, roofs = results.ratio(name, implementation, tokens), results.roofs
+                size = workload.size(tokens, TOKENS_A_CALL)
+                rows.append(
+                    [
+                        name,
+                        f"{size.heads} x {size.key}/{size.value}",
+                        f"{size.batch} x {tokens}",
+                        implementation,
+                        _ms(side.forward),
+                        _ms(side.both),
+                        f"{side.spread:.1%}",
+                        f"{ratio[0]:.2f}" if ratio else "",
+                        f"{ratio[1]:.2f}" if ratio else "",
+                        best[0] if best else "",
+                        f"{side.flops / side.both / roofs['matmul_flops']:.0%}" if roofs and side.flops else "",
+                        f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "",
+                    ]
+                )
+    columns = ["operation", "heads x d_k/d_v", "batch x tokens", "implementation", "forward, ms", "fwd + bwd, ms", "spread"]
+    columns += ["forward ÷", "fwd + bwd ÷", "held against (the fastest of its kind here)", "of matmul", "of copy"]
+    return environment.table(columns, rows) if rows else "Nothing was timed."
+
+
+def engines(results: Results) -> str:
+    """FEM's attention by each engine over standard attention of (d_k, 2 d_v) by the same engine."""
+    rows = []
+    for name, workload in WORKLOADS.items():
+        if workload.op != "fem_attention":
+            continue
+        for tokens in LENGTHS:
+            for engine, ratio, own in results.same_engine(name, tokens):
+                rows.append([name, str(tokens), engine, _ms(own.both), f"{ratio:.3f}"])
+    return environment.table(["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"], rows) if rows else ""
+
+
+MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "MFU", "peak, GB", "recomputes"]
+
+
+def models(results: Results) -> str:
+    """Every whole model."""
+    rows = _model_rows(results, tuple(SCALES))
+    return environment.table(MODEL_COLUMNS, rows) if rows else "None was timed."
+
+
+def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
+    rows = []
+    for scale in scales:
+        for variant in VARIANTS:
+            for recompute in (False, True):
+                found = results.models.get((scale, variant, recompute))
+                if found is None:
+                    continue
+                ratio = results.model_ratio(scale, variant, recompute=recompute)
+                share = results.utilisation(scale, variant, recompute=recompute)
+                rows.append(
+                    [
+                        f"{scale} {variant}",
+                        f"{found['batch']} x {SCALES[scale].tokens}",
+                        _ms(found["step"]["seconds"]),
+                        f"{found['tokens'] / found['step']['seconds']:,.0f}",
+                        f"{ratio:.2f}" if ratio else "",
+                        f"{share:.1%}" if share else "",
+                        f"{found['peak_bytes'] / 1e9:.1f}",
+                        "yes" if found["recompute"] else "",
+                    ]
+                )
+    return rows
+
+
+def _roofs(results: Results) -> str:
+    if results.roofs is None:
+        return ""
+    matmul, copy = results.roofs["matmul_flops"], results.roofs["copy_bytes"]
+    return f"Measured roofs: bf16 matrix product {matmul / 1e12:,.0f} TFLOP/s; copy {copy / 1e9:,.0f} GB/s, read and written."
+
+
+def _gaps(gaps: list[Outcome], cannot: dict[str, str], left_out: list[Task]) -> str:
+    lines = [f"- {what} cannot run here: {why}" for what, why in cannot.items()]
+    alike: dict[str, list[str]] = {}
+    for outcome in gaps:
+        alike.setdefault(str(outcome.gap), []).append(outcome.task.name)
+    for why, names in alike.items():
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        lines.append(f"- {'; '.join(names[:MOST_NAMES])}{more}: {why}")
+    if left_out:
+        lines.append(f"- left out for want of time ({len(left_out)}): {'; '.join(task.name for task in left_out)}")
+    return "\n".join(lines) or "None."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3f}" if seconds < 0.1 else f"{1000 * seconds:.1f}"

@@ -1,0 +1,132 @@
+"""One process that does what it is asked, a JSON line in, a JSON line out: ``{"result": ...}`` or ``{"gap": why}``.
+
+It ends after a fault of the GPU, after which nothing of this process can be believed; whoever asks starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from fem_megatron import platform
+from tools.bench.check import check
+from tools.bench.gpu_suite.plan import suites
+from tools.bench.speed import time_baseline, time_workload
+from tools.bench.timing import measure
+from tools.bench.whole_model import SCALES, train_step
+from tools.bench.workloads import WORKLOADS, Draw, Size
+
+SECONDS = 0.15  # spent on timing one number of an operation
+MODEL_SECONDS = 2.0
+MATMUL, COPY = 8192, 2**31  # the matrix product's size; bytes that are copied
+TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def perform(kind: str, arguments: dict[str, Any]) -> Any:
+    """The result of one task of `tools.bench.gpu_suite.plan`, as JSON has it."""
+    return DOES[kind](arguments)
+
+
+def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    suite = suites()[arguments["op"]]
+    real = not arguments.get("small", False)
+    dtype = TYPES[arguments["dtype"]]
+    findings = check(suite, arguments["case"], arguments["implementation"], dtype, platform.device(), real=real)
+    return [{**asdict(finding), "good": finding.good} for finding in findings]
+
+
+def _compile(arguments: dict[str, Any]) -> None:
+    """Run an operation once, forward and backward, so that its kernels lie compiled in Triton's cache."""
+    workload = WORKLOADS[arguments["workload"]]
+    tokens = arguments.get("tokens", 1024)
+    inputs = workload.inputs(Draw(platform.device(), torch.bfloat16, 0), workload.size(tokens, tokens))
+    outputs = workload.call(inputs, arguments["implementation"])
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    platform.synchronize()
+
+
+def _roofs(arguments: dict[str, Any]) -> dict[str, float]:
+    """FLOP/s of a bf16 matrix product on random numbers, and bytes a second, read and written, of a copy."""
+    width, count, device = arguments.get("matmul", MATMUL), arguments.get("copy", COPY), platform.device()
+    a, b = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
+    product = measure(lambda number: a @ b, 1.0)
+    source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = measure(lambda number: target.copy_(source), 0.5)
+    return {"matmul_flops": 2.0 * width**3 / product.seconds, "copy_bytes": 2.0 * count / copy.seconds}
+
+
+def _op(arguments: dict[str, Any]) -> dict[str, Any]:
+    size, name = Size(**arguments["size"]), arguments["workload"]
+    return asdict(time_workload(name, arguments["implementation"], size, torch.bfloat16, arguments.get("budget", SECONDS)))
+
+
+def _baseline(arguments: dict[str, Any]) -> dict[str, Any]:
+    size = Size(**arguments["size"])
+    return asdict(time_baseline(arguments["baseline"], size, torch.bfloat16, arguments.get("budget", SECONDS)))
+
+
+def _model(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A whole model's training step; where the batch does not fit half of it is tried, then with recomputation."""
+    scale, recompute = replace(SCALES[arguments["scale"]], batch=arguments["batch"]), arguments["recompute"]
+    tries = [(scale.batch, recompute), (max(1, scale.batch // 2), recompute), (max(1, scale.batch // 2), True)]
+    for number, (batch, again) in enumerate(tries):
+        try:
+            sized = replace(scale, batch=batch)
+            cost = train_step(arguments["variant"], sized, torch.bfloat16, arguments.get("budget", MODEL_SECONDS), recompute=again)
+            return {**asdict(cost), "batch": batch}
+        except torch.OutOfMemoryError:
+            if number == len(tries) - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "correctness": _correctness,
+    "compile": _compile,
+    "roofs": _roofs,
+    "op": _op,
+    "baseline": _baseline,
+    "model": _model,
+}
+
+
+def answer(line: str) -> tuple[dict[str, Any], bool]:
+    """What is said to one line, and whether this process can go on."""
+    asked = json.loads(line)
+    try:
+        found = {"result": perform(asked["kind"], asked["arguments"])}
+    except torch.OutOfMemoryError:
+        found = {"gap": "out of memory"}
+    except Exception as error:
+        # Whatever a kernel or a library of this machine raises, the other tasks are still wanted.
+        found = {"gap": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"}
+    try:
+        platform.synchronize()
+        platform.reset_peak_memory()
+    except RuntimeError as error:
+        return {"gap": found.get("gap") or str(error).splitlines()[0], "lost": True}, False
+    return found, True
+
+
+def main() -> int:
+    """Answer until the input ends. What libraries print goes to the standard error, where it cannot be taken for an answer."""
+    # Of its own: below, what is printed by others goes elsewhere.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        found, sane = answer(line)
+        print(json.dumps(found), file=answers, flush=True)
+        if not sane:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

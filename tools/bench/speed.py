@@ -1,0 +1,95 @@
+"""Forward, and forward + backward, of one operation or of what it is held against, at one size. Which ones, and in what order, is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fem_megatron import platform
+from kernels.operations import operations
+from tools.bench.timing import Timing, measure
+from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Inputs, Outputs, Size
+
+MOST_SETS = 8  # of inputs that are taken in turn
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One side at one size. Bytes: every input read and every result written once; backward: all of it again, and the gradients.
+
+    flops, bytes: of the forward pass, and of forward + backward.
+    """
+
+    forward: Timing
+    both: Timing
+    flops: tuple[float, float]
+    bytes: tuple[float, float]
+
+
+def implementations(op: str) -> tuple[str, ...]:
+    """The operation's implementations, the fastest first; the definition alone where it has no choice to make yet."""
+    found = operations().get(op)
+    return ("reference",) if found is None else tuple(each.name for each in found.implementations)
+
+
+def lacks(op: str, implementation: str, device: torch.device) -> str | None:
+    """Why the implementation cannot run on ``device``, or None."""
+    found = operations().get(op)
+    if found is None:
+        return None
+    return next((each.lacks(device) for each in found.implementations if each.name == implementation), None)
+
+
+def time_workload(name: str, implementation: str, size: Size, dtype: torch.dtype, budget: float) -> Speed:
+    """An operation by one of its implementations, or "auto". Raises ValueError where that cannot run such a call."""
+    workload = WORKLOADS[name]
+    return _time(workload.inputs, lambda inputs: workload.call(inputs, implementation), workload.flops(size), size, dtype, budget)
+
+
+def time_baseline(name: str, size: Size, dtype: torch.dtype, budget: float) -> Speed:
+    """What an operation is held against. Raises ValueError where it cannot run on this machine."""
+    baseline = BASELINES[name]
+    reason = baseline.lacks(platform.device())
+    if reason is not None:
+        raise ValueError(reason)
+    return _time(baseline.inputs, baseline.call, baseline.flops(size), size, dtype, budget)
+
+
+def _time(
+    draw_inputs: Callable[[Draw, Size], Inputs],
+    call: Callable[[Inputs], Outputs],
+    flops: tuple[float, float],
+    size: Size,
+    dtype: torch.dtype,
+    budget: float,
+) -> Speed:
+    """Forward without gradients, then with; inputs rotate over sets that are together larger than the device's cache."""
+    device = platform.device()
+    sets = [draw_inputs(Draw(device, dtype, 0), size)]
+    bytes_of_one = _bytes(sets[0].values())
+    needed = math.ceil(2 * platform.device_cache_bytes() / max(1, bytes_of_one))
+    sets += [draw_inputs(Draw(device, dtype, seed), size) for seed in range(1, min(MOST_SETS, needed))]
+    leaves = [[x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad] for inputs in sets]
+    with torch.no_grad():
+        outputs = call(sets[0])
+    weights = [torch.randn_like(output) for output in outputs]
+
+    def forward(number: int) -> object:
+        with torch.no_grad():
+            return call(sets[number % len(sets)])
+
+    def both(number: int) -> object:
+        which = number % len(sets)
+        return torch.autograd.grad(call(sets[which]), leaves[which], weights, allow_unused=True)
+
+    once = bytes_of_one + _bytes(outputs)
+    traffic = (float(once), float(2 * once + _bytes(leaves[0])))
+    return Speed(measure(forward, budget), measure(both, budget), (flops[0], sum(flops)), traffic)
+
+
+def _bytes(tensors: Iterable[object]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))

@@ -1,0 +1,153 @@
+"""Whole models in one process, torch alone: the layers that train and export share, between an embedding and an output layer.
+
+A training step here is forward, backward and AdamW on weights of one type; Megatron's main weights, process groups and data are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+
+from fem_megatron import fusions, platform
+from fem_megatron.config import ModelConfig
+from fem_megatron.layers.block import Block
+from fem_megatron.layers.parallel import OneProcess
+from fem_megatron.layers.update import Context, rms_norm
+from fem_megatron.shapes.base import Normal
+from fem_megatron.shapes.fem import FemConfig
+from pretrain.plan import count_by_component, forward_flops
+from tools.bench.timing import Timing, measure
+
+BASELINE = "Transformer"
+WITHOUT = FemConfig(conditioner=False, free_energy=False, temperature=False, gate=False)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that the compared models share, and the batch of one step."""
+
+    about: str
+    model: ModelConfig
+    tokens: int
+    batch: int
+
+
+def _scale(about: str, layers: int, hidden: int, heads: int, inner: int | None, tokens: int, batch: int) -> Scale:
+    model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=inner, vocab_size=32000)
+    return Scale(about, model, tokens, batch)
+
+
+SCALES: dict[str, Scale] = {
+    "1.3B": _scale("configs/model/transformer_1.3b.yaml", 24, 2048, 16, 5632, 4096, 2),
+    "340M": _scale("configs/model/transformer_340m.yaml", 24, 1024, 16, 2816, 4096, 4),
+    "table 5": _scale("the FEM paper's table 5: 12 layers of 768", 12, 768, 12, None, 1024, 8),
+    "162M": _scale("the CEM paper's 162M (its table 7)", 12, 864, 12, 2304, 2048, 8),
+    "134M": _scale("the CEM paper's 134M", 12, 768, 12, 2048, 2048, 8),
+    "108M": _scale("the CEM paper's 108M", 12, 672, 12, 1792, 2048, 8),
+    "86M": _scale("the CEM paper's 86M", 8, 672, 8, 1792, 2048, 8),
+}
+
+VARIANTS: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
+    BASELINE: lambda model: replace(model, mixer="transformer"),
+    "FEM-SM, C L T G": lambda model: replace(model, mixer="fem_softmax"),
+    "FEM-SM, L T G": lambda model: replace(model, mixer="fem_softmax", fem=FemConfig(conditioner=False)),
+    "FEM-SM, L T": lambda model: replace(model, mixer="fem_softmax", fem=FemConfig(conditioner=False, gate=False)),
+    "FEM-SM, L": lambda model: replace(model, mixer="fem_softmax", fem=replace(WITHOUT, free_energy=True)),
+    "FEM-GLA, C L T G": lambda model: replace(model, mixer="fem_gla"),
+    "GLA": lambda model: replace(model, mixer="fem_gla", fem=WITHOUT),
+    "CEM": lambda model: replace(model, mixer="cem"),
+}
+
+
+class Fused(OneProcess):
+    """One process with the fused kernels that a training run has, where they can run."""
+
+    def swiglu(self, packed: Tensor) -> Tensor:
+        """As `fem_megatron.layers.parallel.Parallel`."""
+        return fusions.swiglu(packed)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `fem_megatron.layers.parallel.Parallel`."""
+        return fusions.turn(x, cos, sin)
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, final norm, output layer, initialised as the training code initialises; on this process's device."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute, self.eps = recompute, model.norm_eps
+        rows, hidden = model.padded_vocab_size(), model.hidden_size
+        with torch.device(platform.device()):
+            self.embedding = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
+            self.blocks = nn.ModuleList(Block(shape, Fused(dtype)) for shape in model.blocks())
+            self.norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
+            self.output = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                start = weight.spec.init if hasattr(weight, "spec") else (1.0 if name == "norm" else "normal")
+                if not isinstance(start, int | float):
+                    weight.normal_(0.0, start.std if isinstance(start, Normal) else model.init_std)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """tokens and labels [b, t] -> the mean loss, float32 or wider."""
+        x = self.embedding[tokens].transpose(0, 1).contiguous()
+        context = Context()
+        for block in self.blocks:
+            x = checkpoint(block, x, context, use_reentrant=False) if self.recompute else block(x, context)
+        logits = linear(rms_norm(x, self.norm, self.eps), self.output)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return cross_entropy(logits.to(wide).flatten(0, 1), labels.T.flatten())
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A training step of one model. flops: the model's, forward + backward, recomputation not counted; peak_bytes: at the worst moment."""
+
+    step: Timing
+    tokens: int
+    flops: float
+    parameters: int
+    peak_bytes: int
+    recompute: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of training."""
+        return self.tokens / self.step.seconds
+
+    def utilisation(self, peak_flops: float) -> float:
+        """MFU: the share of a peak in FLOP/s that the model's FLOPs take up."""
+        return self.flops / self.step.seconds / peak_flops
+
+
+def train_step(variant: str, scale: Scale, dtype: torch.dtype, budget: float, *, recompute: bool = False) -> StepCost:
+    """Time a model's training step, on random tokens. Raises torch.OutOfMemoryError where it does not fit."""
+    config = VARIANTS[variant](scale.model)
+    platform.reset_peak_memory()
+    model = LanguageModel(config, dtype, recompute=recompute)
+    device = platform.device()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type != "cpu")
+    rng = torch.Generator().manual_seed(0)
+    shape = (4, scale.batch, scale.tokens + 1)
+    assert config.vocab_size is not None
+    batches = torch.randint(0, config.vocab_size, shape, generator=rng).to(device)
+
+    def step(number: int) -> Tensor:
+        batch = batches[number % len(batches)]
+        loss: Tensor = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    timing = measure(step, budget, most=20)
+    tokens = scale.batch * scale.tokens
+    flops = 3.0 * tokens * sum(forward_flops(config, scale.tokens).values())
+    parameters = sum(count_by_component(config).values())
+    return StepCost(timing, tokens, flops, parameters, platform.peak_memory_bytes(), recompute)

@@ -1,0 +1,11 @@
+"""What is timed: every operation as its layer calls it, and what it is held against; by name, so that other processes can be asked."""
+
+from tools.bench.workloads.base import Baseline, Draw, Inputs, Outputs, Size, Workload
+from tools.bench.workloads.reads import READS
+from tools.bench.workloads.scans import PLAIN_GLA, SCANS
+from tools.bench.workloads.standard import LINEAR, STANDARD_ATTENTION
+
+__all__ = ["BASELINES", "WORKLOADS", "Baseline", "Draw", "Inputs", "Outputs", "Size", "Workload"]
+
+BASELINES: dict[str, Baseline] = {**STANDARD_ATTENTION, **LINEAR, PLAIN_GLA.name: PLAIN_GLA}
+WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in (*READS, *SCANS)}

@@ -1,0 +1,67 @@
+"""`python -m tools.kernel_gate [kernels.<op>] [--write]`: compile the kernels for sm_90, sm_80 and sm_100 on any machine, and judge."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+import time
+from pathlib import Path
+
+from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
+from tools.kernel_gate.compile import ARCHITECTURES
+from tools.kernel_gate.gate import build_all, page
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 all is well, 1 a kernel is not, 2 the call cannot be carried out."""
+    parser = argparse.ArgumentParser(prog="python -m tools.kernel_gate", description=__doc__)
+    parser.add_argument("prefix", nargs="?", default="kernels", help="only modules under this one, as kernels.fem_attention")
+    parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="this architecture alone")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
+    parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
+    asked = parser.parse_args(argv)
+    found = triton_version()
+    if found is None or found < OLDEST_TRITON:
+        print(f"kernel_gate: Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton", file=sys.stderr)
+        return 2
+    if interpreted():
+        print("kernel_gate: TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it", file=sys.stderr)
+        return 2
+    whole = asked.prefix == "kernels" and asked.sm is None
+    if (asked.write or asked.check) and not whole:
+        print("kernel_gate: --write and --check are about all kernels and architectures; leave the others out", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+
+    def told(done: int, of: int, name: str) -> None:
+        left = (time.monotonic() - start) / done * (of - done)
+        print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
+
+    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
+    if not built:
+        print(f"kernel_gate: no module under {asked.prefix!r} has builds; kernels.<operation> does", file=sys.stderr)
+        return 2
+    for one in built:
+        for report in one.reports.values():
+            said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]
+            said += [f"{report.matrix} wgmma"] if one.build.matrix and report.matrix else []
+            said += [f"{report.spilled} B spilled"] if report.spilled else []
+            said += [f"ptxas {code}" for code in report.warnings]
+            print(f"{one.name}: sm_{report.arch}: {', '.join(said)}")
+    faults = [f"{one.name}: {fault}" for one in built for fault in one.faults()]
+    for fault in faults:
+        print(f"kernel_gate: {fault}", file=sys.stderr)
+    text = page(built, importlib.metadata.version("triton")) if whole else ""
+    if asked.write and not faults:
+        PAGE.write_text(text, encoding="utf-8")
+    if asked.check and PAGE.read_text(encoding="utf-8") != text:
+        print(f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate --write", file=sys.stderr)
+        return 1
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
