@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from kernels import machine
 from kernels.once import OncePerMessage
 
 VARIABLE = "FEM_KERNELS"
@@ -112,11 +114,13 @@ def _parsed(text: str) -> dict[str, str]:
 @functools.cache
 def triton_version() -> tuple[int, int] | None:
     """(major, minor) of the installed Triton, or None; without importing it."""
-    try:
-        major, minor = version("triton").split(".")[:2]
-    except PackageNotFoundError:
-        return None
-    return int(major), int(minor)
+    for distribution in ("triton", "pytorch-triton"):
+        try:
+            numbers = re.match(r"(\d+)\.(\d+)", version(distribution))
+        except PackageNotFoundError:
+            continue
+        return (int(numbers[1]), int(numbers[2])) if numbers else None
+    return None
 
 
 def lacks_triton(device: torch.device) -> str | None:
@@ -128,6 +132,8 @@ def lacks_triton(device: torch.device) -> str | None:
         return f"triton {found[0]}.{found[1]} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
     if device.type == "cpu" and not interpreted():
         return "no GPU"
+    if not machine.is_current(device):
+        return f"the current device is not {device}; torch.cuda.set_device makes it so"
     return None
 
 

@@ -10,6 +10,11 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def is_current(where: torch.device) -> bool:
+    """Whether kernels that are launched now run on ``where``; always, for the CPU."""
+    return where.type != "cuda" or where.index in (None, torch.cuda.current_device())
+
+
 def name(where: torch.device) -> str:
     """The device's name as its maker writes it, as "NVIDIA H100 80GB HBM3"; "cpu" for the CPU."""
     return torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"

@@ -51,9 +51,9 @@ WIDE = 4  # bytes of fp32
 # a CPU at the default switches, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other.
 _KEPT: dict[type, tuple[float, float]] = {
     AftShape: (87.0, 68.0),
-    CemAttentionShape: (46.0, 63.0),
+    CemAttentionShape: (46.0, 32.0),
     CemMlpShape: (25.0, 18.0),
-    SecondOrderShape: (35.0, 38.0),
+    SecondOrderShape: (35.0, 34.0),
     EnergyLinearShape: (32.0, 28.0),
     HyperSetShape: (101.0, 79.0),
     DifferentialShape: (49.0, 32.0),

@@ -74,7 +74,7 @@ def _row(logits, state, slt, sln, sst, ssn, t, n, mask, size, eps):
     s = tl.load(state + t[:, None] * sst + n[None, :] * ssn, mask=mask, other=0.0)
     r = tl.where(mask, softplus(raw), 0.0)
     norm = tl.sqrt(tl.sum(r * r, 1))
-    scale = tl.sqrt(size.to(tl.float32)) / tl.maximum(norm, eps)
+    scale = tl.sqrt(tl.cast(size, tl.float32)) / tl.maximum(norm, eps)
     s = tl.where(mask, s - (tl.sum(s, 1) / size)[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(s * s, 1) / size + eps)
     return raw, r, scale, norm, s * inverse[:, None], inverse

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from kernels.fem_attention.engines import ENGINES, Call, Reading
 from kernels.fem_attention.reference import repeat_heads
@@ -70,7 +70,15 @@ class _Read(torch.autograd.Function):
         inputs = (q, k, v, beta.float(), lam, gate)
         constants = value_constants(v, inputs[3])
         watch(q.device).note(constants.largest, choice.log)
-        with torch.set_grad_enabled(choice.call.trains):
+        kept: list[Tensor] = []
+        room: list[Tensor] = []
+
+        def keep(t: Tensor) -> int:
+            kept.append(t)
+            return len(kept) - 1
+
+        # What the inner graph saves is saved with the rest: a checkpoint around this call then remakes all of it at once.
+        with torch.set_grad_enabled(choice.call.trains), saved_tensors_hooks(keep, room.__getitem__):
             places = [_place(t, needed) for t, needed in zip(inputs, ctx.needs_input_grad, strict=False)]
             o = _inside(places, constants, reading, choice)
         if choice.call.trains:
@@ -78,7 +86,9 @@ class _Read(torch.autograd.Function):
             ctx.end = get_gradient_edge(o)
         out = o.detach()
         saved = exact_forward_(out, *inputs, constants.wild, **reading.masks())
-        ctx.save_for_backward(*inputs, constants.wild, *saved)
+        ctx.save_for_backward(*inputs, constants.wild, *saved, *kept)
+        kept.clear()
+        ctx.room, ctx.exact = room, len(saved)
         ctx.reading, ctx.engine, ctx.beta_type = reading, choice.engine, beta.dtype
         return out
 
@@ -87,14 +97,20 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         from kernels.fem_attention.triton.exact import exact_backward_
 
-        q, k, v, beta, lam, gate, wild, *saved = ctx.saved_tensors
+        q, k, v, beta, lam, gate, wild, *rest = ctx.saved_tensors
+        saved = rest[: ctx.exact]
         if ctx.end is None:
             raise RuntimeError("fem_attention: a second backward through the same call; its inner graph is freed by the first")
         starts, end = ctx.starts, ctx.end
         ctx.starts = ctx.end = None
         # The Triton engine has the epilogue within it and knows no wild heads; the other epilogue leaves them out itself.
         given = d_o.masked_fill(repeat_heads(wild, 1, d_o.shape[1])[:, :, None, None], 0) if ctx.engine == "triton" else d_o
-        gradients = _gradients(starts, end, given, [q, k, v, beta, lam, gate])
+        ctx.room.extend(rest[ctx.exact :])
+        del rest
+        try:
+            gradients = _gradients(starts, end, given, [q, k, v, beta, lam, gate])
+        finally:
+            ctx.room.clear()
         d_q, d_k, d_v, fast, d_lam, d_gate = gradients
         d_beta = torch.zeros(*wild.shape, d_o.shape[3], dtype=torch.float32, device=d_o.device)
         exact_backward_(saved, d_o, q, k, v, beta, lam, gate, wild, d_q, d_k, d_v, d_beta, d_lam, d_gate, **ctx.reading.masks())
@@ -166,7 +182,7 @@ class RangeWatch:
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._largest = torch.zeros((), device=device)
-            self._told = torch.zeros((), pin_memory=device.type == "cuda")
+            self._told = torch.zeros((), device="cpu", pin_memory=device.type == "cuda")
 
     def note(self, largest: Tensor, log: logging.Logger) -> None:
         """Take in the ranges of a call, and warn of those of earlier calls."""

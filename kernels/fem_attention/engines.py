@@ -232,11 +232,18 @@ def _lacks_package(package: str, distribution: str, oldest: int, newest: int) ->
     """Why a machine has it not: the package, or an architecture from ``oldest`` to ``newest``, as 90."""
 
     @functools.cache
-    def lacks(device: torch.device) -> str | None:
-        if (reason := _lacks_gpu(device)) is not None:
-            return reason
+    def broken() -> str | None:
         if find_spec(package) is None:
             return f"the package {distribution} is not installed"
+        try:
+            module = import_module(package)
+        except Exception as error:  # made for another torch, it fails in ways of its own
+            return f"the package {distribution} cannot be imported ({type(error).__name__})"
+        return None if hasattr(module, "flash_attn_func") else f"the package {distribution} has no flash_attn_func"
+
+    def lacks(device: torch.device) -> str | None:
+        if (reason := _lacks_gpu(device) or broken()) is not None:
+            return reason
         found = machine.architecture(device)
         return None if oldest <= found <= newest else f"it is not made for sm_{found}"
 
@@ -258,11 +265,9 @@ def _refuses_nothing(call: Call) -> str | None:
 
 
 def _refuses_ragged_ends(call: Call) -> str | None:
-    """cuDNN's own: its older versions give NaN in the backward for other lengths, and torch does not refuse them then."""
+    """cuDNN's own: for other lengths several of its versions give NaN in the backward, and torch does not refuse them then."""
     ragged = call.tq % 128 or call.tk % 128
-    return (
-        "lengths that are no multiples of 128, before cuDNN 9.15.1" if ragged and (torch.backends.cudnn.version() or 0) <= 91500 else None
-    )
+    return "lengths that are no multiples of 128" if ragged and (call.trains or (torch.backends.cudnn.version() or 0) <= 91500) else None
 
 
 def _refuses_masks(call: Call) -> str | None:

@@ -71,6 +71,8 @@ def measured_order(call: Call, entries: Iterable[Entry], usual: tuple[str, ...])
 @functools.lru_cache(maxsize=8)
 def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
     """Device name -> entries. Raises ValueError where the file is not of this form."""
+    if not path.exists():  # an exported model's folder has code alone
+        return {}
     try:
         return {device: tuple(_entry(**one) for one in entries) for device, entries in json.loads(path.read_text(encoding="utf-8")).items()}
     except (AttributeError, TypeError, ValueError) as error:

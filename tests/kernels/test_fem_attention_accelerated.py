@@ -171,6 +171,20 @@ def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None
     torch.testing.assert_close(gradient, sum((whole[name].sum() for name in NAMES), torch.zeros(())), rtol=1e-5, atol=1e-5)  # float32 sums
 
 
+def test_a_checkpoint_remakes_a_block_once() -> None:
+    """The inner graph's own backward is a second task of autograd's; what it unpacks must not make the checkpoint run again."""
+    forwards = 0
+
+    def block(*tensors: Tensor) -> Tensor:
+        nonlocal forwards
+        forwards += 1
+        return sum((fem_attention(*tensors, implementation="sdpa") for _ in range(2)), torch.zeros(()))
+
+    x = list(small().values())
+    checkpoint(block, *x, use_reentrant=False).sum().backward()
+    assert forwards == 2
+
+
 def test_a_second_backward_says_that_the_graph_is_gone() -> None:
     x = small()
     o = fem_attention(**x, implementation="sdpa").sum()

@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.gated_delta_rule as module
 from tests.kernels.oracle import load, relative
+from tools.bench.cases.gated_delta_rule import SUITE
+from tools.bench.check import check
 
 ROUNDING: Any = {"rtol": 1e-11, "atol": 1e-12}  # float64 over some tens of tokens
 rule: Any = module.gated_delta_rule  # lists of tensors are unpacked into it
@@ -236,3 +238,9 @@ def test_bad_arguments_are_refused_in_one_line() -> None:
         with pytest.raises(ValueError, match=message) as error:
             rule(**{**good, **changed})
         assert str(error.value).startswith("gated_delta_rule: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SUITE.cases)
+def test_the_shared_cases(case: str, dtype: torch.dtype) -> None:
+    assert all(finding.good for finding in check(SUITE, case, "reference", dtype))

@@ -96,7 +96,7 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     size = asdict(Size(1, 16, 2, 16, 8))
     asked: dict[str, dict[str, Any]] = {
         "correctness": {"op": "time_decay_scan", "case": "normal", "implementation": "reference", "dtype": "float32", "small": True},
-        "compile": {"workload": "time_decay_scan", "implementation": "auto", "tokens": 16},
+        "compile": {"workload": "time_decay_scan", "implementation": "auto", "lengths": [16], "tokens": 16},
         "roofs": {"matmul": 32, "copy": 64},
         "op": {"workload": "fem_attention", "implementation": "auto", "size": size, "budget": 0.0},
         "baseline": {"baseline": "attention: torch's choice", "size": size, "budget": 0.0},

@@ -30,10 +30,13 @@ class Speed:
     bytes: tuple[float, float]
 
 
-def implementations(op: str) -> tuple[str, ...]:
-    """The operation's implementations, the fastest first; the definition alone where it has no choice to make yet."""
+def implementations(op: str, *, automatic: bool = False) -> tuple[str, ...]:
+    """The operation's implementations, the fastest first; the definition alone where it has no choice to make yet.
+
+    automatic: without those that run only where they are asked for.
+    """
     found = operations().get(op)
-    return ("reference",) if found is None else tuple(each.name for each in found.implementations)
+    return ("reference",) if found is None else tuple(each.name for each in found.implementations if each.automatic or not automatic)
 
 
 def lacks(op: str, implementation: str, device: torch.device) -> str | None:

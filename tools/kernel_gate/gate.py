@@ -70,9 +70,11 @@ def page(built: list[Built], triton_version: str) -> str:
         f"Triton {triton_version} and its ptxas, at production shapes in the types that training uses. It says what a kernel takes, not",
         "how fast it is: speeds are in `docs/benchmarks/`.",
         "",
-        "On sm_90 (H100, H200) every kernel is without spills and local memory, attention's products are wgmma, shared memory is",
-        f"within {SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. For sm_80 (A100) and sm_100 (B200) the",
-        "same kernels compile; `spills` or `too large` there says that the block sizes chosen for sm_90 do not suit.",
+        "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
+        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. Where a third number stands, the count of wgmma",
+        "instructions, all of the kernel's products are wgmma; kernels without it multiply little or tiles too small for it. For sm_80",
+        "(A100) and sm_100 (B200) the same kernels compile; `spills` or `too large` there says that the block sizes chosen for sm_90 do",
+        "not suit.",
         "",
     ]
     module = None

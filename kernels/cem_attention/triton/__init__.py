@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.cem_attention.triton import diagonal
 from kernels.cem_attention.triton.backward import d_keys, d_pairs, d_queries
@@ -43,6 +44,7 @@ class Read(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, u, h, d, slopes, alone, valid, out, lse = ctx.saved_tensors
         (d_out,) = grads

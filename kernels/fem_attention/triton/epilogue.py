@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.build import Build
 from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
@@ -66,6 +67,7 @@ class GatedRead(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         reads, beta, centre, shifted, wild, lam, gate = ctx.saved_tensors
         d_o = rows_of(grads[0])

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.build import Build
 from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
@@ -78,6 +79,7 @@ class ValueStreams(torch.autograd.Function):
         return values
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         v, beta, centre, shifted = ctx.saved_tensors
         d_values = rows_of(grads[0])

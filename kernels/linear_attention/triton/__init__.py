@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton import cdiv
 
 from kernels.linear_attention.triton import plan as plans
@@ -60,6 +61,7 @@ class TritonLinearAttention(torch.autograd.Function):
         return y, last
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of all that is differentiated."""
         q, k, v, log_decay, initial, share, y = ctx.saved_tensors

@@ -52,7 +52,7 @@ def _gradients_kernel(
     slowest = channel(slow, h, width, c, inside)
     slow_decay, next_slow_decay = tl.exp(-slowest[None, :] * step), tl.exp(-slowest[None, :] * next_step)
     token = (bh * tokens + t)[:, None] * width + c[None, :]
-    plane = batch * heads * tokens.to(tl.int64) * width
+    plane = batch * heads * tl.cast(tokens, tl.int64) * width
     dy_v, dy_w = tl.load(d_sums + token, mask=mask, other=0.0), tl.load(d_sums + plane + token, mask=mask, other=0.0)
     next_dy_v = tl.load(d_sums + token + width, mask=ahead, other=0.0)
     next_dy_w = tl.load(d_sums + plane + token + width, mask=ahead, other=0.0)

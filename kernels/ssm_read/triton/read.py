@@ -75,7 +75,7 @@ def _read_kernel(
         elif BETA:
             d_mu = tl.zeros_like(g)
         at = (bh * tokens + t)[:, None] * width + c[None, :]
-        plane = batch * heads * tokens.to(tl.int64) * width
+        plane = batch * heads * tl.cast(tokens, tl.int64) * width
         tl.store(d_sums + at, d_mu / counted(total), mask=mask)
         d_total = d_mu * mu
         if BETA:

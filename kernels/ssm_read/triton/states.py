@@ -68,7 +68,7 @@ def _gradient_states_kernel(
     through = tl.cumsum(step, 0)
     faded = tl.exp(-slowest[None, :] * through)
     at = (bh * tokens + t)[:, None] * width + c[None, :]
-    plane = batch * heads * tokens.to(tl.int64) * width
+    plane = batch * heads * tl.cast(tokens, tl.int64) * width
     d_values, d_weights = tl.load(d_sums + at, mask=mask, other=0.0), tl.load(d_sums + plane + at, mask=mask, other=0.0)
     if BETA:
         start = tl.load(starts + (bh * (chunks + 1) + chunk) * width + c, mask=inside, other=0.0)

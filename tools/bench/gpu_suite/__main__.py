@@ -44,13 +44,15 @@ class Progress:
 
 def dry(planned: list[Task], minutes: float) -> str:
     """The plan as text: the tasks in their order, and how much of it the guessed times let fit."""
-    lines, used, fits = [], 0.0, 0
-    for task in planned:
-        share = task.seconds / MOST_WORKERS if task.together else task.seconds
-        used += share
-        fits += used <= 60 * minutes
-        lines.append(f"{used:6.0f} s  {task.kind:11} {task.name}")
-    lines.append(f"{len(planned)} tasks; by these guesses the first {fits} fit into {minutes:g} minutes, and the rest would be left out")
+    together, alone = ([task for task in planned if task.together is which] for which in (True, False))
+    lines, used, left_out = [], 0.0, 0
+    for part, at_once, until in ((together, MOST_WORKERS, 60 * minutes * (TOGETHER_SHARE if alone else 1)), (alone, 1, 60 * minutes)):
+        for task in part:
+            needed = task.seconds / at_once
+            fits = used + needed <= until
+            used, left_out = used + needed * fits, left_out + (not fits)
+            lines.append(f"{used:6.0f} s  {task.kind:11} {task.name}" if fits else f"left out  {task.kind:11} {task.name}")
+    lines.append(f"{len(planned)} tasks; by these guesses {left_out} of them would be left out of {minutes:g} minutes")
     return "\n".join(lines)
 
 
@@ -147,7 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"OUT OF BOUNDS: {name}")
     for outcome in results.failed:
         print(f"FAILED: {outcome.task.name}: {outcome.gap}")
-    print(f"{len(left_out)} tasks left out, {len(cannot)} sides cannot run here; all in {options.out / 'gpu_suite.md'}")
+    unchecked = sum(task.kind == "correctness" for task in left_out)
+    checked = sum(task.kind == "correctness" for task in planned) - unchecked
+    print(f"{checked} cases checked, {unchecked} left out (all: --only correctness --minutes 30)")
+    print(f"{len(left_out) - unchecked} other tasks left out, {len(cannot)} sides cannot run here; all in {options.out / 'gpu_suite.md'}")
     return 1 if results.wrong or results.failed else 0
 
 

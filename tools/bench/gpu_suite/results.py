@@ -83,13 +83,9 @@ class Results:
 
     @property
     def failed(self) -> list[Outcome]:
-        """Cases whose call ended in an error that is not the machine's or the shape's: a ValueError says that one is not for it."""
-        silent = ("out of memory", "ValueError")
-        return [
-            outcome
-            for outcome in self.outcomes
-            if outcome.task.kind == "correctness" and outcome.gap is not None and not outcome.gap.startswith(silent)
-        ]
+        """Cases whose call ended in an error that is not the machine's or the shape's: an implementation may say that one is not for it."""
+        ended = [(outcome, outcome.gap) for outcome in self.outcomes if outcome.task.kind == "correctness" and outcome.gap is not None]
+        return [outcome for outcome, gap in ended if gap != "out of memory" and not ("ValueError" in gap and "cannot run:" in gap)]
 
     def against(self, workload: str, tokens: int) -> dict[str, Side]:
         """What a workload is held against at a length, by name, as far as it was measured."""

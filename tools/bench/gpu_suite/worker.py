@@ -16,7 +16,7 @@ import torch
 
 from fem_megatron import platform
 from tools.bench.check import check
-from tools.bench.gpu_suite.plan import suites
+from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, suites
 from tools.bench.speed import time_baseline, time_workload
 from tools.bench.timing import measure
 from tools.bench.whole_model import SCALES, train_step
@@ -42,12 +42,12 @@ def _correctness(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _compile(arguments: dict[str, Any]) -> None:
-    """Run an operation once, forward and backward, so that its kernels lie compiled in Triton's cache."""
+    """Run an operation at every size that is timed, forward and backward, so that its kernels lie compiled in Triton's cache."""
     workload = WORKLOADS[arguments["workload"]]
-    tokens = arguments.get("tokens", 1024)
-    inputs = workload.inputs(Draw(platform.device(), torch.bfloat16, 0), workload.size(tokens, tokens))
-    outputs = workload.call(inputs, arguments["implementation"])
-    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    for tokens in arguments.get("lengths", LENGTHS):
+        size = workload.size(tokens, arguments.get("tokens", TOKENS_A_CALL))
+        outputs = workload.call(workload.inputs(Draw(platform.device(), torch.bfloat16, 0), size), arguments["implementation"])
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     platform.synchronize()
 
 
