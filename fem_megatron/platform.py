@@ -17,6 +17,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,6 +144,10 @@ def peak_memory_bytes() -> int:
     """Largest memory this process has held so far, in bytes: CUDA allocator's peak, or the resident set on CPU."""
     if has_cuda():
         return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not ru_maxrss, which begins at what the process that started this one held.
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 

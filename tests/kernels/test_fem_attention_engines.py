@@ -63,12 +63,17 @@ def test_why_an_engine_does_not_take_a_call(engine: str, changed: dict[str, Any]
     assert ENGINES[engine].unfit(replace(CALL, **changed)) == reason
 
 
-@pytest.mark.parametrize(("version", "tokens", "refused"), [(91500, 256, False), (91500, 200, True), (91501, 200, False)])
-def test_older_cudnn_is_not_given_ragged_ends(version: int, tokens: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "tokens", "trains", "refused"),
+    [(91500, 256, True, False), (91500, 200, False, True), (91501, 200, False, False), (92000, 200, True, True)],
+)
+def test_cudnn_is_not_given_ragged_ends_that_it_gets_wrong(
+    version: int, tokens: int, trains: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setitem(ENGINES, "cudnn", replace(ENGINES["cudnn"], fits=lambda call, widths: True))
-    reason = ENGINES["cudnn"].unfit(replace(CALL, tq=tokens, tk=tokens))
-    assert (reason == "lengths that are no multiples of 128, before cuDNN 9.15.1") if refused else reason is None
+    reason = ENGINES["cudnn"].unfit(replace(CALL, tq=tokens, tk=tokens, trains=trains))
+    assert (reason == "lengths that are no multiples of 128") if refused else reason is None
 
 
 def test_an_engine_is_asked_by_its_name_and_says_why_not() -> None:
