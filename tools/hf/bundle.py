@@ -30,6 +30,8 @@ OURS = ("fem_megatron", "kernels", "pretrain", "tools", "data_prep")
 SHAPES = "fem_megatron.shapes."
 GIVEN = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
 
+OPTIONAL = {"triton"}  # without it torch's forms of the operations run
+
 Edits = dict[tuple[int, int], list[str]]
 """First and last line of a statement, from 1 -> the lines in its place."""
 
@@ -63,8 +65,8 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
 
 
 def packages(files: dict[str, str]) -> list[str]:
-    """Outside packages that the files import, at their top or inside functions, besides torch and transformers."""
-    return sorted({name for text in files.values() for node in ast.walk(ast.parse(text)) for name in _outside(node)})
+    """Outside packages that the files need, imported at their top or inside functions, besides torch and transformers."""
+    return sorted({name for text in files.values() for node in ast.walk(ast.parse(text)) for name in _outside(node)} - OPTIONAL)
 
 
 def shape_classes(shapes: Iterable[Any]) -> set[str]:
