@@ -28,16 +28,17 @@ _log.addFilter(OncePerMessage())
 
 
 @functools.cache
+def _has_megatron() -> bool:
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+
+
 def lacks(device: torch.device) -> str | None:
     """Why Megatron's compiled kernels cannot run on ``device``, or None: torch.compile makes them through Triton, for GPUs."""
     if device.type != "cuda":
         return "no GPU"
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        return "the package megatron-core is not installed"
-    return lacks_triton(device)
+    return lacks_triton(device) if _has_megatron() else "the package megatron-core is not installed"
 
 
-@functools.cache
 def lacks_rope(device: torch.device) -> str | None:
     """Why RoPE's kernel cannot run on ``device``, or None."""
     if (reason := lacks(device)) is not None:
