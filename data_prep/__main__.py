@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
 from typing import NoReturn
 
-from data_prep import run, stdlib, train_tokenizer, verify
-from data_prep.errors import UserError, describe_os_error
+from data_prep.errors import Terminated, UserError, describe_os_error
 
+# Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {
-    "stdlib": (stdlib, "gather the running Python's standard library as parquet"),
-    "train-tokenizer": (train_tokenizer, "train a byte-level BPE tokenizer"),
-    "run": (run, "encode parquet text into train/valid/test .bin/.idx"),
-    "verify": (verify, "check a data folder against its manifest"),
+    "stdlib": ("stdlib", "gather the running Python's standard library as parquet"),
+    "train-tokenizer": ("train_tokenizer", "train a BPE tokenizer"),
+    "inspect": ("inspection", "look at inputs: schema, rows, a sample, what they will take"),
+    "plan": ("plan", "cut inputs into units of work"),
+    "run": ("run", "encode text into train/valid/test .bin/.idx"),
+    "status": ("status", "how far a data folder is"),
+    "merge": ("merge", "merge a job array's units into train/valid/test .bin/.idx"),
+    "verify": ("verify", "check a data folder against its manifest"),
+    "index": ("index", "build the sample indices that pretrain would build at its start"),
+    "stats": ("stats", "documents, tokens, lengths and drops of a data folder, and a picture"),
+    "blend": ("blend", "several data folders with weights, as the file that pretrain reads"),
 }
 
 
@@ -22,35 +34,59 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with 2."""
-        print(f"data_prep: error: {message} (see: python -m {self.prog} --help)", file=sys.stderr)
+        print(f"data_prep: error: {message} (see: {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     """The command line as a namespace whose ``main`` runs the verb."""
-    parser = Parser(prog="data_prep", description="Text in, Megatron .bin/.idx out.", allow_abbrev=False)
+    parser = Parser(prog="python -m data_prep", description="Text in, Megatron .bin/.idx out.", allow_abbrev=False)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for name, (module, purpose) in VERBS.items():
-        verb = verbs.add_parser(
-            name, help=purpose, description=module.__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+    for name, (file, purpose) in VERBS.items():
+        if name not in argv[:1]:
+            verbs.add_parser(name, help=purpose)
+            continue
+        module = importlib.import_module(f"data_prep.{file}")
+        form = argparse.RawDescriptionHelpFormatter
+        verb = verbs.add_parser(name, help=purpose, description=_description(module), allow_abbrev=False, formatter_class=form)
         module.add_arguments(verb)
         verb.set_defaults(main=module.main)
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a verb: its exit code, 2 with one line for an error a user can mend, 130 when interrupted."""
-    arguments = parse(argv)
+def _description(module: ModuleType) -> str:
+    """What a verb's docstring says after its name."""
+    return (module.__doc__ or "").partition("``: ")[2].replace("``", "")
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends the verb as Ctrl-C does: what has to be closed or removed is."""
+
+    def terminate(_: int, __: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        return int(arguments.main(arguments))
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb: its exit code; 2 with one line for an error a user can mend, 130 when interrupted, 143 when terminated."""
+    try:
+        with _sigterm_as_interrupt():
+            arguments = parse(sys.argv[1:] if argv is None else argv)
+            return int(arguments.main(arguments))
     except UserError as error:
         message = str(error)
     except OSError as error:
         message = describe_os_error(error)
-    except KeyboardInterrupt:
-        print("data_prep: interrupted; the same command starts again", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        end, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
+        print(f"data_prep: {end}; what is finished is kept: the same command goes on", file=sys.stderr)
+        return code
     print(f"data_prep: error: {message}", file=sys.stderr)
     return 2
 

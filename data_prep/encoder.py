@@ -1,11 +1,10 @@
-"""data_prep: a Hugging Face tokenizer folder, and its use as a pure function from text to ids."""
+"""data_prep: a Hugging Face tokenizer folder, checked. Encodes nothing."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import Tokenizer
@@ -42,7 +41,7 @@ class TokenizerFolder:
 
 
 def load_folder(path: Path) -> TokenizerFolder:
-    """Read and check a tokenizer folder. Raises UserError where it is none, or names no EOD."""
+    """Read and check a tokenizer folder. Raises UserError where it is none, names no EOD, or encodes at random (dropout)."""
     existing_folder(path, "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer")
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -53,6 +52,8 @@ def load_folder(path: Path) -> TokenizerFolder:
         raise UserError(
             f"{file} is not a tokenizer that this version of tokenizers ({tokenizers.__version__}) can read ({one_line(error)})"
         ) from None
+    if dropout := json.loads(file.read_bytes())["model"].get("dropout"):
+        raise UserError(f"{file}: its model has a dropout of {dropout}, so that ids would be random; set it to null")
     eod = _eod_token(path)
     if eod not in vocabulary:
         raise UserError(f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json")
@@ -75,26 +76,3 @@ def _eod_token(path: Path) -> str:
     raise UserError(
         f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (documents could not be told apart without it)"
     )
-
-
-class Encoder:
-    """Text to ids, without BOS, EOD or truncation; a special token's literal string in the text is text.
-
-    Special tokens are taken out of the tokenizer before it is loaded; other added tokens (such as runs of spaces) stay, with their ids.
-    """
-
-    def __init__(self, folder: TokenizerFolder) -> None:
-        spec: dict[str, Any] = json.loads((folder.path / "tokenizer.json").read_bytes())
-        added = [token for token in spec.get("added_tokens", ()) if not token["special"] and token["id"] != folder.eod_id]
-        spec |= {"added_tokens": added, "truncation": None, "padding": None, "post_processor": None}
-        self.tokenizer = Tokenizer.from_str(json.dumps(spec))
-        moved = [token["content"] for token in added if self.tokenizer.token_to_id(token["content"]) != token["id"]]
-        if moved:
-            raise UserError(
-                f"{folder.path}: added token {moved[0]!r} has another id without the special tokens; list it before them in tokenizer.json"
-            )
-        self.name = f"tokenizers {tokenizers.__version__}"
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, as Hugging Face tokenizers gives them."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

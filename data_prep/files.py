@@ -7,8 +7,11 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +19,8 @@ from typing import Any
 from data_prep.errors import UserError, describe_os_error
 
 UNFINISHED = ".unfinished"
-CHUNK_BYTES = 1 << 20
+LOCK = ".lock"
+ABANDONED_SECONDS = 24 * 3600
 
 
 def sha256_file(path: Path) -> str:
@@ -66,38 +70,145 @@ def make_folder(path: Path) -> None:
         raise UserError(f"cannot create the folder {path} ({describe_os_error(error)})") from None
 
 
+def temporary(path: Path) -> Path:
+    """A name beside ``path`` that says whose it is (host, process namespace, process): ``remove_leftovers`` knows it."""
+    return path.with_name(f".{path.name}~{socket.gethostname()}~{_namespace()}~{os.getpid()}")
+
+
+def _namespace() -> int:
+    """Two containers of one host may use the same process numbers; Linux numbers their namespaces."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what dead processes of this host left in a folder under a ``temporary`` name, and what others left a day ago."""
+    here = [socket.gethostname(), str(_namespace())]
+    for path in folder.glob(".*~*~*~*"):
+        *owner, process = path.name.split("~")[-3:]
+        try:
+            if (not _alive(process)) if owner == here else (time.time() - path.stat().st_mtime > ABANDONED_SECONDS):
+                _remove(path)
+        except FileNotFoundError:
+            continue  # its owner, or another process that tidies up, was faster
+
+
+def remove_own_leftovers(folder: Path, process: int) -> None:
+    """Remove what one process of this host, known to be dead, left in a folder under a ``temporary`` name."""
+    for path in folder.glob(f".*~{socket.gethostname()}~{_namespace()}~{process}"):
+        _remove(path)
+
+
+def _alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, wait until it is on the disk, give it its name: it is there whole or not at all."""
+    unfinished = temporary(path)
+    try:
+        write_synced(unfinished, content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    sync_folder(path.parent)
+
+
+class Lock:
+    """A folder, created where it is missing, that one process alone may write in; or, ``shared``, any number of them that all share it.
+
+    The lock is on a file in it, ``.lock``, that stays: NFS locks no folders, and files to those alone who may write them. It ends with the
+    process. Raises UserError when others hold it. A file system without locks is told of, and the work goes on: ``held`` is False.
+    """
+
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
+        self.folder, self.shared, self.held = folder, shared, False
+
+    def __enter__(self) -> Lock:
+        make_folder(self.folder)
+        self._lock = _open_lock(self.folder / LOCK)
+        try:
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            self.held = True
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UserError(f"another data_prep process is writing {self.folder}; wait for it or choose another --out") from None
+        except OSError as error:
+            if not self.shared:
+                print(f"data_prep: {self.folder} cannot be locked ({describe_os_error(error)}); start no second run on it", file=sys.stderr)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._lock)
+        self.held = False
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        try:
+            return os.open(path, os.O_RDONLY)  # another user's, or on a file system that is read only
+        except OSError:
+            raise UserError(f"cannot write in {path.parent} ({describe_os_error(error)})") from None
+
+
 class Staging:
-    """A folder's new content, gathered under ``OUT/.unfinished`` and moved to its final names at the end.
+    """A folder's new content, gathered in a folder of its own in ``OUT/.unfinished`` and moved to its final names at the end.
 
     ``.unfinished`` beside final names and no seal: a publication was cut short there, and those names are ours to replace.
-    One process may stage in a folder at a time. Raises UserError when another does, or when the folder cannot be written.
+    One process may stage in a folder at a time; where locks do not work, several do each other no harm. Raises UserError when another
+    stages, or when the folder cannot be written.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.path = out / UNFINISHED
+        self.path = temporary(out / UNFINISHED / "staged")
+        self._lock = Lock(out)
 
     def __enter__(self) -> Staging:
-        make_folder(self.out)
-        self._lock = os.open(self.out, os.O_RDONLY | os.O_DIRECTORY)
+        self._lock.__enter__()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise UserError(f"another data_prep process is writing {self.out}; wait for it or choose another --out") from None
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self._lock.held:
+                for left in self.path.parent.iterdir():
+                    if left != self.path:
+                        _remove(left)
+            else:
+                remove_leftovers(self.path.parent)
         except OSError as error:
-            print(f"data_prep: {self.out} cannot be locked ({describe_os_error(error)}); start no second run on it", file=sys.stderr)
-        try:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir()
-        except OSError as error:
-            os.close(self._lock)
+            self._lock.__exit__(None, None, None)
             raise UserError(f"cannot write in {self.out} ({describe_os_error(error)})") from None
         return self
 
     def publish(self, names: Iterable[str], *, seal: str, stale: Iterable[str] = ()) -> None:
-        """Remove the old ``seal`` and the ``stale`` names, then move the staged ``names`` to their final names, and the new seal last."""
-        (self.out / seal).unlink(missing_ok=True)
+        """Remove the old ``seal`` and the ``stale`` names, then move the staged ``names`` to their final names, and the new seal last.
+
+        A seal of the same content stays: it vouches for the new names as well. Raises UserError, and changes nothing, where a staged file
+        is gone.
+        """
+        names = list(names)
+        for name in (*names, seal):
+            if not (self.path / name).is_file():
+                raise UserError(f"{self.path / name} is gone: another process works on {self.out}; give the command again when it has ended")
+        if not _same_content(self.path / seal, self.out / seal):
+            (self.out / seal).unlink(missing_ok=True)
         for name in stale:
             (self.out / name).unlink(missing_ok=True)
         for name in names:
@@ -110,4 +221,10 @@ class Staging:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        with suppress(OSError):
+            self.path.parent.rmdir()  # another's is in it where locks do not work
+        self._lock.__exit__(kind, error, trace)
+
+
+def _same_content(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()

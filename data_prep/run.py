@@ -1,177 +1,213 @@
-"""data_prep: the verb ``run``: parquet text into train/valid/test ``.bin/.idx``, losing nothing that it does not count."""
+"""data_prep: the verb ``run``: text into train/valid/test .bin/.idx, in as many processes as there are cores, through kills and bad rows.
+
+    python -m data_prep run INPUT... --tokenizer DIR --out OUT          plan, encode and merge
+    python -m data_prep run --out OUT                                   go on with the plan in OUT
+    python -m data_prep run --out OUT --task-id 3 --tasks 8             the units whose number leaves 3 when divided by 8; merge afterwards
+
+In a Slurm job array (SLURM_ARRAY_TASK_ID) a task takes its share without being told. Units that are done are not done again.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
-import sys
-from collections import Counter
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from data_prep.documents import Document, Drop, Split, read_documents
-from data_prep.encoder import TOKENIZER_FILES, Encoder, TokenizerFolder, load_folder
+import numpy as np
+import pyarrow.compute as pc
+
+from data_prep.bad_rows import add_max_bad_argument, parse_max_bad
+from data_prep.board import Board
+from data_prep.documents import Selection, Settings, settings_of
+from data_prep.encoder import load_folder
+from data_prep.encoders import choose
 from data_prep.errors import UserError
-from data_prep.files import UNFINISHED, Staging, json_bytes, sha256_json, sync_file, sync_folder, write_synced
-from data_prep.indexed import IndexedWriter, dtype_name
-from data_prep.manifest import FORMAT, MANIFEST, SPLITS, Manifest, SplitEntry, TokenizerEntry, read_manifest
-from data_prep.progress import Progress, count
-from data_prep.sources import Columns, ParquetFile, describe_inputs, open_files
+from data_prep.files import UNFINISHED, Lock, remove_leftovers
+from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.manifest import UnitEntry, read_entry
+from data_prep.merge import is_merged, merge_folder
+from data_prep.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, settle
+from data_prep.progress import counted, size
+from data_prep.sources import Rows, SourceFile, Span, open_files, read_span
+from data_prep.tokenizer_source import find_tokenizer
+from data_prep.units import entry_fault
+from data_prep.workers import run_units
 
-TOKENIZER = "tokenizer"
+SAMPLE_DOCUMENTS = 64
+SAMPLE_BYTES = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="parquet file, folder or glob")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="Hugging Face tokenizer folder with an eos_token, used as EOD")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--valid-percent", type=float, default=2.0, help="share of the documents in valid; 0: none (default: 2)")
-    parser.add_argument("--test-percent", type=float, default=2.0, help="share of the documents in test; 0: none (default: 2)")
-    parser.add_argument("--text-column", default="text", help="column of the text (default: text)")
-    parser.add_argument("--id-column", default="id", help="column of the document id (default: id)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the data in --out")
+    add_plan_arguments(parser, required=False)
+    add_max_bad_argument(parser)
+    parser.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core)")
+    parser.add_argument("--encoder", choices=("auto", "gigatoken", "hf"), default="auto", help="default: gigatoken where it is exact")
+    parser.add_argument("--task-id", type=int, metavar="N", help="which of --tasks this is, from 0")
+    parser.add_argument("--tasks", type=int, metavar="M", help="tasks that share the work, each with the same command but for its number")
 
 
-class SplitWriters:
-    """One IndexedWriter a split, fed with batches of documents; counts text bytes and drops."""
+@dataclass(frozen=True)
+class Task:
+    """Of ``tasks`` that share the units, number ``index``, from 0; ``told_by``: where that was read."""
 
-    def __init__(self, folder: Path, split: Split, encoder: Encoder, tokenizer: TokenizerFolder) -> None:
-        self.split, self.encoder, self.eod = split, encoder, tokenizer.eod_id
-        self.dropped: Counter[Drop] = Counter()
-        self.text_bytes: Counter[str] = Counter()
-        self.writers = {name: IndexedWriter(folder / name, dtype_name(tokenizer.vocab_size)) for name in split.names}
+    index: int
+    tasks: int
+    told_by: str
 
-    @property
-    def tokens(self) -> int:
-        """Tokens written so far, EOD included."""
-        return sum(writer.tokens for writer in self.writers.values())
-
-    def add(self, batch: list[Document]) -> None:
-        """Encode a batch and append each document to its split."""
-        parts: dict[str, list[list[int]]] = {name: [] for name in self.writers}
-        for document, ids in zip(batch, self.encoder.encode([document.text for document in batch]), strict=True):
-            if not ids or self.eod in ids:
-                self.dropped[Drop.CONTAINS_EOD if ids else Drop.NO_TOKENS] += 1
-                continue
-            name = self.split.of(document.id)
-            parts[name].append(ids)
-            self.text_bytes[name] += document.size
-        for name, documents in parts.items():
-            if documents:
-                self.writers[name].add(documents, self.eod)
-
-    def finish(self) -> dict[str, SplitEntry]:
-        """Finish the files. Raises UserError for a split without documents."""
-        for name, writer in self.writers.items():
-            if not writer.documents:
-                share = "" if name == "train" else f"raise --{name}-percent, set it to 0, or "
-                raise UserError(f"the split {name!r} would be empty; {share}give more documents")
-        return {name: SplitEntry(text_bytes=self.text_bytes[name], **asdict(writer.finish())) for name, writer in self.writers.items()}
-
-    def close(self) -> None:
-        """Close the files, finished or not."""
-        for writer in self.writers.values():
-            writer.close()
+    def has(self, unit: Unit) -> bool:
+        """Whether a unit is this task's."""
+        return unit.number % self.tasks == self.index
 
 
-def _already_there(out: Path, fingerprint: str, tokenizer: Path, overwrite: bool) -> bool:
-    """Whether OUT is what this run would write. Raises UserError where it is something else, or damaged, and may not be replaced."""
-    if overwrite:
-        return False
-    if not (out / MANIFEST).is_file():
-        names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx")]
-        names += [] if _same(tokenizer, out / TOKENIZER) else [f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES]
-        taken = [name for name in names if (out / name).exists()]
-        if taken and not (out / UNFINISHED).exists():
-            raise UserError(f"{out / taken[0]} exists and no {MANIFEST} says what it is; choose another --out or add --overwrite")
-        return False
-    manifest = read_manifest(out)
-    if manifest.source.get("fingerprint") != fingerprint:
-        raise UserError(f"{out} holds data made from other inputs, tokenizer or settings; choose another --out or add --overwrite")
-    for name, entry in manifest.splits.items():
-        for file, size in ((out / f"{name}.bin", entry.bin_bytes), (out / f"{name}.idx", entry.idx_bytes)):
-            if not file.is_file() or file.stat().st_size != size:
-                raise UserError(f"{file} is not the {size} bytes that {MANIFEST} says; make the data again with --overwrite")
-    return True
-
-
-def _same(one: Path, other: Path) -> bool:
-    return other.exists() and one.resolve() == other.resolve()
-
-
-def _stage_tokenizer(tokenizer: TokenizerFolder, out: Path, staging: Path) -> tuple[list[str], list[str]]:
-    """Copy the tokenizer into the staging folder: (names to publish, names to remove first); none where it lies in OUT already."""
-    if _same(tokenizer.path, out / TOKENIZER):
-        return [], []
-    folder = staging / TOKENIZER
-    folder.mkdir()
-    for name in tokenizer.files:
-        shutil.copyfile(tokenizer.path / name, folder / name)
-        sync_file(folder / name)
-    sync_folder(folder)
-    return [f"{TOKENIZER}/{name}" for name in tokenizer.files], [f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES]
-
-
-def _encode_all(
-    files: list[ParquetFile], columns: Columns, writers: SplitWriters, unreadable: Counter[Drop]
-) -> tuple[dict[str, SplitEntry], float]:
-    """Read, encode and write everything: the finished splits, and the seconds it took."""
-    progress = Progress(sum(file.rows for file in files), sys.stderr)
-    read = text_bytes = 0
+def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]) -> Task | None:
+    """The task that the command line, or else Slurm's environment, names; None where neither does. Raises UserError."""
+    slurm = environment.get("SLURM_ARRAY_TASK_ID")
+    if index is not None or (tasks is not None and not slurm):
+        if index is None or tasks is None:
+            raise UserError("--task-id and --tasks go together; give both")
+        return _checked(index, tasks, "--task-id")
+    if not slurm:
+        return None
     try:
-        for batch in read_documents(files, columns, unreadable):
-            writers.add(batch)
-            read += len(batch)
-            text_bytes += sum(document.size for document in batch)
-            progress.update(read + unreadable.total(), text_bytes, writers.tokens)
-        return writers.finish(), progress.close()
-    finally:
-        progress.close()
+        number = int(slurm)
+        if tasks is not None:
+            return _checked(number, tasks, "SLURM_ARRAY_TASK_ID")
+        first, step = (int(environment.get(f"SLURM_ARRAY_TASK_{name}") or default) for name, default in (("MIN", 0), ("STEP", 1)))
+        whole = int(environment["SLURM_ARRAY_TASK_COUNT"])
+    except (KeyError, ValueError):
+        raise UserError("SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id and --tasks") from None
+    index, rest = divmod(number - first, max(step, 1))
+    if rest or not 0 <= index < whole:
+        raise UserError(
+            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in steps of {step}: of an array with gaps give --tasks"
+        )
+    return Task(index, whole, "SLURM_ARRAY_TASK_ID")
 
 
-def _report(out: Path, splits: dict[str, SplitEntry], source: dict[str, Any], seconds: float) -> None:
-    for name, entry in splits.items():
-        size = f"{count(entry.tokens)} tokens, {entry.text_bytes / 1e6:.2f} MB of text"
-        print(f"{out / name}: {entry.documents:,} documents, {size} ({entry.text_bytes / entry.tokens:.2f} bytes a token)")
-    written = sum(entry.documents for entry in splits.values())
-    drops = ", ".join(f"{number} {reason}" for reason, number in source["dropped"].items()) or "none"
-    rate = sum(entry.text_bytes for entry in splits.values()) / 1e6 / max(seconds, 1e-9)
-    lost = source["rows"] - written
-    print(f"{source['rows']:,} rows = {written:,} written + {lost:,} dropped ({drops}); {rate:.1f} MB/s, {source['encoder']}")
+def _checked(index: int, tasks: int, told_by: str) -> Task:
+    if tasks < 1:
+        raise UserError(f"--tasks is {tasks}; it must be at least 1")
+    if not 0 <= index < tasks:
+        raise UserError(f"{told_by} is {index}; of {tasks} tasks it must be 0 to {tasks - 1}")
+    return Task(index, tasks, told_by)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the data folder, manifest.json last; a folder made from the same things is left alone. Raises UserError."""
-    out, columns = arguments.out, Columns(arguments.text_column, arguments.id_column)
-    split = Split(arguments.valid_percent, arguments.test_percent)
-    tokenizer = load_folder(arguments.tokenizer)
-    encoder = Encoder(tokenizer)
-    files = open_files(arguments.inputs, columns)
-    inputs = describe_inputs(files)
-    settings = {"text_column": columns.text, "id_column": columns.id, **asdict(split)}
-    hashes = [entry["sha256"] for entry in inputs]
-    fingerprint = sha256_json({"format": FORMAT, "inputs": hashes, "tokenizer": tokenizer.sha256, "eod_id": tokenizer.eod_id, **settings})
-    if _already_there(out, fingerprint, tokenizer.path, arguments.overwrite):
-        print(f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})")
+    """Do what is left of the plan, and merge unless this is one task of several: 0, or 1 with too many bad rows. Raises UserError."""
+    out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
+    workers = cores() if arguments.workers is None else arguments.workers
+    if workers < 1:
+        raise UserError(f"--workers is {workers}; it must be at least 1")
+    parse_max_bad(arguments.max_bad)
+    if task and arguments.overwrite:
+        raise UserError("--overwrite is not for one task of several; plan with --overwrite first, then start the tasks without it")
+    made = make_plan(arguments) if arguments.inputs else None
+    plan = made[0] if made else _continued(arguments)
+    with Lock(out, shared=task is not None):
+        if made:
+            settle(out, *made, overwrite=arguments.overwrite)
+        merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
+        if merged and not cut_short:
+            print(f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})")
+            return 0
+        if not merged:
+            encode(out, plan, task, workers, arguments.encoder, checked=made is not None)
+    if task:
+        print(f"merge when all {task.tasks} tasks are done: python -m data_prep merge {out}")
         return 0
-    with Staging(out) as staging, ExitStack() as stack:
-        dropped: Counter[Drop] = Counter()
-        writers = SplitWriters(staging.path, split, encoder, tokenizer)
-        stack.callback(writers.close)
-        splits, seconds = _encode_all(files, columns, writers, dropped)
-        dropped += writers.dropped
-        rows = sum(file.rows for file in files)
-        reasons = {str(reason): dropped[reason] for reason in Drop if dropped[reason]}
-        if rows != sum(entry.documents for entry in splits.values()) + dropped.total():
-            raise UserError(f"the inputs changed while they were read ({rows} rows at the start); run again")
-        source = {"inputs": inputs, "rows": rows, "dropped": reasons, **settings, "encoder": encoder.name, "fingerprint": fingerprint}
-        entry = TokenizerEntry(TOKENIZER, tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
-        write_synced(staging.path / MANIFEST, json_bytes(Manifest(entry, dtype_name(tokenizer.vocab_size), splits, source).as_json()))
-        names, stale = _stage_tokenizer(tokenizer, out, staging.path)
-        stale += [f"{name}.{kind}" for name in SPLITS for kind in ("bin", "idx")]
-        staging.publish([f"{name}.{kind}" for name in splits for kind in ("bin", "idx")] + names, seal=MANIFEST, stale=stale)
-    _report(out, splits, source, seconds)
-    return 0
+    return merge_folder(out, max_bad=arguments.max_bad, keep_shards=False)
+
+
+def _continued(arguments: argparse.Namespace) -> Plan:
+    """The plan in OUT. Raises UserError for options that belong to a plan and differ from it."""
+    plan = read_plan(arguments.out)
+    given, planned = settings_of(arguments), Settings.from_json(plan.settings)
+    other = [name for name, value in given.deciding().items() if value not in (planned.deciding()[name], Settings().deciding()[name])]
+    other += ["subset"] * bool(arguments.subset) + ["overwrite"] * arguments.overwrite
+    other += ["unit_mb"] * (round(arguments.unit_mb * 1e6) not in (plan.unit_bytes, round(UNIT_MB * 1e6)))
+    if arguments.tokenizer and identity(load_folder(find_tokenizer(arguments.tokenizer))) != plan.tokenizer:
+        other.append("tokenizer")
+    if other:
+        name = "mask" if other[0].startswith("mask") else OPTIONS.get(other[0], other[0]).replace("_", "-")
+        raise UserError(f"--{name} is not that of the plan in {arguments.out}; name the inputs too, or leave it out to go on with the plan")
+    return plan
+
+
+def encode(out: Path, plan: Plan, task: Task | None, workers: int, encoder: str, *, checked: bool) -> None:
+    """Do the units that are not done, all or one task's; ``checked``: the inputs were looked at a moment ago. Raises UserError."""
+    mine = [unit for unit in plan.units if task is None or task.has(unit)]
+    whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
+    (out / SHARDS).mkdir(exist_ok=True)
+    for folder in (out, out / SHARDS):
+        remove_leftovers(folder)
+    done = {unit: entry for unit in mine if (entry := finished(out, plan, unit))}
+    waiting = [unit for unit in mine if unit not in done]
+    if not waiting:
+        why = f"done before: {counted(len(mine), 'unit')}" if mine else "the other tasks have all units"
+        print(f"{out}: {whose}nothing to do: {why}")
+        return
+    if not checked:
+        check_inputs(plan, waiting)
+    choice = choose(load_folder(out / TOKENIZER), encoder, samples(plan, waiting[0]) if encoder != "hf" else [])
+    print(f"encoder: {choice.name} ({choice.why})")
+    workers = min(workers, len(waiting))
+    print(f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, {counted(workers, 'worker')}", flush=True)
+    needed, free = disk_bytes(plan, sum(unit.text_bytes for unit in (*waiting, *(() if task else mine)))), shutil.disk_usage(out).free
+    if needed > free:
+        print(f"{out}: about {size(needed)} of disk are needed and {size(free)} are free", flush=True)
+    board = Board(done, mine)
+    try:
+        run_units(out, plan, choice.kind, waiting, workers, board)
+    finally:
+        board.line.close()
+    print(board.result())
+
+
+def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
+    """The entry of a unit that is done. One that is damaged, of another plan or without its files goes: the unit is done again."""
+    path = entry_path(out, unit)
+    try:
+        entry = read_entry(path)
+        sound = entry_fault(out, plan, unit, entry) is None and all(
+            shard_prefix(out, unit, f"{name}.{kind}").stat().st_size == size
+            for name, split in entry.splits.items()
+            for kind, size in (("bin", split.bin_bytes), ("idx", split.idx_bytes))
+        )
+    except (FileNotFoundError, UserError):
+        sound = False
+    if sound:
+        return entry
+    path.unlink(missing_ok=True)
+    return None
+
+
+def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
+    """Whether the local inputs of these units are what was planned; those on the Hub are named by their commit. Raises UserError."""
+    columns = Settings.from_json(plan.settings).columns
+    for number in sorted({unit.file for unit in units}):
+        file = SourceFile(**plan.files[number])
+        if "://" not in file.path and open_files([file.path], columns)[0].fingerprint != file.fingerprint:
+            raise UserError(f"{file.path} has changed since it was planned; plan again with --overwrite")
+
+
+def samples(plan: Plan, unit: Unit) -> list[str]:
+    """The first documents of a unit, up to 64 or 1 MB, unmasked: what the encoders are tried on."""
+    settings = replace(Settings.from_json(plan.settings), mask=None, mask_sha256=None, mask_columns=())
+    selection = Selection(settings)
+    file = SourceFile(**plan.files[unit.file])
+    for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
+        if isinstance(rows, Rows):
+            texts = selection.of(rows, file.path)[0].texts.slice(0, SAMPLE_DOCUMENTS)
+            ends = np.cumsum(pc.binary_length(texts).to_numpy())
+            if len(texts):
+                return texts.slice(0, max(1, int(np.searchsorted(ends, SAMPLE_BYTES)))).to_pylist()
+    return []

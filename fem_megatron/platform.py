@@ -142,8 +142,11 @@ def initialize_distributed(timeout_minutes: float = 30) -> None:
 
 def peak_memory_bytes() -> int:
     """Largest memory this process has held so far, in bytes: CUDA allocator's peak, or the resident set on CPU."""
-    if has_cuda():
-        return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() if has_cuda() else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         # Not ru_maxrss, which begins at what the process that started this one held.

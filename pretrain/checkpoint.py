@@ -33,6 +33,7 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
 from pretrain.loader import ConfigError, to_dict
+from pretrain.ranks import from_rank_0
 
 MANIFEST = "manifest.json"
 PICKLES = (".metadata", "common.pt")
@@ -276,13 +277,6 @@ def _sync(path: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """One rank's answer for all: folders may look different to others on a shared file system."""
-    answer = [compute() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    return answer[0]
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class DataConfig:
     test: tuple[Source, ...] = setting((), "Test blend, read by evaluation tools alone.")
     seq_length: int = setting(4096, "Tokens a sequence.")
     tokenizer: str | None = setting(None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.")
-    index_cache: str | None = setting(None, "Folder of the sample index cache; null: index_cache/ in the run directory.")
+    index_cache: str | None = setting(None, "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.")
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ is all that a checkpoint has to remember. Knows no model.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -20,8 +22,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import compile_helpers
 
 from pretrain.config import RunConfig, Source
+from pretrain.data_facts import Contents
+from pretrain.index_cache import NOT_THERE, IndexCache
+from pretrain.ranks import from_rank_0
 
 Batch = dict[str, torch.Tensor]
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")  # of a sample; a blend's samples name their source too
 
 
 @dataclass(frozen=True)
@@ -36,37 +42,40 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The blends of a run; ``train_samples`` is the number of samples that the training order was drawn for."""
+    """The blends of a run; ``train_samples`` is the number of samples that the training order was drawn for.
+
+    ``cache`` is the folder of their index, ``built``: it was built just now.
+    """
 
     train: GPTDataset
     valid: GPTDataset | None
     train_samples: int
+    cache: Path
+    built: bool
 
 
 def build_datasets(
-    config: RunConfig, *, vocab_size: int, eod_id: int, content_key: str, train_samples: int, default_cache: Path
+    config: RunConfig,
+    *,
+    vocab_size: int,
+    eod_id: int,
+    contents: Contents,
+    train_samples: int,
+    default_cache: Path,
+    say: Callable[[str], None],
 ) -> Datasets:
     """Open (and on first use index) the training and validation blends; collective over all ranks.
 
-    ``content_key`` identifies the files' contents: a regenerated .bin at the same path never meets a stale index.
+    ``contents`` identifies what the files hold: a regenerated .bin at the same path never meets a stale index.
+
+    Raises:
+        ConfigError: the index cache cannot be written.
     """
-    valid_samples = config.train.eval_batches * config.train.global_batch_size
-    sizes = [train_samples, valid_samples if config.data.valid else 0, 0]
-    identity = json.dumps([content_key, sizes, config.data.seq_length, config.train.seed])
-    root = Path(config.data.index_cache) if config.data.index_cache else default_cache
-    folder = root / hashlib.sha256(identity.encode()).hexdigest()[:32]
-    rank = torch.distributed.get_rank()
-    complete = folder / "complete"
-    if rank == 0 and not complete.exists():
-        # Megatron's cache is not written atomically: what an interrupted run left is not trusted.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    torch.distributed.barrier()
+    sizes = [train_samples, config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0, 0]
     settings = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.data.seq_length,
         blend_per_split=[_blend(config.data.train), _blend(config.data.valid), None],
-        path_to_cache=str(folder),
         tokenizer=_Tokens(vocab_size, eod_id),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -74,17 +83,46 @@ def build_datasets(
         create_attention_mask=False,
     )
     _ensure_helpers()
-    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
-    torch.distributed.barrier()
-    if rank == 0:
-        complete.touch()
-    return Datasets(train, valid, train_samples)
+    cache = index_cache(config, contents, sizes, default_cache)
+    built = _fill(cache, settings, sizes, say)
+    train, valid, _ = _open(cache.folder, settings, sizes)
+    return Datasets(train, valid, train_samples, cache.folder, built)
+
+
+def index_cache(config: RunConfig, contents: Contents, sizes: Sequence[int], default_cache: Path) -> IndexCache:
+    """The cache of the order of samples that this configuration asks for; ``sizes``: samples of training, validation and test."""
+    weights = [[source.weight for source in split] for split in (config.data.train, config.data.valid)]
+    identity = (list(sizes), weights, config.data.seq_length, config.train.seed, megatron.core.__version__)
+    return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
+
+
+def _fill(cache: IndexCache, settings: GPTDatasetConfig, sizes: Sequence[int], say: Callable[[str], None]) -> bool:
+    """Build the index where it is not there whole; whether that was so. Collective."""
+    fault = from_rank_0(cache.fault)
+    if fault is None:
+        return False
+    if fault == NOT_THERE:
+        say(f"index cache {cache.folder}: building it, once for this data, seed and length")
+    else:
+        say(f"index cache {cache.folder}: {fault}; building it again")
+    started = time.monotonic()
+    with ExitStack() as stack:
+        folder = from_rank_0(lambda: stack.enter_context(cache.building()))
+        _open(folder, settings, sizes)
+        from_rank_0(lambda: cache.publish(folder))
+    say(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
+    return True
+
+
+def _open(folder: Path, settings: GPTDatasetConfig, sizes: Sequence[int]) -> list[Any]:
+    """Megatron's datasets of the three splits, their indices read from the folder, or built into it; collective."""
+    return BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))).build()
 
 
 def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | None:
     if not sources:
         return None
-    prefixes = [source.prefix for source in sources]
+    prefixes = [os.path.abspath(source.prefix) for source in sources]  # Megatron names the cache's files by them
     return prefixes, [source.weight for source in sources] if len(sources) > 1 else None
 
 
@@ -108,5 +146,5 @@ def batches(dataset: GPTDataset, first_sample: int, micro_batch_size: int, devic
     position = first_sample + rank * micro_batch_size
     while True:
         samples = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
-        yield {key: torch.stack([sample[key] for sample in samples]).to(device, non_blocking=True) for key in samples[0]}
+        yield {key: torch.stack([sample[key] for sample in samples]).to(device, non_blocking=True) for key in FIELDS}
         position += size * micro_batch_size

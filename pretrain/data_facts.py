@@ -1,15 +1,16 @@
 """What the data on disk says before anything starts: tokens, vocabulary, end-of-document id, identity. Reads headers and manifests.
 
-Knows the layout of Megatron's .idx files and of data_prep's manifest.json; no torch, no Megatron, no reading of tokens.
+Knows the layout of Megatron's .idx files and of data_prep's manifest.json; no torch, no Megatron. ``check_data`` reads a few bytes of each
+file, in every process and for every plan; ``check_contents`` reads whole .idx files and samples of .bin files, in one process of a run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 _DTYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
 _LARGEST = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16}
+_MANIFEST_FORMAT = 2
 MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)"
 
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """One .bin/.idx pair. ``text_bytes`` and ``bin_sha256`` are the manifest's, None without one."""
+    """One .bin/.idx pair. The fields with a default are what the manifest beside it records, None where there is none."""
 
     split: str
     key: str  # data.<split>.<n>.prefix
@@ -34,8 +36,36 @@ class SourceFacts:
     tokens: int
     documents: int
     dtype: str
-    text_bytes: int | None
-    bin_sha256: str | None
+    text_bytes: int | None = None
+    idx_sha256: str | None = None
+    bin_sha256: str | None = None
+    bin_sample: str | None = None
+
+
+@dataclass(frozen=True)
+class SourceContents:
+    """What a pair holds: the .idx's sha256; for the .bin, the manifest's sha256 of it, or without a manifest its size and a sample's hash.
+
+    ``prefix`` is absolute.
+    """
+
+    split: str
+    prefix: str
+    idx_sha256: str
+    bin: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What training and validation data hold, wherever they lie."""
+
+    sources: tuple[SourceContents, ...]
+
+    @property
+    def key(self) -> str:
+        """Identity of the data, for checkpoints and the index cache: hexadecimal, of the contents and the order of the sources alone."""
+        told = "".join(f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources)
+        return hashlib.sha256(told.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -58,19 +88,6 @@ class DataFacts:
         if len(sources) != 1 or sources[0].text_bytes is None or not sources[0].tokens:
             return None
         return sources[0].text_bytes / sources[0].tokens
-
-    @cached_property
-    def content_key(self) -> str:
-        """Identity of training and validation data: each .idx's bytes and each .bin's manifest hash (without one: size and a sample)."""
-        digest = hashlib.sha256()
-        for source in self.sources:
-            if source.split == "test":
-                continue
-            with open(source.prefix + ".idx", "rb") as file:
-                index = hashlib.file_digest(file, "sha256").hexdigest()
-            contents = source.bin_sha256 or _sample_digest(Path(source.prefix + ".bin"))
-            digest.update(f"{source.split}:{index}:{contents};".encode())
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,34 @@ def check_data(config: RunConfig) -> DataFacts:
     return DataFacts(tokenizer.vocab_size, tokenizer.eod_id, folder, tuple(sources))
 
 
+def check_contents(facts: DataFacts) -> Contents:
+    """Reads every .idx whole and a sample of every .bin (64 blocks of 64 KiB), and compares them with the manifests.
+
+    Raises:
+        ConfigError: a file is not the one that its manifest records.
+    """
+    found = []
+    for source in facts.sources:
+        binary, index = Path(source.prefix + ".bin"), Path(source.prefix + ".idx")
+        sample = _sample_digest(binary)
+        with index.open("rb") as file:
+            idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        for path, held, recorded in ((index, idx_sha256, source.idx_sha256), (binary, sample, source.bin_sample)):
+            if recorded is not None and held != recorded:
+                raise ConfigError(
+                    f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
+                    f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+                )
+        if source.split != "test":
+            found.append(SourceContents(source.split, os.path.abspath(source.prefix), idx_sha256, source.bin_sha256 or sample))
+    return Contents(tuple(found))
+
+
+def index_bytes(facts: DataFacts) -> int:
+    """Size of all .idx files: what ``check_contents`` reads."""
+    return sum(os.path.getsize(source.prefix + ".idx") for source in facts.sources)
+
+
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
     """The configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in from the data where they are null."""
     vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
@@ -142,28 +187,46 @@ def any_on_disk(config: RunConfig) -> bool:
 
 def _source_facts(split: str, key: str, source: Source, manifest: _Manifest | None) -> SourceFacts:
     files = {ending: Path(f"{source.prefix}.{ending}") for ending in ("bin", "idx")}
+    if manifest is None:
+        _check_merged(key, source)
     for file in files.values():
         if not file.is_file():
             raise ConfigError(f"{key} = {source.prefix}: {file} not found; {_missing_hint(source.prefix)}")
-    entry = manifest.splits.get(files["bin"].stem) if manifest else None
-    if manifest and entry:
-        for ending, file in files.items():
-            size, recorded = file.stat().st_size, entry[f"{ending}_bytes"]
-            if size != recorded:
-                raise ConfigError(f"{file} has {size} bytes, but {manifest.path} records {recorded}: damaged or replaced; {MAKE_DATA}")
+    recorded = _recorded(key, source, manifest) if manifest else {}
+    for ending, file in files.items():
+        size, said = file.stat().st_size, recorded.get(f"{ending}_bytes")
+        if manifest and size != said:
+            raise ConfigError(f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or replaced; {MAKE_DATA}")
     dtype, tokens, documents = _read_index(files["idx"], files["bin"])
-    if manifest and entry and dtype != manifest.dtype:
+    if manifest and dtype != manifest.dtype:
         raise ConfigError(f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; {MAKE_DATA}")
-    return SourceFacts(
-        split=split,
-        key=key,
-        prefix=source.prefix,
-        tokens=tokens,
-        documents=documents,
-        dtype=dtype,
-        text_bytes=entry["text_bytes"] if entry else None,
-        bin_sha256=entry["bin_sha256"] if entry else None,
-    )
+    if manifest and tokens != recorded["tokens"]:
+        raise ConfigError(f"{files['idx']} describes {tokens} tokens, but {manifest.path} records {recorded['tokens']}; {MAKE_DATA}")
+    told = {field: recorded.get(field) for field in ("text_bytes", "idx_sha256", "bin_sha256", "bin_sample")}
+    return SourceFacts(split, key, source.prefix, tokens, documents, dtype, **told)
+
+
+def _check_merged(key: str, source: Source) -> None:
+    """Raises ConfigError where data_prep has begun to write the source's folder and not finished it."""
+    folder = Path(source.prefix).parent
+    begun = [name for name in ("plan.json", "shards/*.json") if any(folder.glob(name))]
+    if begun:
+        raise ConfigError(
+            f"{key} = {source.prefix}: {folder} is not finished: {begun[0]} is there, manifest.json is not; do what is left and merge it "
+            f"with: python -m data_prep run --out {folder}"
+        )
+
+
+def _recorded(key: str, source: Source, manifest: _Manifest) -> dict[str, Any]:
+    """What the manifest records of the pair."""
+    name = Path(source.prefix).name
+    if name not in manifest.splits:
+        known = ", ".join(manifest.splits) or "none"
+        raise ConfigError(
+            f"{key} = {source.prefix}: {manifest.path} records no split '{name}' (its splits: {known}); name one of these, or keep the "
+            "pair in a folder of its own"
+        )
+    return manifest.splits[name]
 
 
 def _sample_digest(file: Path) -> str:
@@ -216,9 +279,9 @@ def _read_manifest(path: Path) -> _Manifest | None:
         return None
     try:
         raw = json.loads(path.read_bytes())
-        if raw["format"] != 1:
-            raise ConfigError(f"{path} has format {raw['format']!r}, readable: 1; {MAKE_DATA}")
-        wanted = ("text_bytes", "bin_sha256", "bin_bytes", "idx_bytes")
+        if raw["format"] != _MANIFEST_FORMAT:
+            raise ConfigError(f"{path} has format {raw['format']!r}, readable: {_MANIFEST_FORMAT}; {MAKE_DATA}")
+        wanted = ("tokens", "text_bytes", "bin_sha256", "idx_sha256", "bin_bytes", "idx_bytes", "bin_sample")
         splits = {name: {field: entry[field] for field in wanted} for name, entry in raw["splits"].items()}
         tokenizer = {field: raw["tokenizer"][field] for field in ("path", "vocab_size", "eod_id", "sha256")}
         return _Manifest(path, tokenizer, raw["dtype"], splits)
@@ -262,6 +325,9 @@ def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
                 f"{other.key} has another tokenizer (sha256 {other.sha256[:12]}) than {first.key} ({first.sha256[:12]}); "
                 "all sources of a run need the same one"
             )
+        if None not in (other.eod_id, first.eod_id) and other.eod_id != first.eod_id:
+            ends = f"{other.key} ends its documents in id {other.eod_id}, {first.key} in {first.eod_id}"
+            raise ConfigError(f"{ends}; all sources of a run need the same EOD")
     return first
 
 

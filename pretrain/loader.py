@@ -6,6 +6,7 @@ Knows files, YAML and the dataclasses' types; what a value means for training is
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import types
 import typing
@@ -33,8 +34,10 @@ class ConfigError(ValueError):
 def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Reads the run at ``path``, applies ``section.key=value`` overrides in order, and returns the typed configuration.
 
-    A section is a mapping, the name of a part (``<run's folder>/../<section>/<name>.yaml``), or a mapping whose ``base`` names one.
-    An override of a whole section (``model=fem_sm_340m``) replaces it and is applied before those of single keys.
+    A section is a mapping, the name of a part (``<run's folder>/../<section>/<name>.yaml``), the path of a file that holds the section
+    (with a slash, or ending in .yaml or .yml; from the folder of the file that names it, or from the working directory), or a mapping
+    whose ``base`` is one of these. An override of a whole section (``model=fem_sm_340m``) replaces it and is applied before those of
+    single keys.
 
     Raises:
         ConfigError: a file cannot be read, a key is unknown, a value has the wrong type or is not one of the choices.
@@ -43,13 +46,13 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
     tree = _Tree({}, {(): str(path)})
     for key, value in _read(path).items():
         if key in _sections():
-            tree.merge(_section(path.parent, key, value, str(path)), (key,))
+            tree.merge(_section(path.parent, key, value, str(path), path.parent), (key,))
         else:
             tree.merge(_Tree(value, {(): str(path)}), (str(key),))
     assignments = [_assignment(text) for text in overrides]
     for keys, value in assignments:
         if len(keys) == 1 and keys[0] in _sections():
-            tree.replace(_section(path.parent, keys[0], value, COMMAND_LINE), keys)
+            tree.replace(_section(path.parent, keys[0], value, COMMAND_LINE, Path()), keys)
     for keys, value in assignments:
         if len(keys) > 1 or keys[0] not in _sections():
             _assign(tree, keys, value)
@@ -184,29 +187,44 @@ def _sections() -> dict[str, type]:
     return {item.name: hints[item.name] for item in fields(RunConfig) if is_dataclass(hints[item.name])}
 
 
-def _section(folder: Path, section: str, raw: Any, where: str, chain: tuple[str, ...] = ()) -> _Tree:
-    """A section's raw mapping, its base (a part, which may have a base of its own) laid under it."""
+def _section(folder: Path, section: str, raw: Any, where: str, here: Path, chain: tuple[str, ...] = ()) -> _Tree:
+    """A section's raw mapping, its base (a part, which may have a base of its own) laid under it.
+
+    ``folder`` is the run's, beside which the parts are; ``here`` is the folder that a base given as a path starts from.
+    """
     if isinstance(raw, str):
         raw = {"base": raw}
     if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: {section} = {_show(raw)}: expected a mapping or the name of a part in {section}/")
+        raise ConfigError(
+            f"{where}: {section} = {_show(raw)}: expected a mapping or the name of a part in {section}/ or the path of a .yaml file"
+        )
     base = raw.get("base")
     own = _Tree({key: value for key, value in raw.items() if key != "base"}, {(): where})
     if "base" not in raw:
         return own
     if not isinstance(base, str):
-        raise ConfigError(f"{where}: {section}.base = {_show(base)}: expected the name of a part in {section}/")
-    file = folder.parent / section / f"{base}.yaml"
-    if str(file) in chain:
-        raise ConfigError(f"{where}: {section}.base = '{base}' goes round in a circle: {' -> '.join((*chain, str(file)))}")
+        raise ConfigError(f"{where}: {section}.base = {_show(base)}: expected the name of a part in {section}/ or the path of a .yaml file")
+    by_path = "/" in base or base.endswith((".yaml", ".yml"))
+    file = Path(os.path.normpath(here / base)) if by_path else folder.parent / section / f"{base}.yaml"
+    chain, before = (*chain, os.path.abspath(file)), chain
+    if chain[-1] in before:
+        raise ConfigError(f"{where}: {section}.base = '{base}' goes round in a circle: {' -> '.join(chain)}")
     if not file.is_file():
-        near = nearest(base, sorted(other.stem for other in file.parent.glob("*.yaml")), 0.4)
-        raise ConfigError(
-            f"{where}: {section} names the part '{base}', but there is no file {file}" + (f"; did you mean {near}?" if near else "")
-        )
-    tree = _section(folder, section, _read(file), str(file), (*chain, str(file)))
+        what = f"names the file '{base}'" if by_path else f"names the part '{base}'"
+        raise ConfigError(f"{where}: {section} {what}, but there is no file {file}{_hint_for_part(base, file, by_path, here)}")
+    tree = _section(folder, section, _read(file), str(file), file.parent, chain)
     tree.merge(own)
     return tree
+
+
+def _hint_for_part(base: str, file: Path, by_path: bool, here: Path) -> str:
+    """The nearest file that is there, as it would be named."""
+    if not by_path and (here / f"{base}.yaml").is_file():
+        return f"; did you mean {base}.yaml, the file in {here.absolute()}?"
+    near = nearest(file.stem, sorted(other.stem for other in file.parent.glob("*.yaml")), 0.4)
+    if near is None:
+        return ""
+    return f"; did you mean {file.with_name(f'{near}.yaml') if by_path else near}?"
 
 
 def _assignment(text: str) -> tuple[tuple[str, ...], Any]:

@@ -20,12 +20,14 @@ Written by `python -m pretrain.reference_page` from `pretrain/config.py` and `fe
 A run is a YAML file. Each section of it is one of
 - a mapping of the keys below;
 - the name of a part: `model: fem_sm_340m` reads `configs/model/fem_sm_340m.yaml` (the folder beside the run's);
-- a mapping with `base: <part>` and keys that go over the part's. A part may have a `base` too.
+- the path of its own file, with a slash or ending in `.yaml`, from the folder of the file that names it: `data: ../blend.yaml`;
+- a mapping with `base: <part or path>` and keys that go over the base's. A part may have a `base` too.
 
 `section.key=value` on the command line goes over the file; the value is YAML. List items are counted from 0 (`data.train.0.prefix=...`),
-and a whole section can be swapped (`model=transformer_340m`), which comes before single keys. A key that is not on this page, a value of
-another type or outside its choices stops the program with one line and exit code 2. Numbers may be written `1e-4`, whole ones also
-`15_000_000_000` or `15e9`. `python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing.
+and a whole section can be swapped, which comes before single keys: `model=transformer_340m` for a part, `data=blend.yaml` for a file, whose
+path starts at the working directory. A key that is not on this page, a value of another type or outside its choices stops the program with
+one line and exit code 2. Numbers may be written `1e-4`, whole ones also `15_000_000_000` or `15e9`.
+`python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing; `--index` builds the run's index cache, no more.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,22 +13,25 @@ import torch
 from megatron.core import parallel_state
 
 from fem_megatron import catalogue, platform
-from pretrain.checkpoint import Checkpoints, Found, Progress, find, from_rank_0
+from pretrain.checkpoint import Checkpoints, Found, Progress, find, newest_good
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
-from pretrain.data_facts import DataFacts
+from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
 from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
 from pretrain.loader import ConfigError
 from pretrain.loggers import make_callbacks
 from pretrain.metrics import Meter
 from pretrain.observer import Observer
 from pretrain.plan import flops_per_token, make_plan, peak_tflops
+from pretrain.ranks import from_rank_0
 from pretrain.run_directory import claimed, describe, run_directory
 from pretrain.schedule import Schedule
 from pretrain.trainer import Outcome, TooManyBadSteps, Trainer
 from pretrain.validate import Prepared
 
-__all__ = ["TooManyBadSteps", "train"]
+__all__ = ["TooManyBadSteps", "build_index", "train"]
+
+_LONG_TO_READ = 10**8  # bytes; tenths of a second from a local disk, many seconds from a busy network's
 
 
 def train(prepared: Prepared) -> Outcome:
@@ -43,13 +47,49 @@ def train(prepared: Prepared) -> Outcome:
     platform.initialize_distributed()
     folder = run_directory(config)
     try:
+        contents = _contents(facts, _speaker(torch.distributed.get_rank() == 0))
         with ExitStack() as stack:
             if not from_rank_0(lambda: stack.enter_context(claimed(folder))):
                 raise ConfigError(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
-            return _attempt(config, facts, prepared.world_size)
+            return _attempt(config, facts, contents, prepared.world_size)
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def build_index(prepared: Prepared) -> None:
+    """What ``--index`` does: the index cache that :func:`train` will look for, built in this process alone, without a model or a GPU.
+
+    Prints the cache's folder, the samples, and what it cost.
+
+    Raises:
+        ConfigError: the data is not what its manifest says, or the cache cannot be written.
+    """
+    config, facts = prepared.config, prepared.facts
+    assert facts is not None
+    started, say, folder = time.monotonic(), _speaker(True), run_directory(config)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        contents = _contents(facts, say)
+        last = newest_good(folder / "checkpoints", say)
+        samples = max(Schedule.of(config).total_samples, last.progress.order_samples if last else 0)
+        data = _data(config, facts, contents, samples, folder, say)
+    finally:
+        torch.distributed.destroy_process_group()
+    valid = f" and {len(data.valid):,} of validation" if data.valid is not None else ""
+    say(
+        f"index cache {data.cache}: {'' if data.built else 'unchanged, '}{len(data.train):,} samples of training{valid}, "
+        f"{config.data.seq_length} tokens each; {time.monotonic() - started:.1f} s, {time.process_time():.1f} CPU s with the start, "
+        f"{platform.peak_resident_bytes() / 2**30:.2f} GiB of memory at most"
+    )
+
+
+def _contents(facts: DataFacts, say: Callable[[str], None]) -> Contents:
+    """What the data holds, read and compared with the manifests by one rank; collective."""
+    size = index_bytes(facts)
+    if size > _LONG_TO_READ:
+        say(f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their manifests")
+    return from_rank_0(lambda: check_contents(facts))
 
 
 def _check_packages(config: RunConfig) -> None:
@@ -66,7 +106,7 @@ def _check_packages(config: RunConfig) -> None:
             raise ConfigError(f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]")
 
 
-def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
+def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, world_size: int) -> Outcome:
     folder, schedule = run_directory(config), Schedule.of(config)
     first = torch.distributed.get_rank() == 0
     say = _speaker(first)
@@ -78,12 +118,12 @@ def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
     resumed = found is not None and found.path.parent == checkpoints.folder
     progress = found.progress if found is not None and resumed else Progress(0, 0, schedule.total_samples)
     if resumed and found is not None:
-        _check_resumable(found, config, facts, schedule)
+        _check_resumable(found, config, facts, contents, schedule)
         progress = replace(progress, order_samples=max(progress.order_samples, schedule.total_samples))
     if first:
         describe(config, folder, world_size)
     plan = make_plan(config, world_size, facts, cuda=platform.has_cuda())
-    data = _data(config, facts, progress.order_samples, folder)
+    data = _data(config, facts, contents, progress.order_samples, folder, say)
     try:
         engine = MegatronEngine(config, schedule)
     except ValueError as error:
@@ -112,7 +152,7 @@ def _attempt(config: RunConfig, facts: DataFacts, world_size: int) -> Outcome:
             peak_tflops=peak_tflops(config.log.device or platform.device_name()),
         ),
         progress=progress,
-        content_key=facts.content_key,
+        content_key=contents.key,
         watch=Observer(engine.models, config.log.diagnostics_interval),
     )
     try:
@@ -134,8 +174,8 @@ def _starting_point(config: RunConfig, checkpoints: Checkpoints) -> Found | None
     return find(Path(config.checkpoint.load)) if config.checkpoint.load else None
 
 
-def _check_resumable(found: Found, config: RunConfig, facts: DataFacts, schedule: Schedule) -> None:
-    if found.manifest["data"] != facts.content_key:
+def _check_resumable(found: Found, config: RunConfig, facts: DataFacts, contents: Contents, schedule: Schedule) -> None:
+    if found.manifest["data"] != contents.key:
         raise ConfigError(
             f"checkpoint {found.path} was trained on other data than data.train and data.valid name now; restore the data, or start a new "
             f"run (another run_dir) from its weights with checkpoint.load={found.path}"
@@ -155,15 +195,16 @@ def _check_resumable(found: Found, config: RunConfig, facts: DataFacts, schedule
             )
 
 
-def _data(config: RunConfig, facts: DataFacts, samples: int, folder: Path) -> Datasets:
+def _data(config: RunConfig, facts: DataFacts, contents: Contents, samples: int, folder: Path, say: Callable[[str], None]) -> Datasets:
     assert config.model.vocab_size is not None
     return build_datasets(
         config,
         vocab_size=config.model.vocab_size,
         eod_id=facts.eod_id or 0,
-        content_key=facts.content_key,
+        contents=contents,
         train_samples=samples,
         default_cache=folder / "index_cache",
+        say=say,
     )
 
 

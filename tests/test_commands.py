@@ -71,7 +71,19 @@ def fault(command: str) -> str | None:
         return _python(shlex.split(options[2]), int(options[1])) if options else "torchrun's options are not those of our documents"
     if re.fullmatch(r"python3?", name):
         return _python(words, None)
+    if name == "sbatch":
+        wrapped = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "--wrap"]
+        return fault(wrapped[0]) if wrapped else "sbatch wraps no command"
+    if name == "hf":
+        return _hf(words)
     return f"{program} is not a command that this test understands"
+
+
+def _hf(words: list[str]) -> str | None:
+    """Hugging Face's own command line: the verb and the options are there."""
+    known = subprocess.run([str(Path(sys.executable).with_name("hf")), words[0], "--help"], capture_output=True, text=True)
+    absent = [word for word in words if word.startswith("--") and word not in known.stdout]
+    return known.stderr if known.returncode else ", ".join(absent) or None
 
 
 def _make(words: list[str]) -> str | None:
@@ -140,6 +152,8 @@ def test_the_readme_begins_with_the_two_commands() -> None:
         "torchrun --nproc-per-node 3 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2",
         "python -m data_prep verfy data",
         "python -m data_prep run data.parquet",
+        "sbatch --array=0-3 --wrap 'python -m data_prep runn --out data'",
+        "hf download name --included x",
         "python -m tools.hf export runs/demo/fem out --type fp32",
         "python -m pytest tests/test_nothing.py",
         "python -m tools.nothing",

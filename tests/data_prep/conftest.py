@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +22,9 @@ from data_prep.__main__ import main
 from data_prep.indexed import read_index
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARES = ("--valid-percent", "10", "--test-percent", "5")
+SMALL_UNITS = ("--unit-mb", "0.001")  # a unit for each row group
+HF = ("--encoder", "hf")  # spares a run gigatoken's self-check, which takes longer than the rest of it
 WORDS = "the of and energy free mixer value return import class self def tensor gate prior reads writes 3.14 2025 naïve 東京 🙂 ".split(" ")
 
 
@@ -38,9 +46,43 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "data_prep", *map(str, arguments)]
 
 
-def cli(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def cli(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m data_prep …`` in its own process."""
-    return subprocess.run(command(*arguments), cwd=cwd, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    known = {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command(*arguments), cwd=cwd, env=known, capture_output=True, text=True, timeout=60)
+
+
+def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """Start ``python -m data_prep …`` in a session of its own, as a terminal does."""
+    pipe, known = subprocess.PIPE, {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(command(*arguments), cwd=ROOT, env=known, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started and that are still there."""
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def kill(process: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process that may be gone."""
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for something to become true; fail where it does not."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def merged_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of the merged pairs in a data folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.[bi][id][nx]"))}
 
 
 def read_split(folder: Path, name: str) -> list[list[int]]:
@@ -75,5 +117,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path) -> Path:
     out = tmp_path_factory.mktemp("made") / "data"
-    assert main(["run", str(corpus), "--tokenizer", str(tokenizer), "--out", str(out), "--valid-percent", "10", "--test-percent", "5"]) == 0
+    assert main(["run", str(corpus), "--tokenizer", str(tokenizer), "--out", str(out), *SHARES]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of 40 row groups."""
+    return write_parquet(tmp_path_factory.mktemp("many") / "many.parquet", make_documents(1600, 60, seed=3), row_group_size=40)
+
+
+@pytest.fixture(scope="session")
+def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
+    """Its data, made in 40 units by an uninterrupted run."""
+    out = tmp_path_factory.mktemp("many_made") / "data"
+    assert main(["run", str(many), "--tokenizer", str(tokenizer), "--out", str(out), *SHARES, *SMALL_UNITS, *HF]) == 0
     return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data_prep.conftest import cli, make_documents, write_parquet
+from data_prep.__main__ import VERBS
+from tests.data_prep.conftest import ROOT, cli, make_documents, write_parquet
 
 
 class Place:
@@ -68,13 +71,14 @@ class Place:
 CASES: dict[str, tuple[Callable[[Place], list[object]], str]] = {
     "missing file": (lambda p: p.run(p.root / "absent.parquet"), "no such file: .*absent.parquet"),
     "glob without match": (lambda p: p.run(p.root / "*.pq"), r"no file matches .*\*.pq"),
-    "folder without parquet": (lambda p: p.run(p.tokenizer), "no .parquet file in the folder"),
+    "folder without parquet": (lambda p: p.run(p.tokenizer), "no .parquet, .* file in the folder"),
     "file given twice": (lambda p: p.run(p.corpus, p.corpus), "corpus.parquet is given twice"),
-    "wrong file type": (lambda p: p.run(p.file("a.jsonl", b'{"text": "x"}\n')), "a.jsonl is not a readable parquet file"),
-    "empty file": (lambda p: p.run(p.file("a.parquet", b"")), "a.parquet is not a readable parquet file"),
+    "wrong file type": (lambda p: p.run(p.file("a.parquet", b'{"text": "x"}\n')), "a.parquet is not a parquet file: its content is jsonl"),
+    "parquet called JSONL": (lambda p: p.run(p.file("a.jsonl", p.corpus.read_bytes())), "a.jsonl"),
+    "not gzip": (lambda p: p.run(p.file("a.jsonl.gz", b'{"text": "x", "id": "y"}\n')), "a.jsonl.gz"),
+    "unknown file type": (lambda p: p.run(p.file("a.csv", b"text,id\n")), "a.csv"),
+    "empty file": (lambda p: p.run(p.file("a.parquet", b"")), "a.parquet is empty"),
     "truncated parquet": (lambda p: p.run(p.file("t.parquet", p.corpus.read_bytes()[:-20])), "t.parquet is not a readable parquet file"),
-    "corrupt row group": (lambda p: p.run(p.corrupt()), "corrupt.parquet: row group 1 of 3 cannot be read"),
-    "flipped bit": (lambda p: p.run(p.bit_flipped()), "flipped.parquet: row group 1 of 3 cannot be read .*CRC"),
     "corrupt row group in training": (
         lambda p: ["train-tokenizer", p.corrupt(), "--vocab-size", 300, "--out", p.out],
         "corrupt.parquet: row group 1 of 3 cannot be read",
@@ -92,6 +96,21 @@ CASES: dict[str, tuple[Callable[[Place], list[object]], str]] = {
     "tokenizer unreadable": (lambda p: p.run(tokenizer=p.tokenizer_without("content")), "tokenizer.json is not a tokenizer"),
     "tokenizer without EOD": (lambda p: p.run(tokenizer=p.tokenizer_without("eos_token")), "has no EOD: set eos_token"),
     "EOD not in vocabulary": (lambda p: p.run(tokenizer=p.tokenizer_without("entry")), "EOD token '</s>' .* is not in tokenizer.json"),
+    "inputs without tokenizer": (lambda p: ["run", p.corpus, "--out", p.out], "inputs without --tokenizer"),
+    "neither inputs nor a plan": (lambda p: ["run", "--out", p.out], "no plan.json in .*: .*plan INPUT"),
+    "status of nothing": (lambda p: ["status", p.out], "no such folder: .*out"),
+    "merge of nothing": (lambda p: ["merge", p.out], "no such folder: .*out"),
+    "plan without tokenizer": (lambda p: ["plan", p.corpus, "--out", p.out], "arguments are required: --tokenizer"),
+    "no workers": (lambda p: p.run(options=("--workers", 0)), "--workers is 0; it must be at least 1"),
+    "unknown encoder": (lambda p: p.run(options=("--encoder", "fast")), "--encoder: invalid choice: 'fast'"),
+    "unit of nothing": (lambda p: p.run(options=("--unit-mb", 0)), "--unit-mb is 0; it must be at least 0.001"),
+    "unit of no number": (lambda p: p.run(options=("--unit-mb", "nan")), "--unit-mb is nan"),
+    "bad rows no number": (lambda p: p.run(options=("--max-bad", "few")), "--max-bad is 'few'; give a number of rows"),
+    "bad rows over all": (lambda p: p.run(options=("--max-bad", "101%")), "--max-bad is '101%'"),
+    "bad rows below none": (lambda p: p.run(options=("--max-bad=-1",)), "--max-bad is '-1'"),
+    "task out of range": (lambda p: p.run(options=("--task-id", 3, "--tasks", 3)), "--task-id is 3; of 3 tasks it must be 0 to 2"),
+    "task without tasks": (lambda p: p.run(options=("--task-id", 3)), "--task-id and --tasks go together"),
+    "task that overwrites": (lambda p: p.run(options=("--task-id", 0, "--tasks", 3, "--overwrite")), "--overwrite is not for one task"),
     "out below a file": (lambda p: p.run(out=p.file("note", b"x") / "out"), "cannot create the folder .*note"),
     "percent out of range": (lambda p: p.run(options=("--valid-percent", "-1")), "--valid-percent is -1.0; it must be at least 0"),
     "percent not finite": (lambda p: p.run(options=("--test-percent", "nan")), "--test-percent is nan"),
@@ -128,6 +147,25 @@ def test_user_error(tmp_path: Path, corpus: Path, tokenizer: Path, case: str) ->
     assert result.stderr.count("\n") == 1, result.stderr
     assert re.match(f"data_prep: error: .*{said}", result.stderr), result.stderr
     assert not place.out.exists() or not any(place.out.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["corrupt", "bit_flipped"])
+def test_a_damaged_row_group_fails_the_job_at_its_end(tmp_path: Path, corpus: Path, tokenizer: Path, damage: str) -> None:
+    place = Place(tmp_path, corpus, tokenizer)
+    result = cli(*place.run(getattr(place, damage)(), options=("--encoder", "hf")))
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result
+    assert re.match("data_prep: error: 100 of 300 rows are bad .100 unreadable., more than --max-bad 0.1% allows", result.stderr)
+    assert re.search("parquet, row 100: unreadable .*row group 1 of 3 cannot be read", result.stderr), result.stderr
+    assert not (place.out / "manifest.json").exists() and not (place.out / "train.bin").exists()
+
+
+def test_help_is_quick_and_lists_every_verb() -> None:
+    code = "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(result.stdout.splitlines()[-1].split())
+    for verb in VERBS:
+        assert f"\n    {verb}" in result.stdout
+        assert cli(verb, "--help").returncode == 0, verb
 
 
 def test_damaged_manifest_is_named(tmp_path: Path, made: Path) -> None:

@@ -36,6 +36,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
     from pretrain.checkpoint import Checkpoints, Progress, find
     from pretrain.data import batches, build_datasets
+    from pretrain.data_facts import check_contents
     from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule
@@ -54,13 +55,15 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         found = find(Path(job["load"]))
         checkpoints.load(engine, found)
         progress = found.progress
+    contents = check_contents(facts)
     data = build_datasets(
         config,
         vocab_size=config.model.vocab_size,
         eod_id=facts.eod_id or 0,
-        content_key=facts.content_key,
+        contents=contents,
         train_samples=progress.order_samples,
         default_cache=Path(sys.argv[2]).parent / "cache",
+        say=lambda text: None,
     )
     stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device())
     steps = []
@@ -71,7 +74,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         progress = Progress(progress.step + 1, consumed, progress.order_samples)
         steps.append([result.loss, result.grad_norm])
     if job.get("save"):
-        checkpoints.save(engine, progress, facts.content_key)
+        checkpoints.save(engine, progress, contents.key)
     checkpoints.close()
     parallel_state.destroy_model_parallel()
     return {"steps": steps, "initial": initial}

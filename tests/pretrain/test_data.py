@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.data_facts import check_contents
 from pretrain.loader import load_run
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO
@@ -29,7 +30,7 @@ def groups() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def build(settings: list[str], cache: Path, samples: int, content_key: str | None = None) -> Any:
+def build(settings: list[str], cache: Path, samples: int) -> Any:
     from pretrain.data import build_datasets
 
     prepared = prepare(load_run(DEMO, settings), 1)
@@ -38,9 +39,10 @@ def build(settings: list[str], cache: Path, samples: int, content_key: str | Non
         prepared.config,
         vocab_size=512,
         eod_id=prepared.facts.eod_id or 0,
-        content_key=content_key or prepared.facts.content_key,
+        contents=check_contents(prepared.facts),
         train_samples=samples,
         default_cache=cache,
+        say=lambda _: None,
     )
 
 
@@ -73,19 +75,50 @@ def test_position_is_exact(settings: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("groups")
+def test_a_blends_batches_are_its_samples_in_order(settings: list[str], tiny_data: Path, tmp_path: Path) -> None:
+    from pretrain.data import batches
+
+    blend = f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}, weight: 1}}]"
+    train = build([*settings, blend], tmp_path, 40).train
+    stream = batches(train, 4, 2, torch.device("cpu"))
+    for number in range(4, 20, 2):
+        batch = next(stream)
+        assert batch.keys() == {"tokens", "labels", "loss_mask", "position_ids"}
+        assert all(torch.equal(batch[key], torch.stack([train[number][key], train[number + 1][key]])) for key in batch)
+
+
+@pytest.mark.usefixtures("groups")
 def test_longer_request_keeps_the_order_within_a_pass(settings: list[str], tmp_path: Path) -> None:
     short, long = (build(settings, tmp_path, samples).train for samples in (40, 60))
     assert all(np.array_equal(short[i]["tokens"], long[i]["tokens"]) for i in range(40))
 
 
 @pytest.mark.usefixtures("groups")
-def test_index_cache_is_keyed_by_content_and_not_trusted_half_written(settings: list[str], tmp_path: Path) -> None:
-    first = build(settings, tmp_path, 40, content_key="a").train[0]["tokens"]
-    (folder,) = tmp_path.glob("????????????????????????????????")
-    # An interrupted run: an index file cut short, and no mark that the index is complete.
-    index = next(folder.glob("*GPTDataset-train-sample_index.npy"))
-    index.write_bytes(index.read_bytes()[:100])
-    (folder / "complete").unlink()
-    assert torch.equal(build(settings, tmp_path, 40, content_key="a").train[0]["tokens"], first)
-    build(settings, tmp_path, 40, content_key="b")
-    assert len(list(tmp_path.glob("????????????????????????????????"))) == 2
+@pytest.mark.parametrize("sources", [1, 2])
+def test_the_order_is_megatrons_own(settings: list[str], tiny_data: Path, tmp_path: Path, sources: int) -> None:
+    """Whatever the cache's place and name, and by which path the data is named: what Megatron's builder gives for the same blend."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    from pretrain.data import _Tokens
+
+    links = [tmp_path / f"link_{number}" for number in range(sources)]
+    for link in links:
+        link.symlink_to(tiny_data)
+    prefixes, weights = [str(link / "train") for link in links], [3.0, 1.0][:sources]
+    blend = ", ".join(f"{{prefix: {prefix}, weight: {weight}}}" for prefix, weight in zip(prefixes, weights, strict=True))
+    ours = build([*settings, f"data.train=[{blend}]"], tmp_path / "ours", 300).train
+    config = GPTDatasetConfig(
+        random_seed=42,
+        sequence_length=32,
+        blend_per_split=[([str(tiny_data / "train")] * sources, weights if sources > 1 else None), None, None],
+        path_to_cache=str(tmp_path / "theirs"),
+        tokenizer=_Tokens(512, 0),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    theirs, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [300, 0, 0], lambda: True, config).build()
+    assert len(ours) == len(theirs)
+    assert all(np.array_equal(ours[i]["tokens"], theirs[i]["tokens"]) for i in range(300))

@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pretrain.config import RunConfig
-from pretrain.data_facts import check_data
+from pretrain.data_facts import Contents, check_contents, check_data
 from pretrain.loader import ConfigError, load_run
 from pretrain.validate import prepare
+from tests.pretrain.data_folder import write_folder, write_manifest, write_pair
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "run"
 DEMO = CONFIGS / "demo.yaml"
-CODES = {"uint16": (8, "H"), "int32": (4, "i")}
-
-
-def write_pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> None:
-    """Megatron's .bin/.idx as its builder writes them."""
-    code, letter = CODES[dtype]
-    width = struct.calcsize(letter)
-    lengths = [len(document) for document in documents]
-    starts = [sum(lengths[:n]) * width for n in range(len(lengths))]
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
-    index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *starts)
-    index += struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1))
-    prefix.with_suffix(".idx").write_bytes(index)
-    prefix.with_suffix(".bin").write_bytes(b"".join(struct.pack(f"<{len(document)}{letter}", *document) for document in documents))
-
-
-def write_folder(folder: Path, tokens: int = 900, vocab_size: int = 500, tokenizer: str = "one", dtype: str = "uint16") -> Path:
-    """A data folder as data_prep writes it: three splits, a tokenizer, the manifest."""
-    (folder / "tokenizer").mkdir(parents=True)
-    raw = {
-        "model": {"vocab": {f"{tokenizer}{n}": n for n in range(vocab_size - 1)}},
-        "added_tokens": [{"content": "</s>", "id": vocab_size - 1}],
-    }
-    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(raw))
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    splits = {}
-    for split in ("train", "valid", "test"):
-        prefix = folder / split
-        write_pair(prefix, [[7] * (tokens - 300), [8] * 300], dtype)
-        binary, index = (prefix.with_suffix(ending).read_bytes() for ending in (".bin", ".idx"))
-        splits[split] = {
-            "documents": 2,
-            "tokens": tokens,
-            "text_bytes": 4 * tokens,
-            "bin_sha256": hashlib.sha256(binary).hexdigest(),
-            "idx_sha256": hashlib.sha256(index).hexdigest(),
-            "bin_bytes": len(binary),
-            "idx_bytes": len(index),
-        }
-    sha256 = hashlib.sha256((folder / "tokenizer" / "tokenizer.json").read_bytes()).hexdigest()
-    entry = {"path": "tokenizer", "vocab_size": vocab_size, "eod_id": vocab_size - 1, "sha256": sha256}
-    write_manifest(folder, {"format": 1, "tokenizer": entry, "dtype": dtype, "splits": splits, "source": {}})
-    return folder
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def run_on(folder: Path, *overrides: str) -> RunConfig:
@@ -73,9 +24,16 @@ def run_on(folder: Path, *overrides: str) -> RunConfig:
     return load_run(DEMO, [f"data.{split}.0.prefix={folder / split}" for split in ("train", "valid", "test")] + list(overrides))
 
 
+def contents(folder: Path, *overrides: str) -> Contents:
+    facts = prepare(run_on(folder, *overrides), 1).facts
+    assert facts is not None
+    return check_contents(facts)
+
+
 def complaint(folder: Path, *overrides: str) -> str:
+    """What a user is told who starts a run on the data; fails where nothing is wrong."""
     with pytest.raises(ConfigError) as caught:
-        prepare(run_on(folder, *overrides), 1)
+        contents(folder, *overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -156,6 +114,12 @@ def test_vocabulary_and_tokenizer_mismatches_name_both_sides(folder: Path, tmp_p
     assert f"than data.train.0.prefix = {folder}/train (" in said
     assert f"data.tokenizer = {other}/tokenizer has another tokenizer" in complaint(folder, f"data.tokenizer={other}/tokenizer")
     assert complaint(folder, f"data.tokenizer={folder}").endswith("tokenizer.json not found; give the folder that holds tokenizer.json")
+    elsewhere = write_folder(tmp_path / "elsewhere")
+    manifest = json.loads((elsewhere / "manifest.json").read_text())
+    manifest["tokenizer"]["eod_id"] = 3
+    write_manifest(elsewhere, manifest)
+    said = complaint(folder, f"data.train.1.prefix={elsewhere}/train")
+    assert f"{elsewhere}/train ends its documents in id 3, data.train.0.prefix = {folder}/train in 499" in said
     (folder / "manifest.json").unlink()
     assert complaint(folder).startswith(
         f"model.vocab_size is null and no manifest.json beside data.train.0.prefix = {folder}/train tells it"
@@ -186,17 +150,79 @@ def test_damaged_files_are_named(folder: Path) -> None:
     ):
         (folder / "train.idx").write_bytes(damaged)
         assert said in complaint(folder, "model.vocab_size=500")
-    for text in ("{", "[]", '{"format": 1}', manifest.replace('"eod_id"', '"eot_id"')):
+    for text in ("{", "[]", '{"format": 2}', manifest.replace('"bin_sample"', '"bin_simple"'), manifest.replace('"eod_id"', '"eot_id"')):
         (folder / "manifest.json").write_text(text)
         assert complaint(folder).startswith(f"{folder}/manifest.json is damaged")
-    (folder / "manifest.json").write_text(manifest.replace('"format": 1', '"format": 2'))
-    assert complaint(folder).startswith(f"{folder}/manifest.json has format 2, readable: 1")
+    (folder / "manifest.json").write_text(manifest.replace('"format": 2', '"format": 1'))
+    assert complaint(folder).startswith(f"{folder}/manifest.json has format 1, readable: 2")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "valid.bin", "test.idx"])
+def test_a_file_of_the_right_size_that_is_not_the_recorded_one_is_named(folder: Path, name: str) -> None:
+    assert len(contents(folder).sources) == 2
+    path = folder / name
+    raw = bytearray(path.read_bytes())
+    raw[-3 if name.endswith("idx") else 800] ^= 1  # not where the header's check looks
+    path.write_bytes(raw)
+    check_data(run_on(folder))  # headers and sizes are right
+    said = complaint(folder)
+    assert said.startswith(f"{path} is not the file that {folder}/manifest.json records (the size is right, the contents differ)")
+    assert f"python -m data_prep verify {folder}," in said
+
+
+def test_a_foreign_index_or_bin_of_the_same_size_is_named(folder: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    write_pair(foreign / "train", [[8] * 300, [7] * 600])
+    for name in ("train.idx", "train.bin"):
+        kept = (folder / name).read_bytes()
+        shutil.copy(foreign / name, folder / name)
+        assert (folder / name).stat().st_size == len(kept)
+        assert complaint(folder).startswith(f"{folder / name} is not the file that")
+        (folder / name).write_bytes(kept)
+    contents(folder)
+
+
+def test_a_pair_that_the_manifest_beside_it_does_not_know_is_refused(folder: Path) -> None:
+    write_pair(folder / "mine", [[7] * 900])
+    said = complaint(folder, f"data.train.0.prefix={folder / 'mine'}")
+    assert said.startswith(
+        f"data.train.0.prefix = {folder}/mine: {folder}/manifest.json records no split 'mine' (its splits: train, valid, test)"
+    )
+
+
+@pytest.mark.parametrize("left", ["plan.json", "shards/00003.json"])
+def test_data_that_is_not_merged_is_refused_with_the_command(folder: Path, left: str) -> None:
+    (folder / "manifest.json").unlink()
+    contents(folder, "model.vocab_size=500")
+    (folder / left).parent.mkdir(exist_ok=True)
+    (folder / left).write_text("{}")
+    said = complaint(folder, "model.vocab_size=500")
+    assert said.startswith(f"data.train.0.prefix = {folder}/train: {folder} is not finished: {Path(left).parts[0]}")
+    assert said.endswith(f"python -m data_prep run --out {folder}")
+    (folder / "train.bin").unlink()  # the files come late in a merge: what is missing is not a misspelt prefix
+    assert complaint(folder, "model.vocab_size=500") == said
+
+
+def test_a_count_of_tokens_that_is_not_the_recorded_one_is_refused(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["splits"]["valid"]["tokens"] += 1
+    write_manifest(folder, manifest)
+    assert complaint(folder).startswith(f"{folder}/valid.idx describes 900 tokens, but {folder}/manifest.json records 901")
+
+
+def test_a_plan_reads_no_index_through(folder: Path) -> None:
+    """Every process, and every --plan, looks at headers and sizes alone; what reads gigabytes is ``check_contents``."""
+    raw = bytearray((folder / "train.idx").read_bytes())
+    raw[-3] ^= 1
+    (folder / "train.idx").write_bytes(raw)
+    assert prepare(run_on(folder), None, plan_only=True).facts is not None
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
 def test_the_content_key_follows_the_contents_and_nothing_else(folder: Path, tmp_path: Path, with_manifest: bool) -> None:
     def key(where: Path) -> str:
-        return check_data(run_on(where, "model.vocab_size=500")).content_key
+        return check_contents(check_data(run_on(where, "model.vocab_size=500"))).key
 
     if not with_manifest:
         (folder / "manifest.json").unlink()

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.data_facts import check_contents, check_data
+from pretrain.loader import load_run
 from tools.demo import picture, report, stock_transformers
-from tools.demo.__main__ import main
+from tools.demo.__main__ import ENVIRONMENT, main
 from tools.demo.history import History, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, children, printed, terminate_children
+from tools.demo.steps import VOCABULARY, Demo
 
 ROOT = Path(__file__).parents[2]
 SPLIT = {"tokens": 1000, "text_bytes": 3500}
@@ -268,6 +271,19 @@ def test_errors_of_a_user_are_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "letters.txt").write_text("not the demo's")
     assert "step 1 (data) failed" in refuses(["--out", str(tmp_path)], 1, capsys)
     assert [file.name for file in tmp_path.iterdir()] == ["letters.txt"]
+
+
+def test_the_data_step_makes_checks_and_counts_what_the_runs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Demo(Shell(ROOT, ENVIRONMENT), tmp_path / "demo", load_run(ROOT / "configs" / "run" / "demo.yaml"))
+    demo.prepare_data()
+    said = capsys.readouterr().out
+    assert f"{demo.out}/data: whole; train" in said
+    facts = check_data(load_run(ROOT / "configs" / "run" / "demo.yaml", demo.overrides("fem")))
+    assert len(check_contents(facts).sources) == 2 and facts.vocab_size == VOCABULARY
+    manifest = json.loads((demo.out / "data" / "manifest.json").read_text())
+    assert {split: entry["tokens"] for split, entry in manifest["splits"].items()} == facts.tokens
+    assert all(tokens > 20_000 for tokens in facts.tokens.values())
+    assert (demo.out / "lengths.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

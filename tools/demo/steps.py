@@ -32,7 +32,7 @@ COMPARED_STEPS = 3
 LOGIT_TOLERANCE = 1e-4  # absolute, fp32: the same sums in another order
 RESUME_TOLERANCE = 1e-6  # relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual
 TRAINING_LIMIT, COMMAND_LIMIT = 3600.0, 600.0  # seconds; about ten times what two slow cores need
-PRODUCTS = ("fem", "fem_same_layout", "transformer", "hf", "check", "report.json", "report.png")
+PRODUCTS = ("fem", "fem_same_layout", "transformer", "hf", "check", "lengths.png", "report.json", "report.png")
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Demo:
         return step
 
     def prepare_data(self) -> None:
-        """Text of the standard library, a tokenizer, .bin/.idx; after what an earlier demo trained is gone."""
+        """Text of the standard library, a tokenizer, .bin/.idx, checked and counted; after what an earlier demo trained is gone."""
         known = {"corpus", "tokenizer", "data", *PRODUCTS}
         if self.out.is_dir() and any(self.out.iterdir()) and not any((self.out / name).exists() for name in known):
             raise DemoError(f"{self.out} is not empty and not from an earlier demo: choose another --out")
@@ -104,6 +104,8 @@ class Demo:
         vocabulary = ("--vocab-size", str(VOCABULARY))
         self.python("training the tokenizer", *prepare, "train-tokenizer", corpus, *vocabulary, "--out", tokenizer, "--overwrite")
         self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "5", "--overwrite")
+        self.python("checking the data", *prepare, "verify", data)
+        self.python("counting", *prepare, "stats", data, "--picture", self.path("lengths.png"))
 
     def pretrain_until_sigterm(self) -> None:
         """FEM over four ranks, stopped on the way."""

@@ -1,0 +1,221 @@
+"""data_prep: the verb ``plan``: what is to be read, how, and the units it is cut into; run and merge follow it.
+
+    python -m data_prep plan INPUT... --tokenizer DIR --out OUT
+
+The same inputs, tokenizer and settings give the same plan.json, and leave one that is there alone. Nothing is encoded here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.documents import Settings, add_settings_arguments, settings_of
+from data_prep.encoder import TOKENIZER_FILES, TokenizerFolder, load_folder
+from data_prep.errors import UserError
+from data_prep.files import Lock, sha256_json, write_whole
+from data_prep.indexed import dtype_name
+from data_prep.layout import BAD_ROWS, FORMAT, MANIFEST, PLAN, SHARDS, SPLITS, TOKENIZER, UNITS, Plan, Unit, read_plan, write_plan
+from data_prep.progress import count, counted, size
+from data_prep.sources import SourceFile, open_files, spans
+from data_prep.tokenizer_source import find_tokenizer
+
+UNIT_MB = 256.0
+BYTES_PER_TOKEN = 4  # of text, about; what the disk's estimate rests on
+PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
+OPTIONS = {"languages": "language"}
+AGAIN = "choose another --out or add --overwrite"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    add_plan_arguments(parser, required=True)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """What a plan is made from; ``run`` has the same options, none of them ``required``."""
+    what = "parquet or JSONL (also .gz, .zst) file, folder, glob, or hf://datasets/ORG/NAME"
+    parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
+    tokenizer = "Hugging Face tokenizer with an eos_token, used as EOD: a folder, or ORG/NAME on the Hub"
+    parser.add_argument("--tokenizer", required=required, metavar="DIR|NAME", help=tokenizer)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
+    add_settings_arguments(parser)
+    parser.add_argument("--unit-mb", type=float, default=UNIT_MB, metavar="MB", help="text in a unit of work, about (default: 256)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the data in --out")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write OUT/plan.json and the tokenizer's copy, and print what is ahead. Raises UserError."""
+    plan, tokenizer = make_plan(arguments)
+    with Lock(arguments.out, shared=not arguments.overwrite):
+        unchanged = settle(arguments.out, plan, tokenizer, overwrite=arguments.overwrite)
+    for line in describe(arguments.out, plan, unchanged=unchanged):
+        print(line)
+    return 0
+
+
+def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
+    """The plan of a command line, and the tokenizer it uses; nothing is written. Raises UserError."""
+    if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
+        raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
+    if not arguments.tokenizer:
+        raise UserError("inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub")
+    settings = settings_of(arguments)
+    tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
+    files = [_from_anywhere(file) for file in open_files(arguments.inputs, settings.columns, arguments.subset)]
+    unit_bytes = round(arguments.unit_mb * 1e6)
+    cuts = ((number, span) for number, file in enumerate(files) for span in spans(file, settings.columns, unit_bytes))
+    units = tuple(Unit(number, file, span.start, span.stop, span.rows, span.text_bytes) for number, (file, span) in enumerate(cuts))
+    if all(unit.rows == 0 for unit in units):
+        raise UserError(f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}")
+    plan = Plan("", settings.as_json(), identity(tokenizer), tuple(asdict(file) for file in files), units, unit_bytes)
+    return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
+
+
+def identity(tokenizer: TokenizerFolder) -> dict[str, Any]:
+    """What of a tokenizer decides the bytes, as the plan has it."""
+    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "sha256": tokenizer.sha256}
+
+
+def _from_anywhere(file: SourceFile) -> SourceFile:
+    """The file by a path that holds in any working directory."""
+    return file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
+
+
+def fingerprint_of(plan: Plan) -> str:
+    """Of all that decides the bytes: contents and kinds of the files in their order, where they are cut, settings, tokenizer."""
+    return sha256_json(
+        {
+            "format": FORMAT,
+            "files": [(file["kind"], file["fingerprint"]) for file in plan.files],
+            "units": [(unit.file, unit.start, unit.stop) for unit in plan.units],
+            "settings": Settings.from_json(plan.settings).deciding(),
+            "tokenizer": plan.tokenizer,
+        }
+    )
+
+
+def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
+    """Make ``plan`` the plan of OUT, with a copy of the tokenizer; whether it was that before.
+
+    Of the same plan only the files' paths are brought up to date, where they are still to be read. Raises UserError where OUT holds data of
+    another plan, or of none. With ``overwrite`` such data goes, and also complete data of the same plan; what a killed run of the same plan
+    has finished stays.
+    """
+    taken = [] if overwrite else _taken(out, tokenizer)  # before the plan is looked for: another task may be writing both
+    old = _old_plan(out, overwrite)
+    if old and old.fingerprint == plan.fingerprint and not (overwrite and (out / MANIFEST).exists()):
+        if old != plan and not (out / MANIFEST).exists():
+            write_plan(out, plan)
+        return True
+    if overwrite:
+        _clear(out)
+    elif old:
+        raise UserError(f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}")
+    elif taken:
+        raise UserError(f"{taken[0]} exists and no {PLAN} says what it is; {AGAIN}")
+    _copy_tokenizer(tokenizer, out)
+    write_plan(out, plan)
+    return False
+
+
+def _old_plan(out: Path, overwrite: bool) -> Plan | None:
+    if not (out / PLAN).exists():
+        return None
+    try:
+        return read_plan(out)
+    except UserError:
+        if overwrite:
+            return None
+        raise
+
+
+def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
+    """Names in OUT that a plan would write to, other than a tokenizer of the same content."""
+    copy = out / TOKENIZER
+    foreign = [copy / name for name in TOKENIZER_FILES if (copy / name).exists() and not _same_file(tokenizer.path / name, copy / name)]
+    return [path for path in (*(out / name for name in (MANIFEST, *PAIRS, UNITS, SHARDS)), *foreign) if path.exists()]
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and (one.samefile(other) or one.read_bytes() == other.read_bytes())
+
+
+def _clear(out: Path) -> None:
+    """Remove the data in OUT, what vouches for it first."""
+    for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):
+        (out / name).unlink(missing_ok=True)
+    if (out / SHARDS).exists():
+        shutil.rmtree(out / SHARDS)
+
+
+def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
+    """Make OUT/tokenizer the tokenizer, file by file, each whole; other files there stay."""
+    copy = out / TOKENIZER
+    if copy.exists() and copy.samefile(tokenizer.path):
+        return
+    copy.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if name in tokenizer.files:
+            write_whole(copy / name, (tokenizer.path / name).read_bytes())
+        else:
+            (copy / name).unlink(missing_ok=True)
+
+
+def differences(old: Plan, new: Plan) -> Iterator[str]:
+    """What makes ``old`` another plan than ``new``, each as a person reads it."""
+    contents = [[(file["kind"], file["fingerprint"]) for file in plan.files] for plan in (old, new)]
+    if len(old.files) != len(new.files):
+        yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
+    elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
+        yield "the same inputs in another order"
+    elif contents[0] != contents[1]:
+        number = next(i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other)
+        yield f"other inputs ({old.files[number]['path']} there, {new.files[number]['path']} now)"
+    if old.tokenizer != new.tokenizer:
+        yield "another tokenizer"
+    there, now = (Settings.from_json(plan.settings).deciding() for plan in (old, new))
+    differing = [name for name in now if there.get(name) != now[name]]
+    for name in differing:
+        if not name.startswith("mask"):
+            option = OPTIONS.get(name, name).replace("_", "-")
+            yield f"another --{option} ({_shown(there.get(name))} there, {_shown(now[name])} now)"
+    if any(name.startswith("mask") for name in differing):
+        yield "another --mask"
+    if old.unit_bytes != new.unit_bytes:
+        yield f"another --unit-mb ({old.unit_bytes / 1e6:g} there, {new.unit_bytes / 1e6:g} now)"
+    if contents[0] == contents[1] and old.unit_bytes == new.unit_bytes and old.units != new.units:
+        yield "other cuts of the same inputs, by another version of data_prep"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) or "none" if isinstance(value, list) else "none" if value is None else str(value)
+
+
+def disk_bytes(plan: Plan, text_bytes: int) -> int:
+    """About how much disk the ids of so much text take."""
+    return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer["vocab_size"])).itemsize
+
+
+def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
+    """What is ahead, for people: files, rows, text, units, shards and disk."""
+    text = sum(file["text_bytes"] for file in plan.files)
+    rows = [file["rows"] for file in plan.files]
+    known = f"{sum(filter(None, rows)):,} rows" + (" and those that only reading tells" if None in rows else "")
+    names, longest = Settings.from_json(plan.settings).split.names, max(unit.text_bytes for unit in plan.units)
+    tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
+    yield f"{out / PLAN}: {'unchanged' if unchanged else 'written'} ({plan.fingerprint[:12]})"
+    yield f"  {len(plan.files):,} files, {size(sum(file['bytes'] for file in plan.files))}: {known}, about {size(text)} of text"
+    yield f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the largest {size(longest)}"
+    yield f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into {len(names)} pairs of .bin and .idx"
+    yield f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} of disk, twice that while they are merged"
+    yield f"do it with: python -m data_prep run --out {out}"

@@ -1,0 +1,123 @@
+"""data_prep: which files the inputs of a command line mean, and of what kind each is. Knows neither rows nor columns."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from data_prep.errors import UserError
+from data_prep.sources import hub
+
+KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+PACKINGS = (".gz", ".zst")
+KNOWN = ".parquet, .jsonl, .jsonl.gz or .jsonl.zst"
+GZIP, ZSTD, BOM = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An input file; ``remote`` is what the Hub says of it."""
+
+    path: str
+    remote: hub.RemoteFile | None = None
+
+
+def find_files(inputs: Iterable[str], subset: str | None = None) -> list[Found]:
+    """The files of the inputs, in their order: files, folders (all data files below), globs, ``hf://`` addresses; sorted within each.
+
+    Hidden names are left out. Raises UserError for a name without files, or a file twice.
+    """
+    inputs = list(inputs)
+    if subset is not None and not any(map(hub.is_hub, inputs)):
+        raise UserError(f"--subset {subset} goes with an hf:// input")
+    found: list[Found] = []
+    for name in inputs:
+        if hub.is_hub(name):
+            found += [Found(file.url, file) for file in hub.resolve(name, subset)]
+        else:
+            found += [Found(str(path)) for path in _local(name)]
+    seen: set[str] = set()
+    for file in found:
+        identity = file.path if file.remote else str(Path(file.path).resolve())
+        if identity in seen:
+            raise UserError(f"{file.path} is given twice; each input file counts once")
+        seen.add(identity)
+    return found
+
+
+def _local(name: str) -> list[Path]:
+    path = Path(name)
+    if path.is_dir():
+        if not (files := _below(path)):
+            raise UserError(f"no {KNOWN} file in the folder {name}")
+        return files
+    if path.exists():
+        return [path]
+    if not glob.has_magic(name):
+        raise UserError(f"no such file: {name}")
+    matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
+    files = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
+    if not files:
+        raise UserError(f"no file matches {name}")
+    return list(dict.fromkeys(files))  # dir/** matches a folder and what is in it
+
+
+def _below(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if kind_by_name(path.name) and not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()
+    )
+
+
+def kind_by_name(name: str) -> str | None:
+    """parquet, jsonl, jsonl.gz or jsonl.zst, or None where the name says nothing."""
+    suffixes = Path(name).suffixes
+    packing = suffixes.pop() if suffixes and suffixes[-1] in PACKINGS else ""
+    kind = KINDS.get(suffixes[-1]) if suffixes else None
+    return None if kind is None or (packing and kind == "parquet") else f"{kind}{packing}"
+
+
+def kind_of(path: str, file: BinaryIO) -> str:
+    """A file's kind by its first bytes. Raises UserError where it is empty, of no kind that is read, or of another than its name says."""
+    begin = file.read(512)
+    if not begin:
+        raise UserError(f"{path} is empty")
+    named, kind = kind_by_name(path.rsplit("/", 1)[-1]), _kind_by_content(begin)
+    if kind is None:
+        raise UserError(f"{path} is {f'not a {named}' if named else 'no parquet or JSONL'} file: it {_looks(begin)}")
+    if named is not None and named != kind:
+        raise UserError(f"{path} is not a {named} file: its content is {kind}; rename it")
+    return kind
+
+
+def _kind_by_content(begin: bytes) -> str | None:
+    if begin[:4] == b"PAR1":
+        return "parquet"
+    if begin[:2] == GZIP:
+        return "jsonl.gz"
+    if begin[:4] == ZSTD or (begin[1:4] == b"\x2a\x4d\x18" and 0x50 <= begin[0] <= 0x5F):  # a frame that is skipped
+        return "jsonl.zst"
+    text = begin.removeprefix(BOM).lstrip(b" \t\r\n")
+    return "jsonl" if text[:1] == b"{" or not text else None
+
+
+def _looks(begin: bytes) -> str:
+    """What a file of no kind of ours seems to be, and what to do."""
+    known = {
+        b"version http": "is a Git LFS pointer; fetch the file itself with git lfs pull",
+        b"<": "looks like an HTML or XML page; download the file again",
+        b"[": "looks like a JSON array; write one object a line",
+        b"PARE": "is an encrypted parquet file; decrypt it first",
+        b"\xff\xfe": "looks like UTF-16; write it as UTF-8",
+        b"\xfe\xff": "looks like UTF-16; write it as UTF-8",
+        b"BZh": "is packed with bzip2; unpack it or use gzip or zstd",
+        b"\xfd7zXZ": "is packed with xz; unpack it or use gzip or zstd",
+        b"PK": "is a zip archive; unpack it",
+    }
+    text = begin.removeprefix(BOM).lstrip(b" \t\r\n")
+    found = next((what for start, what in known.items() if text.startswith(start)), None)
+    return found or f"begins with {begin[:16]!r}; inputs are {KNOWN}"

@@ -1,0 +1,330 @@
+"""data_prep: rows of JSON lines, plain or packed, in bounded memory. Each line is read alone: a bad one costs no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.drops import Drop
+from data_prep.errors import UserError
+from data_prep.sources.columns import missing_column
+from data_prep.sources.opening import DamagedStream, chunks, size_of
+from data_prep.sources.types import BATCH_BYTES, ROW_BYTES, Columns, Rows, Span, Unreadable
+
+MAX_LINE_BYTES = 96 << 20  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
+HEAD_BYTES = 1 << 20  # of lines, looked at before any work
+MAX_UNREADABLE = 1000  # held back while a batch fills
+BLANK, BOM = b" \t\r", b"\xef\xbb\xbf"
+MISSING = object()
+
+Line = tuple[int, int, bytes | None]  # the byte it starts at, its size, its bytes without "\n" (None: above MAX_LINE_BYTES)
+
+
+class Integer(str):
+    """A whole number as it is written: JSON knows no largest one, and Python is slow to read large ones."""
+
+    __slots__ = ()
+
+    @property
+    def digits(self) -> str:
+        """The number as parquet's integers are given; -0 is 0."""
+        return "0" if self == "-0" else str(self)
+
+
+DECODER = json.JSONDecoder(parse_int=Integer)
+WORDS = {str: "text", Integer: "a number", float: "a number", bool: "true or false", dict: "an object", list: "a list", type(None): "null"}
+
+
+class MalformedLine(ValueError):
+    """What is wrong with a line."""
+
+
+def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> int:
+    """Bytes of text about, of a file whose first lines have the columns. Raises UserError."""
+    head = _head(file, kind)
+    if not head.objects:
+        raise UserError(f"{path} is no JSONL: {head.fault}" if head.fault else f"{path} holds no line")
+    names = list(dict.fromkeys(name for item in head.objects for name in _names(item)))
+    for name in columns.all:
+        values = [_value(item, head.path(name)) for item in head.objects]
+        if all(value is MISSING for value in values):
+            where = f" in its first {len(head.objects)} lines" if len(head.objects) > 1 else " in its first line"
+            raise missing_column(path, name, columns, names, where)
+        found = [type(value) for value in values if value is not None and value is not MISSING]
+        if name == columns.text and found and str not in found:
+            raise UserError(f"{path}: {name!r} is {WORDS[found[0]]}, not text; name the text column with --text-column")
+        if name == columns.id and found and not {str, Integer} & set(found):
+            raise UserError(f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; name the id column with --id-column")
+    texts = (_value(item, head.path(columns.text)) for item in head.objects)
+    text = sum(len(value.encode("utf-8", "surrogatepass")) for value in texts if type(value) is str)
+    return round(text / max(1, head.stored) * size_of(file))
+
+
+def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:
+    """Equal ranges of bytes with about ``unit_bytes`` of text, ten times as many bytes at most; all of a packed file."""
+    if kind != "jsonl":
+        return [Span(0, 1, None, text_bytes)]
+    number = max(1, min(size, round(max(text_bytes, size / 10) / unit_bytes)))
+    cuts = [size * i // number for i in range(number + 1)]
+    return [Span(start, stop, None, text_bytes // number) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def read(path: str, file: BinaryIO, kind: str, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
+    """Rows of the lines that start within a span; of a damaged stream those before the damage. Places are bytes of the unpacked file.
+
+    A blank line is no row. Raises UserError.
+    """
+    head = _head(file, kind) if columns.extra or any("." in name for name in columns.all) else Head()
+    gathered = Gathered(columns, head)
+    plain = kind == "jsonl"
+    begin = max(0, span.start - 1) if plain else 0  # the byte before tells whether a line starts at the span's first
+    place = begin
+    file.seek(begin)
+    try:
+        for place, size, line in lines(chunks(file, kind), begin):
+            if plain and place >= span.stop:
+                break
+            if place >= span.start or not plain:
+                yield from gathered.add(place, line)
+            place += size + 1
+    except DamagedStream as damage:
+        message = f"{path} cannot be read from byte {place} of its content on ({damage}); what follows is lost"
+        gathered.unreadable.append(Unreadable(place, 1, Drop.CUT_OFF, message))
+    yield from gathered.flush()
+
+
+def lines(stream: Iterable[bytes], start: int) -> Iterator[Line]:
+    """The lines of a stream whose first byte is byte ``start``. One above MAX_LINE_BYTES is not held in memory."""
+    place, size, pieces = start, 0, list[bytes]()
+    for chunk in stream:
+        first, *others = chunk.split(b"\n")
+        size += len(first)
+        if size <= MAX_LINE_BYTES:
+            pieces.append(first)
+        else:
+            pieces.clear()
+        for following in others:
+            yield place, size, _joined(pieces, size)
+            place += size + 1
+            size, pieces = len(following), [following]
+    if size:
+        yield place, size, _joined(pieces, size)
+
+
+def _joined(pieces: list[bytes], size: int) -> bytes | None:
+    line = b"".join(pieces) if size <= MAX_LINE_BYTES else None
+    pieces.clear()
+    return line
+
+
+# --- a line -------------------------------------------------------------------------------------------------------------------------
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The object of a line; bytes that are not UTF-8 become lone surrogates, as Python has them. Raises MalformedLine."""
+    try:
+        value = DECODER.decode(_text(line))
+    except RecursionError:
+        raise MalformedLine("it is nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise MalformedLine(f"{error.msg} at its character {error.pos + 1}") from None
+    if type(value) is not dict:
+        raise MalformedLine(f"it is {WORDS[type(value)]}, not an object")
+    return value
+
+
+def _text(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        return line.decode("utf-8", "surrogateescape")
+
+
+def _bytes(text: str) -> bytes:
+    """UTF-8, where there are lone surrogates not quite: what was not UTF-8 stays so."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        pass
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def _value(item: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        item = item.get(name, MISSING) if type(item) is dict else MISSING
+    return item
+
+
+def _names(item: dict[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in item.items():
+        yield above + name
+        if type(value) is dict and above.count(".") < 3:
+            yield from _names(value, f"{above}{name}.")
+
+
+# --- the first lines ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Head:
+    """Objects of a file's first lines; ``stored``: about the bytes of the file they take; ``fault``: of the first line that has none."""
+
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    stored: float = 0
+    fault: str = ""
+
+    def path(self, name: str) -> tuple[str, ...]:
+        """Keys to descend: ``a.b`` is b within a, unless a line has that very key."""
+        return (name,) if "." not in name or any(name in item for item in self.objects) else tuple(name.split("."))
+
+    def kind(self, name: str) -> pa.DataType | None:
+        """A column's type by its first value; None where there is none: then batch by batch."""
+        values = (_value(item, self.path(name)) for item in self.objects)
+        first = next((value for value in values if value is not None and value is not MISSING), None)
+        return None if first is None else _arrow_kind(first)
+
+
+def _head(file: BinaryIO, kind: str) -> Head:
+    head, number, given, unpacked, consumed = Head(), 0, 0, 0, 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal given
+        for chunk in chunks(file, kind):
+            given += len(chunk)
+            yield chunk
+
+    try:
+        for place, size, line in lines(counted(), 0):
+            unpacked, consumed = place + size + 1, file.tell()
+            line = _stripped(place, line)
+            if line != b"":
+                number += 1
+                try:
+                    head.objects.append(_parsed(line))
+                except MalformedLine as error:
+                    head.fault = head.fault or f"line {number}: {error}"
+            if unpacked >= HEAD_BYTES:
+                break
+    except DamagedStream as damage:
+        head.fault = head.fault or str(damage)
+    head.stored = unpacked if kind == "jsonl" else consumed * unpacked / max(1, given)
+    return head
+
+
+def _stripped(place: int, line: bytes | None) -> bytes | None:
+    if line is None:
+        return None
+    return (line if place else line.removeprefix(BOM)).strip(BLANK)
+
+
+def _parsed(line: bytes | None) -> dict[str, Any]:
+    if line is None:
+        raise MalformedLine(f"it is longer than {MAX_LINE_BYTES >> 20} MiB")
+    return parse(line)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _arrow_kind(value: Any) -> pa.DataType:
+    if type(value) is bool:
+        return pa.bool_()
+    return pa.float64() if type(value) in (float, Integer) else pa.large_string()
+
+
+class Gathered:
+    """Rows on their way into batches."""
+
+    def __init__(self, columns: Columns, head: Head) -> None:
+        self.names, self.own = columns.all, 1 if columns.id == columns.text else 2
+        self.paths = [head.path(name) for name in self.names]
+        self.kinds = [head.kind(name) for name in self.names[self.own :]]
+        self.unreadable: list[Unreadable] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._size = 0
+        self._places: list[int] = []
+        self._values: list[list[Any]] = [[] for _ in self.paths]
+
+    def add(self, place: int, line: bytes | None) -> Iterator[Rows | Unreadable]:
+        """Take a line in; what is full comes out."""
+        line = _stripped(place, line)
+        if line == b"":
+            return
+        try:
+            values = self._of(_parsed(line))
+        except MalformedLine as error:
+            self.unreadable.append(Unreadable(place, 1, Drop.MALFORMED, str(error)))
+            if len(self.unreadable) >= MAX_UNREADABLE:
+                yield from self.flush()
+            return
+        del line
+        more = ROW_BYTES + len(values[0] or b"")
+        if self._places and self._size + more > BATCH_BYTES:
+            yield from self.flush()
+        self._size += more
+        self._places.append(place)
+        for column, value in zip(self._values, values, strict=True):
+            column.append(value)
+
+    def _of(self, item: dict[str, Any]) -> list[Any]:
+        """A row's values: text and id as bytes. Raises MalformedLine."""
+        names, own, values = self.names, self.own, [_value(item, path) for path in self.paths]
+        if values[0] is MISSING:
+            raise MalformedLine(f"it has no {names[0]!r}")
+        known = [None if value is MISSING else value for value in values]
+        row: list[Any] = [_binary(known[0], names[0], (str,), "not text")]
+        if own == 2:
+            row.append(_binary(known[1], names[1], (str, Integer), "neither text nor a whole number"))
+        for name, value, kind in zip(names[own:], known[own:], self.kinds, strict=True):
+            if value is not None and kind in (pa.bool_(), pa.float64()) and _arrow_kind(value) != kind:
+                expected = "true or false" if kind == pa.bool_() else "a number"
+                raise MalformedLine(f"its {name!r} is {WORDS[type(value)]}, not {expected} as in the first lines")
+            row.append(value)
+        return row
+
+    def flush(self) -> Iterator[Rows | Unreadable]:
+        """All that has been taken in."""
+        if self._places:
+            arrays = [pa.array(values, pa.large_binary()) for values in self._values[: self.own]]
+            arrays += [_extra(values, kind) for values, kind in zip(self._values[self.own :], self.kinds, strict=True)]
+            places = np.array(self._places, np.int64)
+            self._clear()
+            yield Rows(places, pa.RecordBatch.from_arrays(arrays, names=list(self.names)))
+        unreadable, self.unreadable = self.unreadable, []
+        yield from unreadable
+
+
+def _binary(value: Any, name: str, types: tuple[type, ...], wanted: str) -> bytes | None:
+    if value is None:
+        return None
+    if type(value) not in types:
+        raise MalformedLine(f"its {name!r} is {WORDS[type(value)]}, {wanted}")
+    return _bytes(value.digits if type(value) is Integer else value)
+
+
+def _extra(values: list[Any], kind: pa.DataType | None) -> pa.Array:
+    """A column of other values: as its type; without one null, float64 where all are numbers, else large_string."""
+    if kind is None:
+        kinds = {_arrow_kind(value) for value in values if value is not None}
+        if not kinds:
+            return pa.nulls(len(values))
+        kind = kinds.pop() if len(kinds) == 1 else pa.large_string()
+    if kind == pa.large_string():
+        return pa.array([None if value is None else _as_text(value) for value in values], kind)
+    return pa.array([float(value) if type(value) is Integer else value for value in values], kind)
+
+
+def _as_text(value: Any) -> str:
+    """Text as it is, without lone surrogates; a number as its digits; anything else as JSON."""
+    text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,163 @@
+"""data_prep: an input as bytes, local or on the Hugging Face Hub, packed or not, and its identity. Knows neither rows nor columns."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from data_prep.errors import UserError, describe_os_error, one_line
+from data_prep.sources import hub
+
+CHUNK_BYTES = 1 << 20
+PACKED_BYTES = 1 << 16  # fed to zlib at once: what is lost where it finds damage
+SAMPLE_BYTES, SAMPLES = 1 << 16, 64
+
+
+class DamagedStream(Exception):
+    """A packed stream that ends early or cannot be unpacked further."""
+
+
+class LocalFile(io.FileIO):
+    """A file whose reads raise UserError, never OSError: a reader must not take a failing disk for a damaged file."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            super().__init__(path)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """At most ``size`` bytes, none at the end."""
+        try:
+            return super().read(-1 if size is None else size) or b""
+        except OSError as error:
+            raise _unreadable(str(self.name), error) from None
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill ``buffer`` as far as one read goes; the number of bytes."""
+        try:
+            return super().readinto(buffer) or 0
+        except OSError as error:
+            raise _unreadable(str(self.name), error) from None
+
+    def readall(self) -> bytes:
+        """All bytes to the end."""
+        try:
+            return super().readall() or b""
+        except OSError as error:
+            raise _unreadable(str(self.name), error) from None
+
+
+def _unreadable(path: str, error: OSError) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"no such file: {path}")
+    return UserError(f"{path} cannot be read ({describe_os_error(OSError(error.errno, error.strerror))})")
+
+
+def open_input(path: str) -> BinaryIO:
+    """A local file or an ``hf://`` one, for reading at any place. Opening and reading raise UserError where the bytes do not come."""
+    return hub.open_remote(path) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
+
+
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file, which is then at its beginning."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
+
+
+def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
+    """The bytes from where ``file`` stands on, unpacked as its kind (jsonl, jsonl.gz, jsonl.zst) says, in chunks of about 1 MiB.
+
+    Several members or frames in a row are one stream. Raises DamagedStream after what could be unpacked.
+    """
+    if kind.endswith(".gz"):
+        yield from _gunzip(file)
+    elif kind.endswith(".zst"):
+        yield from _unzstd(file)
+    else:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+class _Borrowed(io.RawIOBase):
+    """Reads from a file and leaves it open: Arrow closes what it reads from."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    packed, member, members = b"", None, 0
+    while True:
+        packed = packed or file.read(PACKED_BYTES)
+        ended = not packed
+        if member is None:
+            packed = packed.lstrip(b"\0") if members else packed  # some tools pad
+            if not packed:
+                if ended:
+                    return
+                continue
+            member, members = zlib.decompressobj(zlib.MAX_WBITS | 16), members + 1
+        try:
+            chunk = member.decompress(packed, CHUNK_BYTES)
+        except zlib.error as error:
+            raise DamagedStream(one_line(error)) from None
+        packed = member.unconsumed_tail
+        if chunk:
+            yield chunk
+        if member.eof:
+            packed, member = member.unused_data, None
+        elif ended and not chunk:
+            raise DamagedStream("the gzip stream ends early")
+
+
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    with pa.CompressedInputStream(_Borrowed(file), "zstd") as stream:
+        while True:
+            try:
+                chunk = stream.read(CHUNK_BYTES)
+            except OSError as error:
+                raise DamagedStream(one_line(error)) from None
+            if not chunk:
+                return
+            yield chunk
+
+
+def sampled(file: BinaryIO) -> str:
+    """``sample:SIZE:SHA256`` over 64 blocks of 64 KiB spread evenly over a file: milliseconds. A change between the blocks goes unseen."""
+    size, digest = size_of(file), hashlib.sha256()
+    for number in range(SAMPLES):
+        file.seek(max(number * SAMPLE_BYTES, number * (size - SAMPLE_BYTES) // (SAMPLES - 1)))
+        digest.update(file.read(SAMPLE_BYTES))
+    file.seek(0)
+    return f"sample:{size}:{digest.hexdigest()}"
+
+
+def parquet_footer(file: BinaryIO) -> str:
+    """``footer:SIZE:SHA256`` of a parquet file's size and footer: schema, row counts, places, sizes and statistics of all column chunks.
+
+    Unseen: another content of the pages with the same sizes and statistics, such as a flipped bit.
+    """
+    size = size_of(file)
+    file.seek(max(0, size - 8))
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(max(0, size - 8 - length))
+    footer = file.read(length + 8)
+    file.seek(0)
+    return f"footer:{size}:{hashlib.sha256(footer).hexdigest()}"

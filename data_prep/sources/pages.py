@@ -1,0 +1,135 @@
+"""data_prep: the sizes of a parquet column's pages, by their headers alone: what a read of so many rows may hold in memory.
+
+Arrow reads a fixed number of rows at a time, decodes whole pages and does not tell their sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow.parquet as pq
+
+HEADER_BYTES = 1 << 12  # read at first; statistics may make one longer
+DICTIONARY_PAGE = 2
+STOP, TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 0, 1, 2, 3, 7, 8, 12
+
+
+class BadHeader(ValueError):
+    """Bytes that are no page header."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Data pages of a column chunk: ``rows`` and unpacked ``bytes`` of each; ``dictionary``: bytes of its dictionary, 0 without."""
+
+    rows: list[int]
+    bytes: list[int]
+    dictionary: int
+
+    @property
+    def largest(self) -> int:
+        """Unpacked bytes of the largest page."""
+        return max([self.dictionary, *self.bytes])
+
+    def held(self, rows: int) -> int:
+        """The most bytes that ``rows`` rows in a row can have: those of the pages they lie in, or as often the whole dictionary."""
+        if not self.rows:
+            return 0
+        ends, total = np.cumsum(self.rows), np.cumsum(self.bytes)
+        first = np.arange(len(ends))
+        last = np.minimum(np.searchsorted(ends, ends[first] + rows - 2, side="right"), len(ends) - 1)  # a window from a page's last row on
+        return max(int((total[last] - total[first] + np.array(self.bytes)).max()), rows * self.dictionary)
+
+
+def pages_of(file: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Pages:
+    """The pages of a column chunk. Raises BadHeader for a damaged one."""
+    position = chunk.data_page_offset
+    if chunk.has_dictionary_page and chunk.dictionary_page_offset:
+        position = min(position, chunk.dictionary_page_offset)
+    end = position + chunk.total_compressed_size
+    rows: list[int] = []
+    sizes: list[int] = []
+    dictionary = 0
+    while position < end:
+        header, length = _header(file, position)
+        data = header.get(5, header.get(8))
+        size, packed, values = header.get(2), header.get(3), data.get(1) if isinstance(data, dict) else 0
+        if not (isinstance(size, int) and isinstance(packed, int) and isinstance(values, int) and min(size, packed, values) >= 0):
+            raise BadHeader
+        if header.get(1) == DICTIONARY_PAGE:
+            dictionary = size
+        else:
+            rows.append(values)
+            sizes.append(size)
+        position += length + packed
+    return Pages(rows, sizes, dictionary)
+
+
+def _header(file: BinaryIO, position: int) -> tuple[dict[int, Any], int]:
+    size = HEADER_BYTES
+    while True:
+        file.seek(position)
+        data = file.read(size)
+        try:
+            parsed = _Compact(data)
+            return parsed.struct(), parsed.position
+        except IndexError:
+            if len(data) < size:
+                raise BadHeader from None
+        size *= 16
+
+
+class _Compact:
+    """Reads Thrift's compact protocol: structs as {field: value}. Raises IndexError where the bytes end, BadHeader for other faults."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.position = data, 0
+
+    def struct(self, depth: int = 0) -> dict[int, Any]:
+        """One struct."""
+        if depth > 8:
+            raise BadHeader
+        fields: dict[int, Any] = {}
+        number = 0
+        while (head := self._byte()) & 15 != STOP:
+            number = number + (head >> 4) if head >> 4 else self._signed()
+            fields[number] = self._value(head & 15, depth)
+        return fields
+
+    def _byte(self) -> int:
+        self.position += 1
+        return self.data[self.position - 1]
+
+    def _unsigned(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+            if shift > 63:
+                raise BadHeader
+
+    def _signed(self) -> int:
+        value = self._unsigned()
+        return (value >> 1) ^ -(value & 1)
+
+    def _skip(self, size: int) -> None:
+        self.position += size
+        if self.position > len(self.data):
+            raise IndexError
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind in (TRUE, FALSE):
+            return kind == TRUE
+        if BYTE < kind < DOUBLE:
+            return self._signed()
+        if kind == STRUCT:
+            return self.struct(depth + 1)
+        if kind not in (BYTE, DOUBLE, BINARY):
+            raise BadHeader  # lists, sets and maps: page headers have none
+        self._skip(self._unsigned() if kind == BINARY else 1 if kind == BYTE else 8)
+        return None

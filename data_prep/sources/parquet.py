@@ -1,0 +1,209 @@
+"""data_prep: rows of parquet files, a few at a time: no row group and no value is too large for a worker's memory, but a page must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_prep.drops import Drop
+from data_prep.errors import UserError, one_line
+from data_prep.sources.columns import missing_column
+from data_prep.sources.pages import BadHeader, pages_of
+from data_prep.sources.types import BATCH_BYTES, ROW_BYTES, Columns, Rows, Span, Unreadable
+
+BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
+READ_BYTES = 1 << 15  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean
+MAX_ROWS = 1 << 14
+HELD_BYTES = 256 << 20  # that one read may hold, or one row's where that is more
+MAX_PAGE_BYTES = 640 << 20  # Arrow holds a page whole, packed and unpacked
+FAULTS = (pa.ArrowException, OSError, UnicodeError)
+
+
+def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int]:
+    """(rows, bytes of text about) of a file whose columns and their types are as they should be. Raises UserError."""
+    reader = _reader(path, file)
+    schema = reader.schema_arrow
+    for name in columns.all:
+        kind = _kind(_field(path, schema, name, columns).type)
+        if name == columns.text and not _is_text(kind):
+            raise UserError(f"{path}: column {name!r} is {kind}, not text; name the text column with --text-column")
+        if name == columns.id and not (_is_text(kind) or pa.types.is_integer(kind)):
+            raise UserError(f"{path}: column {name!r} is {kind}, neither text nor integer; name the id column with --id-column")
+    return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text))
+
+
+def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[Span]:
+    """Runs of row groups, each closed by the group that brings it to ``unit_bytes`` of text or more. Raises UserError."""
+    found: list[Span] = []
+    metadata = _reader(path, file).metadata
+    start, rows, text = 0, 0, 0
+    for group, size in enumerate(_sizes(metadata, columns.text)):
+        rows, text = rows + metadata.row_group(group).num_rows, text + size
+        if text >= unit_bytes or group + 1 == metadata.num_row_groups:
+            found.append(Span(start, group + 1, rows, text))
+            start, rows, text = group + 1, 0, 0
+    return found
+
+
+def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
+    """Rows of row groups [start, stop); of a damaged group those before the damage. Places: row numbers of the file. Raises UserError."""
+    reader = _reader(path, file)
+    metadata = reader.metadata
+    if span.stop > metadata.num_row_groups:
+        raise UserError(f"{path} has {metadata.num_row_groups} row groups, {span.stop} when it was planned: it has changed")
+    place = sum(metadata.row_group(group).num_rows for group in range(span.start))
+    for group in range(span.start, span.stop):
+        rows = metadata.row_group(group).num_rows
+        done, fault = 0, "it has fewer rows than its footer says"
+        try:
+            for batch in _gathered(_pieces(reader, group, columns, _rows_per_read(file, metadata, group, columns)), columns):
+                yield Rows(np.arange(place + done, place + done + len(batch), dtype=np.int64), batch)
+                done += len(batch)
+        except FAULTS as error:
+            fault = one_line(error).rstrip(".")
+        if done < rows:
+            message = f"{path}: row group {group} of {metadata.num_row_groups} cannot be read from its row {done} on ({fault})"
+            yield Unreadable(place + done, rows - done, Drop.UNREADABLE, message)
+        place += rows
+
+
+def _reader(path: str, file: BinaryIO) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+    except FAULTS as error:
+        raise UserError(f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch or write it again") from None
+
+
+# --- columns ------------------------------------------------------------------------------------------------------------------------
+
+
+def _field(path: str, schema: pa.Schema, name: str, columns: Columns) -> pa.Field:
+    number = schema.names.count(name)
+    if number > 1:
+        raise UserError(f"{path} has {number} columns named {name!r}")
+    if number:
+        return schema.field(name)
+    first, *rest = name.split(".")
+    field = schema.field(first) if schema.names.count(first) == 1 else None
+    for part in rest:
+        kind = field.type if field is not None else None
+        field = kind.field(part) if kind is not None and pa.types.is_struct(kind) and kind.get_field_index(part) >= 0 else None
+    if field is None:
+        raise missing_column(path, name, columns, list(_names(schema)), "")
+    return field
+
+
+def _names(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[str]:
+    for field in fields:
+        yield above + field.name
+        if pa.types.is_struct(field.type):
+            yield from _names(field.type, f"{above}{field.name}.")
+
+
+def _kind(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(test(kind) for test in tests)
+
+
+def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
+    """Numbers of the physical columns that make up the named ones."""
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    return [i for i, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
+
+
+def _sizes(metadata: pq.FileMetaData, column: str) -> list[int]:
+    """Unpacked bytes of a column, for each row group."""
+    wanted = _leaves(metadata, [column])
+    groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
+    return [sum(group.column(i).total_uncompressed_size for i in wanted) for group in groups]
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _rows_per_read(file: BinaryIO, metadata: pq.FileMetaData, group: int, columns: Columns) -> int:
+    """Rows that are read at once so that no read holds more than HELD_BYTES. Raises pa.ArrowInvalid for a page too large to be read."""
+    chunks = [metadata.row_group(group).column(i) for i in _leaves(metadata, columns.all)]
+    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    rows = min(MAX_ROWS, max(1, READ_BYTES * metadata.row_group(group).num_rows // max(1, size)))
+    encoded = any("DICTIONARY" in encoding for chunk in chunks for encoding in chunk.encodings)  # rows may all be its largest value
+    if size * (rows if encoded else 1) <= HELD_BYTES:
+        return rows
+    try:
+        pages = [pages_of(file, chunk) for chunk in chunks]
+    except BadHeader:
+        return 1
+    largest = max(page.largest for page in pages)
+    if largest > MAX_PAGE_BYTES:
+        raise pa.ArrowInvalid(f"it has a page of {largest >> 20} MiB, the limit is {MAX_PAGE_BYTES >> 20}; write it with smaller pages")
+    while rows > 1 and sum(page.held(rows) for page in pages) > HELD_BYTES:
+        rows //= 2
+    return rows
+
+
+def _pieces(reader: pq.ParquetFile, group: int, columns: Columns, rows: int) -> Iterator[pa.RecordBatch]:
+    names = columns.all
+    for batch in reader.iter_batches(batch_size=rows, row_groups=[group], columns=list(names), use_threads=False):
+        yield pa.RecordBatch.from_arrays([_column(batch, name) for name in names], names=list(names))
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    first, *rest = (name,) if name in batch.schema.names else name.split(".")
+    column = batch.column(first)
+    if rest:
+        column = pc.struct_field(column, rest)
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _joined(pieces: list[pa.RecordBatch], columns: Columns) -> pa.RecordBatch:
+    """The pieces as one batch, text and id as large_binary."""
+    together = list(zip(*(piece.columns for piece in pieces), strict=True))
+    arrays = [parts[0] if len(parts) == 1 else pa.concat_arrays(parts) for parts in together]
+    for i in range(1 if columns.id == columns.text else 2):
+        whole = arrays[i].cast(pa.string()) if pa.types.is_integer(arrays[i].type) else arrays[i]
+        arrays[i] = whole.cast(pa.large_binary())
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns.all))
+
+
+def _gathered(pieces: Iterator[pa.RecordBatch], columns: Columns) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of at most BATCH_BYTES of text, or one row; what was read before a fault comes before it is raised."""
+    held: list[pa.RecordBatch] = []
+    size = 0
+    fault: Exception | None = None
+    while fault is None:
+        try:
+            piece = next(pieces, None)
+        except FAULTS as error:
+            piece, fault = None, error
+        more = piece.nbytes + ROW_BYTES * len(piece) if piece is not None else 0
+        if held and (piece is None or size + more > BATCH_BYTES):
+            yield from _cut(_joined(held, columns))
+            held, size = [], 0
+        if piece is None:
+            break
+        held.append(piece)
+        size += more
+    if fault is not None:
+        raise fault
+
+
+def _cut(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    sizes = pc.fill_null(pc.binary_length(batch.column(0)), 0).to_numpy(zero_copy_only=False)
+    others = (batch.nbytes - int(sizes.sum())) // max(1, len(batch))
+    ends = np.cumsum(sizes + max(ROW_BYTES, others))
+    start = 0
+    while start < len(batch):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + BATCH_BYTES, side="right")))
+        yield batch.slice(start, stop - start)
+        start = stop

@@ -1,0 +1,171 @@
+"""``plan``: the same for the same things, refused where another is there, and what it says of the work ahead."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.__main__ import main
+from data_prep.errors import UserError
+from data_prep.layout import read_plan
+from tests.data_prep.conftest import HF, SHARES, SMALL_UNITS, make_documents, merged_hashes, snapshot, write_parquet
+
+
+def plan(inputs: list[Path], tokenizer: Path, out: Path, *options: str) -> int:
+    return main(["plan", *map(str, inputs), "--tokenizer", str(tokenizer), "--out", str(out), *options])
+
+
+def test_units_cover_every_row_once(tmp_path: Path, many: Path, corpus: Path, tokenizer: Path) -> None:
+    for unit_mb in ("0.001", "0.02", "5"):
+        out = tmp_path / unit_mb
+        assert plan([many, corpus], tokenizer, out, "--unit-mb", unit_mb) == 0
+        made = read_plan(out)
+        assert [unit.number for unit in made.units] == list(range(len(made.units)))
+        for file, row_groups, rows in ((0, 40, 1600), (1, 4, 400)):
+            spans = [unit for unit in made.units if unit.file == file]
+            assert [unit.start for unit in spans] == [0, *(unit.stop for unit in spans[:-1])] and spans[-1].stop == row_groups
+            assert sum(unit.rows or 0 for unit in spans) == rows == made.files[file]["rows"]
+    assert len(read_plan(tmp_path / "0.001").units) == 44 and len(read_plan(tmp_path / "5").units) == 2
+
+
+def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan([many], tokenizer, tmp_path / "a", *SMALL_UNITS) == 0
+    said = capsys.readouterr().out
+    assert "written" in said and "1 files" in said and "1,600 rows" in said and "40 units" in said and "120 shards" in said
+    assert re.search(r"about [\d.]+k tokens .* kB of disk", said)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
+    assert plan([many], tokenizer, tmp_path / "a", *SMALL_UNITS) == 0
+    again = capsys.readouterr().out
+    assert "unchanged" in again and again.splitlines()[1:] == said.splitlines()[1:]
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
+    assert plan([many], tokenizer, tmp_path / "b", *SMALL_UNITS) == 0
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+    assert {"plan.json", "tokenizer/tokenizer.json"} <= set(snapshot(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--min-score", "3"], "another --min-score (none there, 3.0 now)"),
+        (["--language", "en", "--language", "de"], "another --language (none there, en,de now)"),
+        (["--valid-percent", "3"], "another --valid-percent (2.0 there, 3.0 now)"),
+        (["--unit-mb", "1"], "another --unit-mb (0.001 there, 1 now)"),
+        (["--id-column", "text", "--max-bytes", "99"], "another --id-column (id there, text now), another --max-bytes"),
+    ],
+)
+def test_another_setting_is_named(
+    tmp_path: Path, tokenizer: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, row = tmp_path / "a.parquet", {"id": "a", "text": "x" * 2000, "score": 1.0, "language": "en"}
+    pq.write_table(pa.Table.from_pylist([row, row]), file, row_group_size=1, use_dictionary=False)
+    assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS) == 0
+    before = snapshot(tmp_path / "out")
+    assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS, *options) == 2
+    error = capsys.readouterr().err
+    assert said in error and "--overwrite" in error and error.count("\n") == 1
+    assert snapshot(tmp_path / "out") == before
+    assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS, *options, "--overwrite") == 0
+    assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS, *options) == 0
+
+
+def test_other_inputs_and_tokenizers_are_named(
+    tmp_path: Path, many: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, other = tmp_path / "out", write_parquet(tmp_path / "other.parquet", make_documents(9, 9, seed=9))
+    assert plan([many, corpus], tokenizer, out) == 0
+    spoilt = Path(shutil.copytree(tokenizer, tmp_path / "spoilt"))
+    raw = json.loads((spoilt / "tokenizer.json").read_text())
+    (spoilt / "tokenizer.json").write_text(json.dumps(raw, indent=None, sort_keys=True))
+    for inputs, name, said in (
+        ([many], tokenizer, "other inputs (2 there, 1 now)"),
+        ([corpus, many], tokenizer, "the same inputs in another order"),
+        ([many, other], tokenizer, f"other inputs ({corpus} there, {other} now)"),
+        ([many, corpus], spoilt, "another tokenizer"),
+    ):
+        capsys.readouterr()
+        assert plan(inputs, name, out) == 2
+        assert f"{out} holds a plan made from {said}" in capsys.readouterr().err
+
+
+def test_data_of_unknown_origin_stays(tmp_path: Path, many: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, name in enumerate(("valid.bin", "manifest.json", "units.jsonl", "shards/00000-train.bin", "tokenizer/tokenizer.json")):
+        out = tmp_path / str(number)
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_bytes(b"{}")
+        assert plan([many], tokenizer, out) == 2
+        error = capsys.readouterr().err
+        assert f"{out / name.replace('/00000-train.bin', '')} exists and no plan.json" in error and error.count("\n") == 1
+        assert snapshot(out) == {name: b"{}"}
+        assert plan([many], tokenizer, out, "--overwrite") == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2}', b'{"format": 2, "units": [[1]]}'])
+def test_a_damaged_plan_is_named(tmp_path: Path, many: Path, tokenizer: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(UserError, match="plan.json (is damaged|has format 1)"):
+        read_plan(tmp_path)
+    for arguments in (["run", "--out", str(tmp_path)], ["status", str(tmp_path)], ["merge", str(tmp_path)]):
+        assert main(arguments) == 2
+        assert "plan.json" in capsys.readouterr().err
+    assert plan([many], tokenizer, tmp_path) == 2
+    assert plan([many], tokenizer, tmp_path, "--overwrite") == 0
+    assert read_plan(tmp_path).units
+
+
+def test_overwrite_makes_complete_data_anew_and_goes_on_with_what_a_kill_left(
+    tmp_path: Path, many: Path, tokenizer: Path, many_made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["run", str(many), "--tokenizer", str(tokenizer), "--out", str(out), *SHARES, *SMALL_UNITS, *HF]
+    assert plan([many], tokenizer, out, *SHARES, *SMALL_UNITS) == 0
+    assert main(["run", "--out", str(out), "--task-id", "0", "--tasks", "2", *HF]) == 0
+    capsys.readouterr()
+    assert main([*command, "--overwrite"]) == 0
+    assert "20 of 40 units to do" in capsys.readouterr().out
+    (out / "train.bin").write_bytes(bytes((out / "train.bin").stat().st_size))
+    assert main([*command, "--overwrite"]) == 0
+    assert "40 of 40 units to do" in capsys.readouterr().out
+    assert snapshot(out) == snapshot(many_made)
+
+
+def test_run_goes_on_with_the_plan_and_refuses_what_is_not_in_it(
+    tmp_path: Path, many: Path, tokenizer: Path, many_made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert plan([many], tokenizer, out, *SHARES, *SMALL_UNITS) == 0
+    for options, name in (
+        (["--min-bytes", "7"], "min-bytes"),
+        (["--language", "en"], "language"),
+        (["--unit-mb", "5"], "unit-mb"),
+        (["--overwrite"], "overwrite"),
+        (["--subset", "x"], "subset"),
+    ):
+        assert main(["run", "--out", str(out), *options]) == 2
+        assert f"--{name} is not that of the plan" in capsys.readouterr().err
+    assert main(["run", "--out", str(out), *SHARES, "--tokenizer", str(tokenizer), *HF]) == 0
+    assert merged_hashes(out) == merged_hashes(many_made)
+
+
+def test_inputs_that_changed_since_the_plan_are_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(shutil.copy(corpus, tmp_path / "a.parquet"))
+    assert plan([file], tokenizer, tmp_path / "out") == 0
+    write_parquet(file, make_documents(400, 60, seed=8))
+    assert main(["run", "--out", str(tmp_path / "out")]) == 2
+    assert "a.parquet has changed since it was planned" in capsys.readouterr().err
+    file.unlink()
+    assert main(["run", "--out", str(tmp_path / "out")]) == 2
+    assert "a.parquet" in capsys.readouterr().err
+
+
+def test_no_rows_and_no_units(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan([write_parquet(tmp_path / "none.parquet", [])], tokenizer, tmp_path / "out") == 2
+    assert "no rows in" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,0 +1,69 @@
+"""Data folders as data_prep writes them, made by hand: a few documents of a few ids, in milliseconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from pretrain.data_facts import _sample_digest
+
+CODES = {"uint16": (8, "H"), "int32": (4, "i")}
+
+
+def write_pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> None:
+    """Megatron's .bin/.idx as its builder writes them."""
+    code, letter = CODES[dtype]
+    width = struct.calcsize(letter)
+    lengths = [len(document) for document in documents]
+    starts = [sum(lengths[:n]) * width for n in range(len(lengths))]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+    index += struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(lengths)}q", *starts)
+    index += struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1))
+    prefix.with_suffix(".idx").write_bytes(index)
+    prefix.with_suffix(".bin").write_bytes(b"".join(struct.pack(f"<{len(document)}{letter}", *document) for document in documents))
+
+
+def write_folder(
+    folder: Path,
+    tokens: int = 900,
+    vocab_size: int = 500,
+    tokenizer: str = "one",
+    dtype: str = "uint16",
+    documents: list[list[int]] | None = None,
+) -> Path:
+    """A data folder as data_prep writes it: a tokenizer, a manifest, three splits, each of ``documents`` (else two, of ``tokens`` ids)."""
+    documents = documents or [[7] * (tokens - 300), [8] * 300]
+    tokens = sum(map(len, documents))
+    (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    raw = {
+        "model": {"vocab": {f"{tokenizer}{n}": n for n in range(vocab_size - 1)}},
+        "added_tokens": [{"content": "</s>", "id": vocab_size - 1}],
+    }
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    splits = {}
+    for split in ("train", "valid", "test"):
+        prefix = folder / split
+        write_pair(prefix, documents, dtype)
+        binary, index = (prefix.with_suffix(ending).read_bytes() for ending in (".bin", ".idx"))
+        splits[split] = {
+            "documents": len(documents),
+            "tokens": tokens,
+            "text_bytes": 4 * tokens,
+            "bin_sha256": hashlib.sha256(binary).hexdigest(),
+            "idx_sha256": hashlib.sha256(index).hexdigest(),
+            "bin_bytes": len(binary),
+            "idx_bytes": len(index),
+            "bin_sample": _sample_digest(prefix.with_suffix(".bin")),
+        }
+    sha256 = hashlib.sha256((folder / "tokenizer" / "tokenizer.json").read_bytes()).hexdigest()
+    entry = {"path": "tokenizer", "vocab_size": vocab_size, "eod_id": vocab_size - 1, "sha256": sha256}
+    write_manifest(folder, {"format": 2, "tokenizer": entry, "dtype": dtype, "splits": splits, "source": {}, "units": {}})
+    return folder
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,0 +1,340 @@
+"""The index cache: whole or absent, whoever builds it, whoever is killed; never another data's; built ahead by ``--index``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pretrain.__main__ import main
+from pretrain.data_facts import Contents, SourceContents
+from pretrain.index_cache import COMPLETE, NOT_THERE, IndexCache
+from pretrain.loader import ConfigError
+from tests.pretrain.conftest import DEMO, ROOT, SMALL
+from tests.pretrain.data_folder import write_folder
+
+# --- the folder ------------------------------------------------------------------------------------------------------------------
+
+SOURCES = (SourceContents("train", "data/train", "a" * 64, "b" * 64), SourceContents("valid", "data/valid", "c" * 64, "d" * 64))
+FILES = {"one.npy": b"1" * 1000, "two.npy": b"2" * 70_000, "description.txt": b"three"}
+
+
+def cache_in(root: Path, key: str = "k") -> IndexCache:
+    return IndexCache(root, Contents(SOURCES), (key, [1, 2]))
+
+
+def build(cache: IndexCache) -> None:
+    with cache.building() as folder:
+        for name, content in FILES.items():
+            (folder / name).write_bytes(content)
+        cache.publish(folder)
+
+
+def folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir())
+
+
+def test_a_cache_says_what_it_was_made_from_and_what_it_holds(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path / "new" / "cache")
+    assert cache.fault() == NOT_THERE
+    build(cache)
+    assert cache.fault() is None
+    assert folders(cache.root) == [cache.folder]
+    record = json.loads((cache.folder / COMPLETE).read_text())
+    assert record == {
+        "format": 1,
+        "sources": [
+            {"split": "train", "prefix": "data/train", "idx_sha256": "a" * 64, "bin": "b" * 64},
+            {"split": "valid", "prefix": "data/valid", "idx_sha256": "c" * 64, "bin": "d" * 64},
+        ],
+        "files": {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in sorted(FILES.items())},
+    }
+    assert {path.name: path.read_bytes() for path in cache.folder.iterdir() if path.name != COMPLETE} == FILES
+
+
+def test_the_name_follows_contents_paths_and_settings(tmp_path: Path) -> None:
+    other = Contents((SOURCES[0], SourceContents("valid", "data/valid", "c" * 64, "e" * 64)))
+    moved = Contents((SOURCES[0], SourceContents("valid", "elsewhere/valid", "c" * 64, "d" * 64)))
+    caches = [cache_in(tmp_path), cache_in(tmp_path, "other"), IndexCache(tmp_path, other, ("k", [1, 2]))]
+    caches.append(IndexCache(tmp_path, moved, ("k", [1, 2])))
+    assert len({cache.folder for cache in caches}) == 4
+    assert cache_in(tmp_path).folder == caches[0].folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "two.npy").write_bytes(b"2" * 69_999), "two.npy has 69999 bytes instead of 70000"),
+        (lambda folder: (folder / "one.npy").unlink(), "one.npy is missing"),
+        (lambda folder: (folder / COMPLETE).unlink(), "complete.json is missing"),
+        (lambda folder: (folder / COMPLETE).write_text("{"), "complete.json cannot be read (JSONDecodeError)"),
+        (lambda folder: (folder / COMPLETE).write_text("[]"), "complete.json cannot be read (TypeError)"),
+        (lambda folder: (folder / COMPLETE).write_text('{"format": 1}'), "complete.json cannot be read (KeyError)"),
+        (lambda folder: (folder / COMPLETE).write_text('{"format": 9, "files": {}}'), "complete.json has format 9"),
+        (
+            lambda folder: folder.rename(folder.with_name("x")) and folder.write_text(""),
+            "complete.json cannot be read (NotADirectoryError)",
+        ),
+    ],
+)
+def test_what_is_not_whole_is_built_again(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    cache = cache_in(tmp_path)
+    build(cache)
+    damage(cache.folder)
+    assert cache.fault() == said
+    build(cache)
+    assert cache.fault() is None
+    assert cache.folder in folders(tmp_path) and not any(path.name.startswith(".") for path in folders(tmp_path))
+
+
+def test_a_whole_cache_is_never_replaced(tmp_path: Path) -> None:
+    """The slower of two jobs throws its own away: the other may be reading."""
+    cache = cache_in(tmp_path)
+    build(cache)
+    before = (cache.folder / "one.npy").stat()
+    build(cache)
+    after = (cache.folder / "one.npy").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert folders(tmp_path) == [cache.folder]
+
+
+SCRIPT = """
+import random, sys, time
+from pathlib import Path
+from tests.pretrain.test_index_cache import build, cache_in
+role, root, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+cache = cache_in(root)
+if role == "hold":
+    with cache.building() as folder:
+        (folder / "one.npy").write_bytes(b"half")
+        print(folder.name, flush=True)
+        time.sleep(600)
+random.seed(seed)
+for number in range(30):
+    build(cache)
+    assert cache.fault() is None or role == "beside", cache.fault()
+    if role == "beside" and seed == 0:
+        (cache.folder / random.choice(["one.npy", "complete.json"])).unlink(missing_ok=True)
+"""
+
+
+def start(role: str, root: Path, seed: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", SCRIPT, role, str(root), str(seed)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("role", ["alone", "beside"])  # beside: one of them damages what is there, again and again
+def test_builders_at_once_do_not_harm_each_other(tmp_path: Path, role: str) -> None:
+    builders = [start(role, tmp_path, seed) for seed in range(3)]
+    for builder in builders:
+        _, said = builder.communicate(timeout=120)
+        assert builder.returncode == 0, said
+    cache = cache_in(tmp_path)
+    build(cache)
+    assert cache.fault() is None
+    assert folders(tmp_path) == [cache.folder]
+
+
+def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    killed, alive = start("hold", tmp_path), start("hold", tmp_path)
+    try:
+        assert killed.stdout is not None and alive.stdout is not None
+        rest, busy = (tmp_path / process.stdout.readline().strip() for process in (killed, alive) if process.stdout)
+        killed.kill()
+        killed.wait()
+        cache = cache_in(tmp_path)
+        assert cache.fault() == NOT_THERE
+        build(cache)
+        assert folders(tmp_path) == sorted([rest, busy, cache.folder])  # young: its builder may be about to lock it
+        for folder in (rest, busy):
+            os.utime(folder, (time.time() - 4000,) * 2)
+        build(cache)
+        assert folders(tmp_path) == sorted([busy, cache.folder])
+    finally:
+        for process in (killed, alive):
+            process.kill()
+            process.communicate()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        build(cache_in(tmp_path / "file" / "cache"))
+    assert str(caught.value).startswith(f"the index cache cannot be written: {tmp_path}/file")
+    assert str(caught.value).endswith("; data.index_cache=FOLDER names another place")
+
+
+# --- --index and the runs that use it ----------------------------------------------------------------------------------------------
+
+
+class Run:
+    """``python -m pretrain`` in this process on a small data folder of its own; what it printed is kept."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+        self.data, self.cache = folder / "data", folder / "cache"
+        self.out = self.err = ""
+        self.write_data(seed=0)
+        self.settings = [*SMALL, "data.test=[]", f"data.index_cache={self.cache}", f"run_dir={folder / 'run'}"]
+        self.settings += [f"data.{split}.0.prefix={self.data / split}" for split in ("train", "valid")]
+
+    def write_data(self, seed: int, documents: int = 60, length: int = 120) -> None:
+        draw = random.Random(seed)
+        # As many tokens and documents whatever the seed: only the contents tell.
+        lengths = [draw.randint(2, length) for _ in range(documents // 2)]
+        lengths += [length + 2 - size for size in lengths]
+        ids = [[*(draw.randrange(499) for _ in range(size - 1)), 499] for size in lengths]
+        write_folder(self.data, documents=ids)
+
+    def __call__(self, *words: str) -> int:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        code = main([DEMO, *self.settings, *words])
+        self.out, self.err = self.capsys.readouterr()
+        return code
+
+    def on_ranks(self, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command = [*torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", DEMO, *self.settings, *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def built(self) -> dict[str, tuple[int, int]]:
+        """Cache folder's name -> (inode, time of change) of its complete.json."""
+        found = {path.parent.name: path.stat() for path in self.cache.glob(f"*/{COMPLETE}")}
+        return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(tmp_path, capsys)
+
+
+def test_an_index_built_ahead_is_what_the_run_uses_and_other_data_gets_another(run: Run) -> None:
+    assert run("--index") == 0, run.err
+    (name,) = run.built()
+    folder = run.cache / name
+    last = run.out.splitlines()[-1]
+    assert last.startswith(f"index cache {folder}: ") and f"{folder}: built in" in run.out
+    for figure in (" samples of training and ", " of validation, 32 tokens each; ", " CPU s", " GiB of memory at most"):
+        assert figure in last
+    assert not (run.folder / "run").exists()  # the run itself has not begun
+    before = run.built()
+    assert run("--index") == 0
+    assert run.out.startswith(f"index cache {folder}: unchanged, ") and len(run.out.splitlines()) == 1
+    assert run() == 0, run.err
+    assert "index cache" not in run.out and "resumed" not in run.out
+    assert run.built() == before
+    # Other data under the same names and of the same sizes: the run that was trained on the old is refused, a new one finds no old index.
+    run.write_data(seed=1)
+    assert run() == 2
+    assert "was trained on other data" in run.err
+    assert run(f"run_dir={run.folder / 'anew'}") == 0, run.err
+    assert f"{folder}" not in run.out and "built in" in run.out
+    assert len(run.built()) == 2 and before.items() <= run.built().items()
+
+
+def test_a_damaged_cache_is_built_again_with_a_line(run: Run) -> None:
+    assert run("--index") == 0, run.err
+    (name,) = run.built()
+    index = next((run.cache / name).glob("*GPTDataset-train-sample_index.npy"))
+    whole = index.read_bytes()
+    index.write_bytes(whole[:100])
+    assert run("--index") == 0
+    assert f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(whole)}; building it again" in run.out
+    assert index.read_bytes() == whole
+    # What an older version, or an interrupted copy, left without complete.json.
+    (run.cache / name / COMPLETE).rename(run.cache / name / "complete")
+    assert run("--index") == 0
+    assert "complete.json is missing; building it again" in run.out and index.read_bytes() == whole
+
+
+def test_the_folder_follows_what_decides_the_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: list[list[str]] = [
+        [],
+        ["train.seed=43"],
+        ["data.seq_length=16"],
+        ["train.steps=13"],
+        [f"data.train.1.prefix={run.data / 'valid'}"],
+        [f"data.train.1.prefix={run.data / 'valid'}", "data.train.1.weight=2"],
+        [f"data.train.1.prefix={run.data / 'valid'}", "data.train.1.weight=2", "data.valid=[]"],
+    ]
+    for number, change in enumerate(changes, 1):
+        assert run(*change, "--index") == 0, run.err
+        assert len(run.built()) == number, change
+    # The number of ranks, the batch's parts and the model decide nothing; nor does the folder that relative paths start from.
+    before = run.built()
+    assert run("train.micro_batch_size=1", "model.num_layers=2", "parallel.world_size=2", "--index") == 0, run.err
+    monkeypatch.chdir(run.folder)
+    assert run("data.train.0.prefix=data/train", "data.valid.0.prefix=./data/valid", "--index") == 0, run.err
+    assert run.built() == before
+
+
+def test_ranks_share_an_index_built_by_one_process(run: Run) -> None:
+    run.settings += ["train.steps=2", "optimizer.warmup_steps=1", "train.eval_interval=0"]
+    assert run("--index") == 0, run.err
+    before = run.built()
+    done = run.on_ranks(2)
+    assert done.returncode == 0, done.stderr
+    assert "index cache" not in done.stdout and run.built() == before
+
+
+def test_a_run_that_will_be_resumed_is_indexed_for_its_own_order(run: Run) -> None:
+    """A shorter continuation keeps the order that the first attempt drew; ``--index`` builds that one."""
+    assert run() == 0, run.err
+    before = run.built()
+    assert run("train.steps=10", "--index") == 0
+    assert run.built() == before and ": unchanged, " in run.out
+
+
+@pytest.mark.parametrize("name", ["train.idx", "valid.bin"])
+def test_a_flipped_byte_is_refused_by_name(run: Run, name: str) -> None:
+    path = run.data / name
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 3] ^= 1
+    path.write_bytes(raw)
+    for words in ([], ["--index"]):
+        assert run(*words) == 2
+        assert run.err.startswith(f"pretrain: error: {path} is not the file that {run.data}/manifest.json records")
+        assert len(run.err.splitlines()) == 1 and run.built() == {}
+
+
+def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*words: str) -> str:
+        assert run(*words) == 2
+        assert len(run.err.splitlines()) == 1
+        return run.err
+
+    assert "unknown key train.stps" in refused("--index", "train.stps=3")
+    (run.folder / "file").write_text("")
+    assert "the index cache cannot be written: " in refused("--index", f"data.index_cache={run.folder / 'file'}")
+    run.write_data(seed=2, documents=20_000, length=4)
+    with small_files(60_000):
+        said = refused("--index")
+    assert said.startswith("pretrain: error: the index cache cannot be written: ") and "Traceback" not in said
+    assert folders(run.cache) == []
+    shutil.rmtree(run.data)
+    assert "train.bin not found" in refused("--index")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([DEMO, *run.settings, "--index"]) == 2
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file of this process may grow beyond ``limit`` bytes meanwhile: as a full disk, it cuts a write short."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

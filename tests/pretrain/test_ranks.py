@@ -1,0 +1,53 @@
+"""Rank 0's answer, and rank 0's refusal, reach every rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pretrain.conftest import ROOT
+
+SCRIPT = """
+import sys
+import torch
+from pretrain.loader import ConfigError
+from pretrain.ranks import from_rank_0
+rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2)
+def compute():
+    assert rank == 0, "asked on another rank"
+    if case == "refused":
+        raise ConfigError("data/train.idx is another file")
+    if case == "missing":
+        open(store + ".missing")
+    return {"answer": rank}
+try:
+    print(from_rank_0(compute))
+except ConfigError as error:
+    print("refused:", error)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("answered", "{'answer': 0}\n"),
+        ("refused", "refused: data/train.idx is another file\n"),
+        ("missing", "refused: {store}.missing: No such file or directory\n"),
+    ],
+)
+def test_all_ranks_hear_the_same(tmp_path: Path, case: str, said: str) -> None:
+    store = tmp_path / "store"
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [subprocess.Popen([*command, str(rank), str(store), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        heard = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert heard == [said.replace("{store}", str(store))] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]

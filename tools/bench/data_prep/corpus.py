@@ -1,0 +1,230 @@
+"""Text to measure on: what the machine's Python has, in FineWeb-Edu's schema and lengths, the same each time; or the user's own parquet.
+
+FineWeb-Edu itself need not be here. Two corpora are made: ``prose``, docstrings and comments, and ``code``, whole Python sources, both of
+the standard library and the installed packages. Pieces are taken in the order of a hash of their path, without duplicates, joined, and cut
+at line ends into documents whose lengths are drawn from a lognormal distribution with FineWeb-Edu's median (3 KB) and mean (4.8 KB).
+Scores and token counts are placeholders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import re
+import shutil
+import statistics
+import sysconfig
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep.encoders import MAX_DOCUMENT_BYTES
+from data_prep.stdlib import SCHEMA
+from tools.bench.data_prep.processes import BenchError
+
+FORMAT = 2  # raise it when the same wishes give other documents
+MEDIAN, MEAN = 3000, 4800  # characters of FineWeb-Edu's documents, about
+SHORTEST_PIECE = 200  # characters; shorter docstrings and comments say too little
+LONGEST_LINES = 200  # characters a line on average: above it is a table of data
+FILES = 8  # so that two workers share the work evenly
+ROWS_PER_GROUP = 1000  # FineWeb-Edu's
+TINY_DOCUMENTS = 256  # enough for all the text that data_prep's self-check takes: it is start-up, too
+DOCSTRING = re.compile(r'^[ \t]*[rRuU]?("""|\'\'\')(.*?)\1[ \t]*$', re.MULTILINE | re.DOTALL)
+NOTICE = re.compile(r"copyright|licen[sc]e", re.IGNORECASE)  # nearly the same text at the head of thousands of files
+COMMENT = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
+
+Piece = tuple[str, str]  # where it is from, and its text
+Rows = list[dict[str, object]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Parquet files below ``folder``, and their first documents below ``tiny``, in two files; sizes in UTF-8 bytes of text."""
+
+    name: str
+    what: str
+    folder: str
+    tiny: str
+    documents: int
+    text_bytes: int
+    tiny_documents: int
+    tiny_bytes: int
+    median_bytes: float
+    mean_bytes: float
+
+
+def make(name: str, megabytes: float, cache: Path, given: Path | None = None) -> Corpus:
+    """The corpus ``name`` ("prose", "code", or "given": from the parquet file or folder ``given``) of at most ``megabytes`` of text.
+
+    What an earlier call with the same wishes and sources made is used again. Documents that data_prep would not write are left out:
+    empty ones, and those over its limit. Raises BenchError where there is no text.
+    """
+    if given is not None:
+        documents, sources = from_parquet(given), _listing(sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent)
+        what = f"documents of {given.name}"
+    else:
+        files = python_files()
+        sources = _listing(files, None)
+        documents = cut(PIECES[name](files), lengths())
+        what = KINDS[name]
+    wishes = json.dumps([FORMAT, name, megabytes, platform.python_version(), sources])
+    folder = cache / f"{name}-{hashlib.sha256(wishes.encode()).hexdigest()[:12]}"
+    seal = folder / "corpus.json"
+    if not seal.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        made = _write(name, what, documents, megabytes * 1e6, folder)
+        seal.write_text(json.dumps(asdict(made), indent=1), encoding="utf-8")
+    return Corpus(**json.loads(seal.read_text(encoding="utf-8")))
+
+
+def _write(name: str, what: str, documents: Iterator[Piece], most: float, folder: Path) -> Corpus:
+    rows, total = [], 0
+    seen: set[bytes] = set()
+    for place, text in documents:
+        raw = text.encode("utf-8")
+        digest = hashlib.blake2b(raw, digest_size=16).digest()
+        if digest in seen or not text.strip() or len(raw) > MAX_DOCUMENT_BYTES:
+            continue
+        seen.add(digest)
+        rows.append(_row(place, text, len(raw), digest))
+        total += len(raw)
+        if total >= most:
+            break
+    if len(rows) < 2 * FILES:
+        raise BenchError(f"the corpus {name!r} has {len(rows)} documents; at least {2 * FILES} are needed")
+    tiny = rows[:TINY_DOCUMENTS] if len(rows) > 4 * TINY_DOCUMENTS else rows[: len(rows) // 4]
+    _write_files(rows, folder / "whole", FILES)
+    _write_files(tiny, folder / "tiny", 2)
+    sizes = [len(str(row["text"]).encode("utf-8")) for row in rows]
+    return Corpus(
+        name=name,
+        what=what,
+        folder=str(folder / "whole"),
+        tiny=str(folder / "tiny"),
+        documents=len(rows),
+        text_bytes=total,
+        tiny_documents=len(tiny),
+        tiny_bytes=sum(sizes[: len(tiny)]),
+        median_bytes=statistics.median(sizes),
+        mean_bytes=statistics.mean(sizes),
+    )
+
+
+def _row(place: str, text: str, size: int, digest: bytes) -> dict[str, object]:
+    values = (text, f"<urn:uuid:{uuid.UUID(bytes=digest)}>", "bench", place, place, "en", 0.99, size // 4, 3.0, 3)
+    return dict(zip(SCHEMA.names, values, strict=True))
+
+
+def _write_files(rows: Rows, folder: Path, files: int) -> None:
+    folder.mkdir(parents=True)
+    for number in range(files):
+        part = rows[len(rows) * number // files : len(rows) * (number + 1) // files]
+        table = pa.Table.from_pylist(part, schema=SCHEMA)
+        pq.write_table(table, folder / f"{number:05d}.parquet", row_group_size=ROWS_PER_GROUP, compression="snappy")
+
+
+# --- where text comes from -------------------------------------------------------------------------------------------------------
+
+
+def python_files() -> list[Path]:
+    """The sources of the running Python's standard library and packages, in the order of a hash of their paths."""
+    found: dict[str, Path] = {}
+    for root in dict.fromkeys(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")):
+        for folder, names, files in os.walk(root):
+            names[:] = [name for name in names if name not in ("__pycache__", "site-packages", "dist-packages")]
+            for name in files:
+                if name.endswith(".py"):
+                    path = Path(folder, name)
+                    found.setdefault(path.relative_to(root).as_posix(), path)
+    return [found[name] for name in sorted(found, key=lambda name: hashlib.blake2b(name.encode("utf-8", "replace")).digest())]
+
+
+def sources(files: list[Path]) -> Iterator[Piece]:
+    """Each readable source, once; tables of data (very long lines) are left out."""
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if len(text) <= LONGEST_LINES * (text.count("\n") + 1):
+            yield f"{path.parent.name}/{path.name}", text + "\n"
+
+
+def prose(files: list[Path]) -> Iterator[Piece]:
+    """Docstrings and comments of three lines or more, without indentation, signs and duplicates."""
+    seen: set[bytes] = set()
+    for place, text in sources(files):
+        found = [(match.start(), textwrap.dedent(match.group(2)).strip()) for match in DOCSTRING.finditer(text)]
+        found += [(match.start(), re.sub(r"(?m)^[ \t]*#+ ?", "", match.group())) for match in COMMENT.finditer(text)]
+        for _, words in sorted(found):
+            digest = hashlib.blake2b(words.encode("utf-8"), digest_size=16).digest()
+            if len(words) >= SHORTEST_PIECE and digest not in seen and not NOTICE.search(words[:SHORTEST_PIECE]):
+                seen.add(digest)
+                yield place, words.rstrip() + "\n\n"
+
+
+PIECES: dict[str, Callable[[list[Path]], Iterator[Piece]]] = {"prose": prose, "code": sources}
+KINDS = {
+    "prose": "docstrings and comments of installed Python packages: English about software, with examples and tables in it",
+    "code": "Python sources of the standard library and installed packages",
+}
+
+
+def from_parquet(path: Path) -> Iterator[Piece]:
+    """(id, text) of the rows that have both. Raises BenchError where there is no such file or no such columns."""
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise BenchError(f"no .parquet below {path}")
+    for file in files:
+        try:
+            with pq.ParquetFile(file) as opened:
+                for batch in opened.iter_batches(batch_size=1000, columns=["text", "id"]):
+                    for row in batch.to_pylist():
+                        if row["text"] and row["id"] is not None:
+                            yield str(row["id"]), row["text"]
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            raise BenchError(f"{file}: not parquet with the columns text and id ({str(error).splitlines()[0]})") from None
+
+
+def lengths() -> Iterator[int]:
+    """Lengths of documents in characters, lognormal with MEDIAN and MEAN, the same each time; none under 200."""
+    rng = random.Random(5)
+    sigma = math.sqrt(2 * math.log(MEAN / MEDIAN))
+    while True:
+        yield max(200, int(rng.lognormvariate(math.log(MEDIAN), sigma)))
+
+
+def cut(pieces: Iterator[Piece], wanted: Iterator[int]) -> Iterator[Piece]:
+    """Documents of the wanted lengths (up to the next line end) from pieces that are joined; one is named after where it ends."""
+    held: list[str] = []
+    missing = next(wanted)
+    for place, text in pieces:
+        start = 0
+        while start < len(text):
+            end = text.find("\n", start + missing - 1) + 1 if start + missing <= len(text) else 0
+            held.append(text[start : end or len(text)])
+            missing -= len(held[-1])
+            start += len(held[-1])
+            if end:
+                yield f"{place}#{start}", "".join(held)
+                held, missing = [], next(wanted)
+            elif missing < 1:
+                missing = 1
+
+
+def _listing(files: list[Path], root: Path | None) -> str:
+    """Identity of the files: names and sizes."""
+    digest = hashlib.sha256()
+    for file in files:
+        name = file.relative_to(root) if root else file
+        digest.update(f"{name}:{file.stat().st_size};".encode("utf-8", "replace"))
+    return digest.hexdigest()

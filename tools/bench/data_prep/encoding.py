@@ -1,0 +1,155 @@
+"""Text to .bin/.idx by every side: CPU seconds in rounds, start-up subtracted, and whether all wrote the same bytes.
+
+Start-up is what the same command costs on the corpus's first documents; a rate is the rest of the text over the rest of the CPU seconds.
+Within a round the sides take turns, so that what else the machine does falls on all of them, and ratios are taken round by round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.bench.data_prep.corpus import Corpus
+from tools.bench.data_prep.peers import BASELINE, OURS, PIPELINES, Job, Kit, Pipeline, ours
+from tools.bench.data_prep.processes import BenchError, Neighbours, Spread, Usage, load, run
+
+ENDINGS = (".bin", ".idx")
+IDLE = 0.1  # cores that others may use while two workers are timed
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One pipeline on one corpus: megabytes of text a CPU second of each round, seconds of start-up, peak memory, its outputs' hashes."""
+
+    name: str
+    rates: tuple[float, ...]
+    cpu: tuple[float, ...]
+    startup: tuple[float, ...]
+    peak_bytes: int
+    sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All sides on one corpus with one tokenizer; bytes of text a token (EOD not counted)."""
+
+    corpus: str
+    tokenizer: str
+    sides: tuple[Side, ...]
+    bytes_per_token: float
+
+    def side(self, pipeline: Pipeline) -> Side:
+        """A pipeline's results."""
+        return next(side for side in self.sides if side.name == pipeline.name)
+
+    def ratio(self, over: Pipeline, under: Pipeline) -> Spread:
+        """Of two sides' rates, round by round."""
+        return Spread.of([a / b for a, b in zip(self.side(over).rates, self.side(under).rates, strict=True)])
+
+    @property
+    def differing(self) -> list[str]:
+        """The sides whose files differ from the per-document baseline's in any round, or between rounds."""
+        truth = set(self.side(BASELINE).sha256)
+        return [side.name for side in self.sides if set(side.sha256) != truth or len(truth) != 1]
+
+
+def compare(corpus: Corpus, kit: Kit, python: Path, effort: tuple[int, int], scratch: Path, tell: Tell) -> Comparison:
+    """Run every side in ``effort[0]`` rounds. Raises BenchError where one fails.
+
+    Ours runs ``effort[1]`` times in each, and its median counts: its seconds are short beside their noise.
+    """
+    rounds, again = effort
+    seconds: dict[str, list[tuple[float, float]]] = {pipeline.name: [] for pipeline in PIPELINES}
+    peaks = dict.fromkeys(seconds, 0)
+    hashes: dict[str, list[str]] = {name: [] for name in seconds}
+    tokens = 0
+    for number in range(rounds):
+        for pipeline in PIPELINES:
+            began, whole = [], []
+            for _ in range(again if pipeline == OURS else 1):
+                began.append(once(pipeline, corpus.tiny, kit, python, scratch)[0].cpu)
+                usage, digest, tokens = once(pipeline, corpus.folder, kit, python, scratch)
+                whole.append(usage.cpu)
+                peaks[pipeline.name] = max(peaks[pipeline.name], usage.peak_bytes)
+                hashes[pipeline.name].append(digest)
+            seconds[pipeline.name].append((Spread.of(whole).median, Spread.of(began).median))
+            tell(f"{corpus.name}, {kit.style}, round {number + 1} of {rounds}: {pipeline.name}: {Spread.of(whole).median:.1f} CPU s")
+    text = (corpus.text_bytes - corpus.tiny_bytes) / 1e6
+    sides = []
+    for pipeline in PIPELINES:
+        cpu, startup = (tuple(column) for column in zip(*seconds[pipeline.name], strict=True))
+        rates = tuple(_rate(text, total - Spread.of(startup).median) for total in cpu)
+        sides.append(Side(pipeline.name, rates, cpu, startup, peaks[pipeline.name], tuple(hashes[pipeline.name])))
+    return Comparison(corpus.name, kit.style, tuple(sides), corpus.text_bytes / (tokens - corpus.documents))
+
+
+def _rate(megabytes: float, seconds: float) -> float:
+    """NaN where all the seconds were start-up: the corpus is too small to tell."""
+    return megabytes / seconds if seconds > 0 else math.nan
+
+
+def once(pipeline: Pipeline, source: str, kit: Kit, python: Path, scratch: Path) -> tuple[Usage, str, int]:
+    """Run a side into an empty folder: what it cost, the hash of its pair, and the tokens in it."""
+    out = scratch / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    job = Job(Path(source), kit, out, python)
+    usage = run(pipeline.command(job), scratch)
+    digest = hashlib.sha256()
+    for ending in ENDINGS:
+        file = pipeline.prefix(job).with_suffix(ending)
+        if not file.is_file():
+            raise BenchError(f"{pipeline.name} wrote no {file.name}")
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    width = 2 if kit.folder.vocab_size < 65500 else 4
+    return usage, digest.hexdigest(), pipeline.prefix(job).with_suffix(".bin").stat().st_size // width
+
+
+# --- two workers -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Two workers' speed over one's in each round (wall time, start-up subtracted); ``others``: cores that other programs used meanwhile,
+    None where the system does not tell; ``load``: its load average at the start."""
+
+    speedups: tuple[float, ...]
+    seconds: tuple[tuple[float, float], ...]
+    others: float | None
+    load: float
+    cores: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether two cores were ours alone."""
+        return self.cores >= 2 and self.others is not None and self.others <= IDLE
+
+
+def scale(corpus: Corpus, times: int, kit: Kit, rounds: int, scratch: Path) -> Scaling:
+    """One worker, then two, on ``times`` copies of the corpus. Raises BenchError."""
+    sources = {"whole": scratch / "repeated" / "whole", "tiny": scratch / "repeated" / "tiny"}
+    for name, source in ((name, Path(path)) for name, path in (("whole", corpus.folder), ("tiny", corpus.tiny))):
+        shutil.rmtree(sources[name], ignore_errors=True)
+        sources[name].mkdir(parents=True)
+        for number in range(times if name == "whole" else 1):
+            for file in sorted(source.glob("*.parquet")):
+                os.link(file, sources[name] / f"{number}-{file.name}")
+    at_start, neighbours = load(), Neighbours()
+    speedups, seconds = [], []
+    for _ in range(rounds):
+        took = []
+        for workers in (1, 2):
+            pipeline = ours(f"{workers} workers", "gigatoken", workers)
+            usages = [once(pipeline, str(sources[name]), kit, Path(), scratch)[0] for name in ("tiny", "whole")]
+            took.append(usages[1].wall - usages[0].wall)
+        speedups.append(took[0] / took[1])
+        seconds.append((took[0], took[1]))
+    return Scaling(tuple(speedups), tuple(seconds), neighbours.cores(), at_start, os.cpu_count() or 1)

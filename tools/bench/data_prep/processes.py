@@ -1,0 +1,114 @@
+"""Commands as they are measured: CPU seconds of a process and all its children, wall seconds, peak memory of the largest process."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCH = Path(__file__).with_name("launch.py")
+TAIL = 15  # lines of a failed command's output that are shown
+# One thread a process, for every side alike: CPU seconds then count work, not threads that wait for each other.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "ARROW_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",
+}
+SLURM = "SLURM_"
+
+
+class BenchError(Exception):
+    """A command failed, or something that is needed is absent: one line for the user, then what the command said."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a command cost: wall and CPU seconds (user and system, children included), peak resident bytes of its largest process."""
+
+    wall: float
+    cpu: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over the rounds: its median, smallest and largest, and how many rounds."""
+
+    median: float
+    least: float
+    most: float
+    rounds: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return Spread(statistics.median(values), min(values), max(values), len(values))
+
+    @property
+    def share(self) -> float:
+        """Largest less smallest, over the median."""
+        return (self.most - self.least) / self.median if self.median else 0.0
+
+
+def run(command: Sequence[str | Path], scratch: Path) -> Usage:
+    """Run a command from the repository's root with one thread a process. Raises BenchError with the end of its output where it fails."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    result, log = scratch / "usage.json", scratch / "output.log"
+    result.unlink(missing_ok=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(SLURM)} | ONE_THREAD
+    words = [sys.executable, "-I", "-S", str(LAUNCH), str(result), *map(str, command)]
+    with log.open("wb") as stream:
+        code = subprocess.run(words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream).returncode
+    if code or not result.exists():
+        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
+        raise BenchError(f"exit code {code} of: {' '.join(map(str, command))}\n{last}")
+    found = json.loads(result.read_text(encoding="utf-8"))
+    return Usage(found["wall"], found["cpu"], found["peak_bytes"])
+
+
+def load() -> float:
+    """Processes that ran or waited for a core in the last minute, on average."""
+    return os.getloadavg()[0]
+
+
+class Neighbours:
+    """How many cores other programs use from now on."""
+
+    def __init__(self) -> None:
+        self.busy, self.own, self.began = _busy_seconds(), _own_seconds(), time.monotonic()
+
+    def cores(self) -> float | None:
+        """On average until now; None where the system does not tell."""
+        busy = _busy_seconds()
+        if self.busy is None or busy is None:
+            return None
+        others = (busy - self.busy) - (_own_seconds() - self.own)
+        return max(0.0, others) / (time.monotonic() - self.began)
+
+
+def _own_seconds() -> float:
+    """CPU seconds of this process and of the children that have ended."""
+    return sum(os.times()[:4])
+
+
+def _busy_seconds() -> float | None:
+    """CPU seconds of all programs since the machine started."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=9)
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq = map(int, words[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
