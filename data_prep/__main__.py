@@ -56,7 +56,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _description(module: ModuleType) -> str:
     """What a verb's docstring says after its name."""
-    return (module.__doc__ or "").partition("``: ")[2].replace("``", "")
+    said = (module.__doc__ or "").partition("``: ")[2].replace("``", "")
+    return said[:1].upper() + said[1:]
 
 
 @contextmanager
@@ -83,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         message = str(error)
     except OSError as error:
         message = describe_os_error(error)
+    except MemoryError:
+        message = "not enough memory; what is finished is kept: the same command goes on where there is more"
     except KeyboardInterrupt as interrupt:
         end, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
         print(f"data_prep: {end}; what is finished is kept: the same command goes on", file=sys.stderr)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from data_prep.drops import Drop, Tally
 from data_prep.layout import Unit
 from data_prep.manifest import UnitEntry
-from data_prep.progress import LiveLine, count, duration, summary
+from data_prep.progress import LiveLine, count, counted, duration, summary
 
 
 class Board:
@@ -53,7 +53,7 @@ class Board:
         total, seconds = self.finished, self.line.elapsed
         rate = (self.read - self.at_start) / 1e6 / seconds
         rows = f"{total.rows:,} rows = {total.documents:,} documents + {total.dropped.total():,} dropped"
-        return f"{len(self.entries):,} units done: {rows}, {count(total.tokens)} tokens; {duration(seconds)}, {rate:.1f} MB/s"
+        return f"{counted(len(self.entries), 'unit')} done: {rows}, {count(total.tokens)} tokens; {duration(seconds)}, {rate:.1f} MB/s"
 
 
 def tally_of(entries: Iterable[UnitEntry]) -> Tally:

@@ -173,7 +173,7 @@ def add_column_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=default.max_bytes,
         metavar="N",
-        help=f"leave out texts above N bytes (default: {default.max_bytes})",
+        help=f"leave out texts above N bytes (default: {default.max_bytes}); the longest may cost a worker 110 times its size in memory",
     )
     add("--mask", metavar="FILE.py:FUNCTION", help="a filter of your own, for deduplication or decontamination (see data_prep/mask.py)")
 

@@ -35,8 +35,8 @@ def sha256_json(value: Any) -> str:
 
 
 def json_bytes(value: Any) -> bytes:
-    """A JSON value as people read it, UTF-8."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """A JSON value as people read it, UTF-8; a lone surrogate (names that are not UTF-8 have them) as its JSON escape."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -206,7 +206,7 @@ class Staging:
         names = list(names)
         for name in (*names, seal):
             if not (self.path / name).is_file():
-                raise UserError(f"{self.path / name} is gone: another process works on {self.out}; give the command again when it has ended")
+                raise UserError(f"{self.path / name} is gone: another process works on {self.out}; give the command again after it")
         if not _same_content(self.path / seal, self.out / seal):
             (self.out / seal).unlink(missing_ok=True)
         for name in stale:

@@ -8,6 +8,7 @@ OUT/{train,valid,test}.{bin,idx}   the merged pairs
 OUT/units.jsonl                    the units' entries, in order
 OUT/bad_rows.jsonl                 where the bad rows are, if there are any
 OUT/manifest.json                  written last: the data is complete
+OUT/.lock                          empty: who works here holds it
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def write_plan(out: Path, plan: Plan) -> None:
     units = [list(asdict(unit).values())[1:] for unit in plan.units]
     fields = {"format": FORMAT, **asdict(plan), "units": units}
     lines = ",\n".join(f"  {json.dumps(name)}: {_lines(value)}" for name, value in fields.items())
-    write_whole(out / PLAN, f"{{\n{lines}\n}}\n".encode())
+    write_whole(out / PLAN, f"{{\n{lines}\n}}\n".encode("utf-8", "backslashreplace"))
 
 
 def _lines(value: Any) -> str:

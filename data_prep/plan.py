@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,20 @@ import numpy as np
 from data_prep.documents import Settings, add_settings_arguments, settings_of
 from data_prep.encoder import TOKENIZER_FILES, TokenizerFolder, load_folder
 from data_prep.errors import UserError
-from data_prep.files import Lock, sha256_json, write_whole
+from data_prep.files import UNFINISHED, Lock, sha256_json, write_whole
 from data_prep.indexed import dtype_name
 from data_prep.layout import BAD_ROWS, FORMAT, MANIFEST, PLAN, SHARDS, SPLITS, TOKENIZER, UNITS, Plan, Unit, read_plan, write_plan
+from data_prep.merge import remove_shards
 from data_prep.progress import count, counted, size
 from data_prep.sources import SourceFile, open_files, spans
+from data_prep.sources.finding import find_files
+from data_prep.sources.hub import is_hub
 from data_prep.tokenizer_source import find_tokenizer
 
 UNIT_MB = 256.0
 BYTES_PER_TOKEN = 4  # of text, about; what the disk's estimate rests on
 PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
+OWN = (PLAN, MANIFEST, *PAIRS, UNITS, BAD_ROWS)
 OPTIONS = {"languages": "language"}
 AGAIN = "choose another --out or add --overwrite"
 
@@ -71,7 +74,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
         raise UserError("inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub")
     settings = settings_of(arguments)
     tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
-    files = [_from_anywhere(file) for file in open_files(arguments.inputs, settings.columns, arguments.subset)]
+    files = [_from_anywhere(file) for file in open_files(_inputs(arguments.inputs, arguments.out), settings.columns, arguments.subset)]
     unit_bytes = round(arguments.unit_mb * 1e6)
     cuts = ((number, span) for number, file in enumerate(files) for span in spans(file, settings.columns, unit_bytes))
     units = tuple(Unit(number, file, span.start, span.stop, span.rows, span.text_bytes) for number, (file, span) in enumerate(cuts))
@@ -79,6 +82,32 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
         raise UserError(f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}")
     plan = Plan("", settings.as_json(), identity(tokenizer), tuple(asdict(file) for file in files), units, unit_bytes)
     return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
+
+
+def _inputs(inputs: Iterable[str], out: Path) -> list[str]:
+    """The inputs, local folders and globs as their files, without what data_prep itself has written into an OUT that lies there.
+
+    Raises UserError for a file in a place that data_prep writes in OUT.
+    """
+    own, folders = ([(out / name).resolve() for name in names] for names in (OWN, (SHARDS, TOKENIZER, UNFINISHED)))
+    given: list[str] = []
+    for name in inputs:
+        files = [name] if is_hub(name) else [file.path for file in find_files([name])]
+        found = not is_hub(name) and files != [str(Path(name))] and (out / PLAN).is_file()
+        kept = [file for file in files if not (found and _lies_at(file, own))]
+        if not kept:
+            raise UserError(f"{name} holds only what data_prep has written into {out}; name the inputs")
+        for file in kept:
+            if not is_hub(file) and _lies_at(file, [*own, *folders]):
+                raise UserError(f"the input {file} lies where data_prep writes in --out {out}; move it, or choose another --out")
+        given += kept
+    return given
+
+
+def _lies_at(file: str, places: Iterable[Path]) -> bool:
+    """Whether a file, or what it links to, is at one of these places or below."""
+    path = Path(file)
+    return any(lies.is_relative_to(place) for lies in {path.parent.resolve() / path.name, path.resolve()} for place in places)
 
 
 def identity(tokenizer: TokenizerFolder) -> dict[str, Any]:
@@ -154,8 +183,7 @@ def _clear(out: Path) -> None:
     """Remove the data in OUT, what vouches for it first."""
     for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):
         (out / name).unlink(missing_ok=True)
-    if (out / SHARDS).exists():
-        shutil.rmtree(out / SHARDS)
+    remove_shards(out)
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:

@@ -39,7 +39,7 @@ SPAN_BYTES = 64 * 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="parquet or JSONL file, folder, glob or hf:// address")
-    parser.add_argument("--subset", help="subset of a data set on the Hub")
+    parser.add_argument("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
     parser.add_argument("--style", choices=list(STYLES), default="gpt", help="the tokenizer's kind (default: gpt)")
     parser.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="entries, special ones included (default: 32000)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ COMPLETE = "complete.json"
 FORMAT = 1
 NOT_THERE = "not there"
 _LOCK = "lock"
+_DAMAGED = "-damaged"
 _ABANDONED_SECONDS = 3600.0
 
 
@@ -75,8 +76,8 @@ class IndexCache:
             with _writing():
                 self.root.mkdir(parents=True, exist_ok=True)
                 for left in self.root.glob(".building-*"):
-                    if _is_abandoned(left):
-                        shutil.rmtree(left, ignore_errors=True)
+                    if left.name.endswith(_DAMAGED) or _is_abandoned(left):
+                        _remove(left)
                 folder.mkdir()
                 with (folder / _LOCK).open("w") as lock:
                     _try_lock(lock.fileno())
@@ -93,7 +94,7 @@ class IndexCache:
         with _writing():
             self._seal(built)
             # Without the lock two processes that both found damage could remove each other's whole folder.
-            lock = os.open(self.root / ".lock", os.O_RDONLY | os.O_CREAT, 0o644)  # another user's may be there
+            lock = _open_lock(self.root / ".lock")
             try:
                 _try_lock(lock, wait=True)
                 self._rename(built)
@@ -103,12 +104,13 @@ class IndexCache:
     def _rename(self, built: Path) -> None:
         if self.fault() is None:
             return
-        aside = self.root / f"{built.name}-damaged"  # removed in place, it would be seen half
+        aside = self.root / f"{built.name}{_DAMAGED}"  # removed in place, it would be seen half
         if self.folder.exists():
             self.folder.rename(aside)
+        (built / _LOCK).unlink(missing_ok=True)
         built.rename(self.folder)
         _sync(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
 
     def _seal(self, built: Path) -> None:
         names = sorted(path.name for path in built.iterdir() if path.name not in (_LOCK, COMPLETE))
@@ -118,7 +120,6 @@ class IndexCache:
             stream.write(json.dumps(record, indent=1) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        (built / _LOCK).unlink(missing_ok=True)
         _sync(built)
 
 
@@ -137,14 +138,32 @@ def _writing() -> Iterator[None]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether nobody builds in it any more: it is old and its lock is free. Where locks are not to be had it is left alone."""
+    """Whether nobody builds in it any more: it is old and its lock is free or missing. Where there are no locks it is left alone."""
     try:
         if time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
             return False
         with (folder / _LOCK).open("r+") as lock:
             return _try_lock(lock.fileno())
+    except FileNotFoundError:
+        return True
     except OSError:
         return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _open_lock(path: Path) -> int:
+    """The lock's file, open for writing too: NFS gives no lock of one's own to those who only read."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)  # another user's
 
 
 def _try_lock(descriptor: int, *, wait: bool = False) -> bool:

@@ -10,11 +10,12 @@ from typing import BinaryIO
 
 from data_prep.errors import UserError
 from data_prep.sources import hub
+from data_prep.sources.packed import GZIP, ZSTD, is_skippable
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 PACKINGS = (".gz", ".zst")
 KNOWN = ".parquet, .jsonl, .jsonl.gz or .jsonl.zst"
-GZIP, ZSTD, BOM = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -28,24 +29,33 @@ class Found:
 def find_files(inputs: Iterable[str], subset: str | None = None) -> list[Found]:
     """The files of the inputs, in their order: files, folders (all data files below), globs, ``hf://`` addresses; sorted within each.
 
-    Hidden names are left out. Raises UserError for a name without files, or a file twice.
+    Hidden names are left out. Raises UserError for a name without files, one that is not UTF-8, or a file twice.
     """
     inputs = list(inputs)
     if subset is not None and not any(map(hub.is_hub, inputs)):
         raise UserError(f"--subset {subset} goes with an hf:// input")
     found: list[Found] = []
     for name in inputs:
+        _check_name(name)
         if hub.is_hub(name):
             found += [Found(file.url, file) for file in hub.resolve(name, subset)]
         else:
             found += [Found(str(path)) for path in _local(name)]
     seen: set[str] = set()
     for file in found:
+        _check_name(file.path)
         identity = file.path if file.remote else str(Path(file.path).resolve())
         if identity in seen:
             raise UserError(f"{file.path} is given twice; each input file counts once")
         seen.add(identity)
     return found
+
+
+def _check_name(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{path.encode('utf-8', 'backslashreplace').decode()}: its name is not UTF-8: rename it") from None
 
 
 def _local(name: str) -> list[Path]:
@@ -99,7 +109,7 @@ def _kind_by_content(begin: bytes) -> str | None:
         return "parquet"
     if begin[:2] == GZIP:
         return "jsonl.gz"
-    if begin[:4] == ZSTD or (begin[1:4] == b"\x2a\x4d\x18" and 0x50 <= begin[0] <= 0x5F):  # a frame that is skipped
+    if begin[:4] == ZSTD or is_skippable(begin):
         return "jsonl.zst"
     text = begin.removeprefix(BOM).lstrip(b" \t\r\n")
     return "jsonl" if text[:1] == b"{" or not text else None

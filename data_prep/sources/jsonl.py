@@ -13,7 +13,8 @@ import pyarrow as pa
 from data_prep.drops import Drop
 from data_prep.errors import UserError
 from data_prep.sources.columns import missing_column
-from data_prep.sources.opening import DamagedStream, chunks, size_of
+from data_prep.sources.opening import chunks, size_of
+from data_prep.sources.packed import DamagedStream
 from data_prep.sources.types import BATCH_BYTES, ROW_BYTES, Columns, Rows, Span, Unreadable
 
 MAX_LINE_BYTES = 96 << 20  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
@@ -93,7 +94,7 @@ def read(path: str, file: BinaryIO, kind: str, span: Span, columns: Columns) -> 
                 yield from gathered.add(place, line)
             place += size + 1
     except DamagedStream as damage:
-        message = f"{path} cannot be read from byte {place} of its content on ({damage}); what follows is lost"
+        message = f"{path} is damaged at byte {place} of its unpacked content ({damage}): what follows is lost; fetch or pack it again"
         gathered.unreadable.append(Unreadable(place, 1, Drop.CUT_OFF, message))
     yield from gathered.flush()
 
@@ -146,15 +147,19 @@ def _text(line: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """UTF-8, where there are lone surrogates not quite: what was not UTF-8 stays so."""
+    """UTF-8, where there are lone surrogates not quite: bytes that were not UTF-8 stay so, and escaped surrogates never become UTF-8."""
     try:
         return text.encode()
     except UnicodeEncodeError:
         pass
     try:
-        return text.encode("utf-8", "surrogateescape")
+        raw = text.encode("utf-8", "surrogateescape")
+        raw.decode()  # bytes of the line would have been read as the UTF-8 they are
+    except UnicodeDecodeError:
+        return raw
     except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
+        pass
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _value(item: Any, path: tuple[str, ...]) -> Any:

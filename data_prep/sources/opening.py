@@ -5,22 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
-import pyarrow as pa
-
-from data_prep.errors import UserError, describe_os_error, one_line
+from data_prep.errors import UserError, describe_os_error
 from data_prep.sources import hub
+from data_prep.sources.packed import gunzip, unzstd
 
 CHUNK_BYTES = 1 << 20
-PACKED_BYTES = 1 << 16  # fed to zlib at once: what is lost where it finds damage
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64
-
-
-class DamagedStream(Exception):
-    """A packed stream that ends early or cannot be unpacked further."""
 
 
 class LocalFile(io.FileIO):
@@ -73,69 +66,16 @@ def size_of(file: BinaryIO) -> int:
 
 
 def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """The bytes from where ``file`` stands on, unpacked as its kind (jsonl, jsonl.gz, jsonl.zst) says, in chunks of about 1 MiB.
+    """The bytes from where ``file`` stands on, unpacked as its kind (jsonl, jsonl.gz, jsonl.zst) says, in chunks of 1 MiB at most.
 
     Several members or frames in a row are one stream. Raises DamagedStream after what could be unpacked.
     """
     if kind.endswith(".gz"):
-        yield from _gunzip(file)
+        yield from gunzip(file)
     elif kind.endswith(".zst"):
-        yield from _unzstd(file)
+        yield from unzstd(file)
     else:
         while chunk := file.read(CHUNK_BYTES):
-            yield chunk
-
-
-class _Borrowed(io.RawIOBase):
-    """Reads from a file and leaves it open: Arrow closes what it reads from."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__()
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _gunzip(file: BinaryIO) -> Iterator[bytes]:
-    packed, member, members = b"", None, 0
-    while True:
-        packed = packed or file.read(PACKED_BYTES)
-        ended = not packed
-        if member is None:
-            packed = packed.lstrip(b"\0") if members else packed  # some tools pad
-            if not packed:
-                if ended:
-                    return
-                continue
-            member, members = zlib.decompressobj(zlib.MAX_WBITS | 16), members + 1
-        try:
-            chunk = member.decompress(packed, CHUNK_BYTES)
-        except zlib.error as error:
-            raise DamagedStream(one_line(error)) from None
-        packed = member.unconsumed_tail
-        if chunk:
-            yield chunk
-        if member.eof:
-            packed, member = member.unused_data, None
-        elif ended and not chunk:
-            raise DamagedStream("the gzip stream ends early")
-
-
-def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    with pa.CompressedInputStream(_Borrowed(file), "zstd") as stream:
-        while True:
-            try:
-                chunk = stream.read(CHUNK_BYTES)
-            except OSError as error:
-                raise DamagedStream(one_line(error)) from None
-            if not chunk:
-                return
             yield chunk
 
 

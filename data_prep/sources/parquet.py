@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from data_prep.drops import Drop
 from data_prep.errors import UserError, one_line
 from data_prep.sources.columns import missing_column
+from data_prep.sources.memory import raise_if_memory
 from data_prep.sources.pages import BadHeader, pages_of
 from data_prep.sources.types import BATCH_BYTES, ROW_BYTES, Columns, Rows, Span, Unreadable
 
@@ -51,7 +52,9 @@ def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[
 
 
 def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
-    """Rows of row groups [start, stop); of a damaged group those before the damage. Places: row numbers of the file. Raises UserError."""
+    """Rows of row groups [start, stop); of a damaged group those before the damage. Places: row numbers of the file.
+
+    Raises UserError, and MemoryError where there is too little: that is no damage."""
     reader = _reader(path, file)
     metadata = reader.metadata
     if span.stop > metadata.num_row_groups:
@@ -65,6 +68,7 @@ def read(path: str, file: BinaryIO, span: Span, columns: Columns) -> Iterator[Ro
                 yield Rows(np.arange(place + done, place + done + len(batch), dtype=np.int64), batch)
                 done += len(batch)
         except FAULTS as error:
+            raise_if_memory(error)
             fault = one_line(error).rstrip(".")
         if done < rows:
             message = f"{path}: row group {group} of {metadata.num_row_groups} cannot be read from its row {done} on ({fault})"
@@ -76,6 +80,7 @@ def _reader(path: str, file: BinaryIO) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
     except FAULTS as error:
+        raise_if_memory(error)
         raise UserError(f"{path} is not a readable parquet file ({one_line(error).rstrip('.')}); fetch or write it again") from None
 
 
@@ -184,6 +189,7 @@ def _gathered(pieces: Iterator[pa.RecordBatch], columns: Columns) -> Iterator[pa
         try:
             piece = next(pieces, None)
         except FAULTS as error:
+            raise_if_memory(error)
             piece, fault = None, error
         more = piece.nbytes + ROW_BYTES * len(piece) if piece is not None else 0
         if held and (piece is None or size + more > BATCH_BYTES):

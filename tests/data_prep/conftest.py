@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.files import LOCK
 from data_prep.indexed import read_index
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,8 +94,8 @@ def read_split(folder: Path, name: str) -> list[list[int]]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder with its content, but for locks."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
 
 
 @pytest.fixture(scope="session")

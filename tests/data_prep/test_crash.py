@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 import random
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -20,7 +23,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.files import Lock, temporary
+from data_prep.errors import UserError
+from data_prep.files import LOCK, Lock, Staging, temporary
 from data_prep.manifest import read_entry
 from tests.data_prep.conftest import HF, ROOT, SHARES, SMALL_UNITS, children, cli, kill, snapshot, start, wait_until
 
@@ -47,6 +51,7 @@ def keep(batch, places, path):
     return np.ones(len(places), bool)
 """
 UNITS = 40
+FLOCK = fcntl.flock
 
 
 @dataclass
@@ -193,7 +198,7 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(tmp_path: Path, refer
     of_the_dead[1].write_bytes(b"{")
     os.utime(long_ago, times=(time.time() - 100_000,) * 2)
     assert cli(*reference.command(out), "--task-id", "1", "--tasks", "2", LOG=str(tmp_path / "log"), DELAY="0").returncode == 0
-    assert {path for path in (*shards.glob(".*"), *out.glob(".*")) if path.exists()} == {mine, elsewhere}
+    assert {path for path in (*shards.glob(".*"), *out.glob(".*")) if path.name != LOCK} == {mine, elsewhere}
 
 
 def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
@@ -209,6 +214,27 @@ def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
         assert main([*command, "--task-id", "0", "--tasks", "40"]) == 0
     assert main(command) == 0
     assert snapshot(out) == reference.merged
+
+
+def flock_of_nfs(descriptor: int, operation: int) -> None:
+    """flock as NFS has it: of files alone, and a lock of one's own for those alone who may write them."""
+    writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE in (os.O_RDWR, os.O_WRONLY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (operation & fcntl.LOCK_EX and not writable):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    FLOCK(descriptor, operation)
+
+
+def test_the_lock_works_as_nfs_wants_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_prep.files.fcntl.flock", flock_of_nfs)
+    with Lock(tmp_path):
+        for shared in (False, True):
+            with pytest.raises(UserError, match="another data_prep process is writing"), Lock(tmp_path, shared=shared):
+                pass
+    with Lock(tmp_path, shared=True), Lock(tmp_path, shared=True), pytest.raises(UserError, match="another"), Staging(tmp_path):
+        pass
+    with Staging(tmp_path) as staging, pytest.raises(UserError, match="another"), Staging(tmp_path):
+        pass
+    assert not staging.path.parent.exists() and capsys.readouterr().err == ""
 
 
 LIMITED = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -19,7 +20,7 @@ from data_prep.files import Lock
 from data_prep.indexed import IndexedWriter
 from data_prep.layout import read_plan
 from data_prep.manifest import read_manifest
-from tests.data_prep.conftest import ROOT, merged_hashes, read_split, snapshot, write_parquet
+from tests.data_prep.conftest import HF, ROOT, merged_hashes, read_split, snapshot, write_parquet
 from tests.data_prep.units_made import edit_json, encode_units, entry_of, merge, plan_folder, rows_with_faults
 
 UNITS = 9
@@ -75,7 +76,7 @@ def test_merged_bytes_do_not_depend_on_the_unit_size(tmp_path: Path, rows: Path,
 
 def test_the_folder_after_a_merge(encoded: Path, merged: Path, rows: Path) -> None:
     names = {path.name for path in merged.iterdir()}
-    assert names == {*PAIRS, "manifest.json", "plan.json", "units.jsonl", "bad_rows.jsonl", "tokenizer"}
+    assert names == {*PAIRS, "manifest.json", "plan.json", "units.jsonl", "bad_rows.jsonl", "tokenizer", ".lock"}
     manifest, entries = json.loads((merged / "manifest.json").read_text()), [entry_of(encoded, number) for number in range(UNITS)]
     dropped = manifest["source"]["dropped"]
     assert set(dropped) == {"null_text", "null_id"} and all(dropped.values())
@@ -215,6 +216,54 @@ def test_one_merge_at_a_time(data: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert "another data_prep process" in refused(data, capsys)
 
 
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_of_the_shards_folder_only_what_units_wrote_is_removed(data: Path, rows: Path, tokenizer: Path, options: list[str]) -> None:
+    """By merge, and by ``--overwrite`` with another plan."""
+    ours = [".00003~host.example~4026531836~77/train.bin", ".00004.json~host.example~4026531836~77", "123456.json", "00099-test.idx"]
+    foreign = ["mine.parquet", "00001-train.bin.bak", "00001-other.bin", "7.json", ".hidden", ".mine~host~1~2", "folder/00001.json"]
+    for name in (*ours, *foreign):
+        (data / "shards" / name).parent.mkdir(exist_ok=True)
+        (data / "shards" / name).write_text(name)
+    if options:
+        plan_folder(data, [rows], tokenizer, "--unit-mb", "7", *options)
+    else:
+        assert merge(data) == 0
+    assert snapshot(data / "shards") == {name: name.encode() for name in foreign}
+
+
+# Merges where locks do not work; at one of its calls, a second merge comes and goes, which is to be told of nothing amiss.
+BESIDE = """
+import errno, fcntl, os, subprocess, sys
+def no_lock(*_):
+    if sys.argv[1] == "none":
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+fcntl.flock = no_lock
+from data_prep.__main__ import main
+name, left = sys.argv[2], [int(sys.argv[3])]
+call = getattr(os, name)
+def meeting(*arguments, **options):
+    left[0] -= 1
+    if left[0] == -1:
+        second = subprocess.run([sys.executable, "-c", os.environ["BESIDE"], sys.argv[1], name, "1000", *sys.argv[4:]], capture_output=True)
+        assert second.returncode == 0, second
+        print("met")
+    return call(*arguments, **options)
+setattr(os, name, meeting)
+sys.exit(main(sys.argv[4:]))
+"""
+
+
+@pytest.mark.parametrize("lock", ["none", "of this node alone"])
+@pytest.mark.parametrize(("call", "number"), [("fsync", 3), ("fsync", 9), ("replace", 1), ("replace", 4), ("replace", 8)])
+def test_merges_at_once_without_a_working_lock_leave_the_data_whole(data: Path, merged: Path, lock: str, call: str, number: int) -> None:
+    command = [sys.executable, "-c", BESIDE, lock, call, str(number), "merge", str(data), "--max-bad", "100%"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, "BESIDE": BESIDE})
+    assert "met" in result.stdout, result
+    errors = [line for line in result.stderr.splitlines() if "cannot be locked" not in line]
+    assert (result.returncode, len(errors)) in ((0, 0), (2, 1)), result
+    assert snapshot(data) == snapshot(merged)
+
+
 def test_data_of_an_earlier_plan_goes_when_the_new_is_whole(data: Path, merged: Path) -> None:
     """As after plan --overwrite was killed: final names and a manifest that are another plan's."""
     shutil.copy(merged / "train.bin", data / "test.bin")
@@ -255,19 +304,19 @@ sys.exit(main(sys.argv[3:]))
 
 
 @pytest.mark.parametrize(
-    ("call", "number"),
+    ("call", "number", "then"),
     [
-        ("write", 0),
-        ("write", 4),
-        ("write", 20),
-        ("fsync", 2),
-        ("fsync", 5),
-        *(("replace", n) for n in (1, 2, 5, 7, 8)),
-        ("unlink", 3),
-        ("unlink", 9),
+        *(("write", n, "merge") for n in (0, 4, 20)),
+        *(("fsync", n, "merge") for n in (2, 5)),
+        *(("replace", n, "merge") for n in (1, 2, 5, 7, 8)),
+        *(("unlink", n, "merge") for n in (3, 9)),
+        *((call, n, "run") for call, n in (("write", 4), ("replace", 1), ("replace", 8), ("unlink", 3), ("unlink", 9), ("rmdir", 0))),
     ],
 )
-def test_sigkill_leaves_nothing_half_and_the_same_command_mends_it(data: Path, encoded: Path, merged: Path, call: str, number: int) -> None:
+def test_sigkill_leaves_nothing_half_and_a_command_mends_it(
+    data: Path, encoded: Path, merged: Path, call: str, number: int, then: str
+) -> None:
+    """The same command, or ``run``, which is to see that there is something left to do."""
     whole = snapshot(merged)
     arguments = ["merge", str(data), "--max-bad", "100%"]
     result = subprocess.run(
@@ -280,4 +329,6 @@ def test_sigkill_leaves_nothing_half_and_the_same_command_mends_it(data: Path, e
         assert len(finals) == len(PAIRS) + 2
     else:
         assert snapshot(data / "shards") == snapshot(encoded / "shards")
-    assert merge(data) == 0 and snapshot(data) == whole
+    assert (merge(data) if then == "merge" else main(["run", "--out", str(data), "--max-bad", "100%", *HF])) == 0
+    assert snapshot(data) == whole
+    assert not (data / ".unfinished").exists() and not (data / "shards").exists()

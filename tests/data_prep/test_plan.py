@@ -153,6 +153,54 @@ def test_run_goes_on_with_the_plan_and_refuses_what_is_not_in_it(
     assert merged_hashes(out) == merged_hashes(many_made)
 
 
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+@pytest.mark.parametrize(
+    "name", ["shards/a.parquet", "shards/below/a.parquet", "tokenizer/a.parquet", ".unfinished/a.parquet", "units.jsonl"]
+)
+def test_inputs_where_data_prep_writes_are_refused(
+    tmp_path: Path, corpus: Path, tokenizer: Path, name: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    if name.endswith("parquet"):
+        shutil.copy(corpus, out / name)
+    else:
+        (out / name).write_text('{"id": "a", "text": "mine"}\n')
+    shutil.copytree(out, tmp_path / "elsewhere")
+    (tmp_path / "link.parquet").symlink_to(out / name)
+    (tmp_path / "linked").symlink_to(out)
+    before = snapshot(out)
+    for verb in ("plan", "run"):
+        for file in (out / name, out / name.split("/")[0], f"{out / name}*", tmp_path / "link.parquet", tmp_path / "linked" / name):
+            assert main([verb, str(file), "--tokenizer", str(tokenizer), "--out", str(out), *options]) == 2
+            error = capsys.readouterr().err
+            assert "lies where data_prep writes in --out" in error and error.count("\n") == 1, error
+    assert snapshot(out) == before
+    assert plan([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another") == 0
+
+
+@pytest.mark.parametrize("below", [".", "out"])
+def test_out_below_an_input_folder_is_no_input(tmp_path: Path, tokenizer: Path, below: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": f"a{i}", "text": f"text {i}"} for i in range(90)] + [{"id": "b", "text": None}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / below
+    run = ["--tokenizer", str(tokenizer), "--out", str(out), *SHARES, "--max-bad", "100%", *HF]
+    assert main(["run", str(tmp_path), *run]) == 0
+    before = snapshot(out)
+    assert {"units.jsonl", "bad_rows.jsonl"} <= set(before)
+    for source in (tmp_path, tmp_path / "**" / "*.jsonl"):
+        capsys.readouterr()
+        assert main(["run", str(source), *run]) == 0 and "unchanged" in capsys.readouterr().out
+        assert snapshot(out) == before
+    assert main(["run", str(out / "*s.jsonl"), *run]) == 2
+    assert "holds only what data_prep has written" in capsys.readouterr().err
+    assert main(["run", str(out / "units.jsonl"), *run, "--overwrite"]) == 2
+    assert "lies where data_prep writes" in capsys.readouterr().err
+    assert snapshot(out) == before
+    assert main(["run", str(tmp_path), *run, "--overwrite"]) == 0
+    assert snapshot(out) == before
+
+
 def test_inputs_that_changed_since_the_plan_are_refused(
     tmp_path: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

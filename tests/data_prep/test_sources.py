@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.errors import UserError
+from data_prep.files import json_bytes
+from data_prep.layout import Plan, Unit, read_plan, write_plan
 from data_prep.sources import Columns, SourceFile, Span, open_files, read_span, spans
 from data_prep.sources.finding import find_files, kind_by_name
 from tests.data_prep.sources_made import TEXT, packed, read_all, row, write_lines
@@ -88,6 +90,26 @@ def test_inputs_without_files_or_with_a_file_twice_are_refused(
     make_tree(tmp_path, "x.jsonl", "empty/readme.md")
     os.symlink("x.jsonl", "link.jsonl")
     assert words in refused(inputs)
+
+
+@pytest.mark.parametrize("inputs", ["", "name", "*.jsonl"])
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None:
+    raw = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    try:
+        Path(os.fsdecode(raw)).write_bytes(b'{"text": "a", "id": "1"}\n')
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    words = f"{tmp_path}/caf\\udce9.jsonl: its name is not UTF-8: rename it"
+    assert refused(os.fsdecode(raw) if inputs == "name" else tmp_path / inputs) == words
+    assert "caf\\udce9/train: its name is not UTF-8" in refused("hf://datasets/a/b/caf\udce9/train")
+
+
+def test_other_names_that_are_not_utf8_are_written_as_json_has_them(tmp_path: Path) -> None:
+    name = 'm\\\udce9"é🙂.py:f'
+    assert json.loads(json_bytes({name: [name]}).decode()) == {name: [name]}
+    plan = Plan("f", {"mask": name}, {"path": name}, ({"path": name},), (Unit(0, 0, 0, 1, None, 5),), 7)
+    write_plan(tmp_path, plan)
+    assert read_plan(tmp_path) == plan
 
 
 def test_a_subset_needs_an_address_on_the_hub(tmp_path: Path) -> None:

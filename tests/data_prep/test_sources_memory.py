@@ -40,6 +40,31 @@ def read_in_child(path: Path) -> tuple[int, int, int, int]:
     return rows, lost, text, peak
 
 
+READ_WITH_LITTLE = """
+import resource, sys
+from data_prep.sources import Columns, Rows, open_files, read_span, spans
+(file,) = open_files([sys.argv[1]], Columns())
+(span,) = spans(file, Columns(), 1 << 40)
+now = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+limit = (int(now.split()[1]) << 10) + (int(sys.argv[2]) << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    for part in read_span(file, span, Columns()):
+        print(len(part.places) if isinstance(part, Rows) else part.message)
+except MemoryError:
+    print("MemoryError")
+"""
+
+
+def read_with_little(path: Path, mib: int) -> str:
+    """What a process prints that has ``mib`` MiB of addresses left when it reads a file: rows of each batch, messages, or MemoryError."""
+    command = [sys.executable, "-c", READ_WITH_LITTLE, str(path), str(mib)]
+    environment = {"OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # the others set addresses aside
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def document(number: int, size: int) -> str:
     """A text of ``size`` bytes that packs well."""
     return (f"{number:08} the quick brown fox jumps over the lazy dog " * (size // 50 + 1))[:size]
@@ -78,6 +103,22 @@ def test_a_large_text_that_is_stored_once_is_not_held_often(tmp_path: Path, stor
     rows, lost, text, peak = read_in_child(path)
     assert (rows, lost, text) == (100, 0, 2000)
     assert peak < 450
+
+
+def test_want_of_memory_is_no_damaged_row_group(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", 60 * MIB, 1, write_batch_size=1)
+    assert read_with_little(path, 1500).split() == ["1", "1"]
+    assert read_with_little(path, 40) == "MemoryError"
+
+
+def test_want_of_memory_is_no_damaged_stream(tmp_path: Path) -> None:
+    line = b'{"text": "a", "id": "1"}\n'
+    window = 17 << 3  # 128 MiB, which zstd says it lacks in an error of no special type
+    block = (len(line) << 3 | 1).to_bytes(3, "little") + line
+    path = tmp_path / "x.jsonl.zst"
+    path.write_bytes(b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block)
+    assert read_with_little(path, 400) == "1"
+    assert read_with_little(path, 50) == "MemoryError"
 
 
 def test_large_rows_among_many_small_ones_are_read_few_at_a_time(tmp_path: Path) -> None:

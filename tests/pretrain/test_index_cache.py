@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -165,6 +168,53 @@ def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_i
         for process in (killed, alive):
             process.kill()
             process.communicate()
+
+
+KILLED_AT = """
+import os, signal, sys
+from pathlib import Path
+from tests.pretrain.test_index_cache import build, cache_in
+left, rename = [int(sys.argv[2])], os.rename
+def dying(*arguments):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    rename(*arguments)
+os.rename = dying
+build(cache_in(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_kill_between_the_renames_of_a_damaged_cache_leaves_nothing_for_ever(tmp_path: Path, renames: int, what: str) -> None:
+    cache = cache_in(tmp_path)
+    build(cache)
+    if what == "folder":
+        (cache.folder / "one.npy").unlink()
+    else:
+        shutil.rmtree(cache.folder)
+        cache.folder.write_text("")
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT, str(tmp_path), str(renames)], cwd=ROOT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed
+    for rest in tmp_path.glob(".building-*"):
+        os.utime(rest, (time.time() - 4000,) * 2)
+    build(cache)
+    assert cache.fault() is None and {path.name for path in tmp_path.iterdir()} == {".lock", cache.folder.name}
+
+
+def test_the_lock_of_publication_works_as_nfs_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a lock of one's own is for those alone who may write the file."""
+    modes = []
+
+    def flock_of_nfs(descriptor: int, operation: int) -> None:
+        modes.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE)
+        if operation & fcntl.LOCK_EX and modes[-1] == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr("pretrain.index_cache.fcntl.flock", flock_of_nfs)
+    build(cache_in(tmp_path))
+    assert len(modes) == 2 and os.O_RDONLY not in modes
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
