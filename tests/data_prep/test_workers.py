@@ -191,7 +191,7 @@ def test_an_error_in_one_unit_lets_the_others_finish_theirs(tmp_path: Path, mask
 def test_no_more_workers_than_units_and_all_cores_by_default(tmp_path: Path, many: Path, masked: list[object]) -> None:
     at = masked.index("--unit-mb") + 1
     masked[at] = "0.2"
-    process, seen = start(*masked, "--workers", 7, DELAY="1.5"), 0
+    process, seen = start(*masked, "--workers", 7, DELAY="0.1"), 0
     while process.poll() is None:
         seen = max(seen, len(unfinished(tmp_path / "out")))
         time.sleep(0.01)
