@@ -39,7 +39,7 @@ check-python:
 demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: about 7 minutes on two cores
 	$(PYTHON) -m tools.demo
 
-test: lint  ## static checks, the tests and the compile gate: about 35 minutes on two cores
+test: lint  ## static checks, the tests and the compile gate: about 30 minutes on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10
 
 test-all: lint  ## the same with the slow tests
