@@ -18,10 +18,10 @@ PYTHON := $(VENV)/bin/python
 ENVIRONMENT := $(VENV)/.installed
 endif
 
-.PHONY: help setup check-python demo test test-all lint format clean
+.PHONY: help setup check-python demo test test-slurm test-all lint format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(ENVIRONMENT)  ## make .venv with the tested versions of everything, once
 
@@ -42,7 +42,12 @@ demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alon
 test: lint  ## static checks, the tests and the compile gate: about 30 minutes on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10
 
+test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, which root gets installed on Debian; elsewhere skipped, with the reason
+	bash tests/slurm/install.sh
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m 'slurm and not slow' tests/slurm
+
 test-all: lint  ## the same with the slow tests
+	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -m ''
 
 lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy

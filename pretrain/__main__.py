@@ -1,8 +1,9 @@
 """``python -m pretrain CONFIG.yaml [section.key=value ...]``: check everything, then train, then say how it ended.
 
-``--plan`` and ``--index`` stop before: the one prints what the run needs, the other builds its index cache.
-Exit codes: 0 the run is complete, or was stopped by a signal after a checkpoint; 1 it failed while training; 2 the input is wrong;
-130 ``--index`` was interrupted.
+``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
+whether its data is there and fits, build its index cache.
+Exit codes: 0 the run is complete, or was stopped by a signal after a checkpoint (progress.json says which); 1 it failed while training;
+2 the input is wrong; 75 another process has the run directory, so the same command may do later; 130 ``--index`` was interrupted.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import sys
 from pathlib import Path
 
 from fem_megatron.catalogue import table
-from pretrain.loader import ConfigError, load_run
+from pretrain import signals
+from pretrain.config import RunConfig
+from pretrain.loader import ConfigError, dump_yaml, load_run
 from pretrain.plan import make_plan, render
-from pretrain.validate import Prepared, prepare
+from pretrain.run_directory import DirectoryInUse, resolved
+from pretrain.validate import Prepared, check_before_data, prepare
+
+TRY_AGAIN = os.EX_TEMPFAIL
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,9 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list-mixers", action=_ListMixers, nargs=0, help="print the names that model.mixer may take, and stop")
     stops = parser.add_mutually_exclusive_group()
     stops.add_argument("--plan", action="store_true", help="print parameters, FLOPs, memory, tokens and layout, and stop")
+    stops.add_argument("--resolve", action="store_true", help="print the run's whole configuration as YAML, and stop")
+    stops.add_argument("--check", action="store_true", help="check the configuration and its data, and stop")
     stops.add_argument("--index", action="store_true", help="build the run's index cache, in this process and without a GPU, and stop")
     options = parser.parse_intermixed_args(arguments)
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # one on every host: what is wrong may be wrong on one of them alone
     launched = os.environ.get("WORLD_SIZE")
     try:
         config = load_run(options.config, options.overrides)
@@ -37,13 +45,20 @@ def main(arguments: list[str] | None = None) -> int:
             prepared = prepare(config, None, plan_only=True)
             print(render(make_plan(prepared.config, prepared.world_size, prepared.facts)))
             return 0
+        if options.resolve:
+            check_before_data(config)
+            print(dump_yaml(resolved(config)), end="")
+            return 0
+        if options.check:
+            prepare(config, None)
+            return 0
         if options.index:
             return _index(prepare(config, None), int(launched or 1))
-        return _train(prepare(config, int(launched or 1)))
+        return _train(config, int(launched or 1))
     except ConfigError as error:
         if speaks:
             print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return TRY_AGAIN if isinstance(error, DirectoryInUse) else 2
 
 
 class _ListMixers(argparse.Action):
@@ -74,26 +89,29 @@ def _index(prepared: Prepared, launched: int) -> int:
     return 0
 
 
-def _train(prepared: Prepared) -> int:
-    # Imported here: planning and every refusal above need no torch.
-    from fem_megatron.platform import quiet_libraries
+def _train(config: RunConfig, launched: int) -> int:
+    with signals.noted() as received:
+        prepared = prepare(config, launched)
+        # Imported here: planning and every refusal above need no torch.
+        from fem_megatron.platform import quiet_libraries
 
-    quiet_libraries()
-    from pretrain.run import TooManyBadSteps, train
+        quiet_libraries()
+        from pretrain.run import TooManyBadSteps, train
 
-    try:
-        outcome = train(prepared)
-    except TooManyBadSteps as error:
-        print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        try:
+            outcome = train(prepared, received)
+        except TooManyBadSteps as error:
+            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
+            return 1
     if outcome.stopped_by and os.environ.get("RANK", "0") == "0":
-        print(
-            f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command continues from {outcome.last_checkpoint}"
-        )
+        then = f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"
+        print(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command {then}", flush=True)
     return 0
 
 
 if __name__ == "__main__":
     # Found from a checkout without installation, too.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    sys.exit(main())
+    code = main()
+    signals.ignore()
+    sys.exit(code)

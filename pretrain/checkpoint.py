@@ -141,19 +141,23 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
         self.folder, self.config, self.say = folder, config, say
+        self.last: Path | None = None  # the newest that is known to be complete
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
 
     def newest(self) -> Found | None:
         """The newest good checkpoint, as rank 0 sees it."""
-        return from_rank_0(lambda: newest_good(self.folder, self.say))
+        found = from_rank_0(lambda: newest_good(self.folder, self.say))
+        self.last = found.path if found else None
+        return found
 
-    def save(self, engine: Engine, progress: Progress, content_key: str) -> Path:
+    def save(self, engine: Engine, progress: Progress, content_key: str) -> None:
         """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them."""
         self.complete(blocking=True)
         final = self.folder / f"step_{progress.step:08d}"
         if from_rank_0(lambda: final.exists() and damage(final) is None):
-            return final
+            self.last = final
+            return
         started = time.monotonic()
         temporary = self.folder / f".writing_{final.name}"
         if self.rank == 0:
@@ -181,6 +185,7 @@ class Checkpoints:
             if self.rank == 0:
                 _publish(temporary, final, manifest, self.config.checkpoint.keep_last)
                 self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
+            self.last = final
 
         if request is None:
             torch.distributed.barrier()
@@ -189,7 +194,6 @@ class Checkpoints:
         else:
             request.add_finalize_fn(publish)
             self.queue.schedule_async_request(request)
-        return final
 
     def complete(self, *, blocking: bool) -> None:
         """Publish asynchronous saves that have finished; ``blocking``: wait for all of them."""
@@ -206,7 +210,7 @@ class Checkpoints:
         Raises:
             ConfigError: the checkpoint is of another model; every differing field is named.
         """
-        _check_identity(found, self.config, model_only=model_only)
+        check_identity(found, self.config, model_only=model_only)
         _check_metadata_pickle(found.path / ".metadata")
         state = engine.sharded_state(loading=True, model_only=model_only)
         same_layout = found.manifest["layout"] == _layout(self.config)
@@ -239,7 +243,8 @@ def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], Mo
     return {key: state[key] for key in wanted}, ModelConfig.from_dict(found.manifest["config"]["model"]), found.manifest
 
 
-def _check_identity(found: Found, config: RunConfig, *, model_only: bool) -> None:
+def check_identity(found: Found, config: RunConfig, *, model_only: bool = False) -> None:
+    """Raises ConfigError where the checkpoint is of another model than the configuration's; every differing field is named."""
     ours, theirs = identity(config), found.manifest["identity"]
     keys = [key for key in sorted({*ours, *theirs}) if key.startswith("model.") or not model_only]
     differing = [f"{key} is {theirs.get(key)} there, {ours.get(key)} here" for key in keys if ours.get(key) != theirs.get(key)]
@@ -280,7 +285,8 @@ def _sha256(path: Path) -> str:
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
-    return {**to_dict(config.parallel), "world_size": torch.distributed.get_world_size()}
+    layout = {key: value for key, value in to_dict(config.parallel).items() if key != "collective_timeout_minutes"}
+    return {**layout, "world_size": torch.distributed.get_world_size()}
 
 
 def _rng_tensors(config: RunConfig) -> dict[str, ShardedTensor]:

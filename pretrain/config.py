@@ -47,6 +47,10 @@ class ParallelConfig:
     overlap_param_gather: bool = setting(
         False, "Gather updated parameters while the next forward pass starts; needs the distributed optimizer."
     )
+    collective_timeout_minutes: float = setting(
+        30.0,
+        "Minutes a rank waits for the others until the run fails; more than rank 0 takes to write a checkpoint or build the index cache.",
+    )
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,10 @@ class LogConfig:
     diagnostics_interval: int = setting(
         100, "Steps between looks at every layer's energies, entropies and step norm, on 256 tokens; to the loss's loggers; 0: never."
     )
+    straggler_interval: int = setting(
+        100, "Steps between comparisons of the ranks' times, which name the slowest rank; see ranks.jsonl in pretrain/README.md; 0: never."
+    )
+    straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.")
     device: str | None = setting(
         None, "Device whose peak FLOP/s the MFU refers to (see pretrain.plan.DEVICE_PEAK_TFLOPS); null: found out on CUDA, no MFU on CPU."
     )

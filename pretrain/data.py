@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib import invalidate_caches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +129,12 @@ def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | 
 
 
 def _ensure_helpers() -> None:
-    """Megatron's index builder is a C++ extension; wheels carry it, a source install compiles it once."""
-    try:
-        import megatron.core.datasets.helpers_cpp  # noqa: F401
-    except ImportError:
-        if torch.distributed.get_rank() == 0:
+    """Megatron's index builder is a C++ extension; wheels carry it, a source install compiles it once a host that lacks it; collective."""
+    for compiles in (torch.distributed.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"):  # one after another: hosts may share it
+        if compiles and find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
         torch.distributed.barrier()
+        invalidate_caches()
 
 
 def batches(dataset: GPTDataset, first_sample: int, micro_batch_size: int, device: torch.device) -> Iterator[Batch]:

@@ -28,8 +28,8 @@ class Callback(Protocol):
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         """After a validation."""
 
-    def on_layers(self, step: int, values: dict[str, float]) -> None:
-        """After a step whose layers were looked at: ``diagnostics/layer_03/mixer/step_norm`` -> value."""
+    def on_values(self, step: int, values: dict[str, float]) -> None:
+        """After a step that was looked at closely: ``diagnostics/layer_03/mixer/step_norm``, ``ranks/slowest_ratio`` -> value."""
 
     def on_message(self, text: str) -> None:
         """Something a person should know."""
@@ -39,7 +39,7 @@ class Callback(Protocol):
 
 
 Watch = Callable[[int], AbstractContextManager[dict[str, float]]]
-"""What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_layers` tells."""
+"""What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_values` tells."""
 
 
 class Console:
@@ -64,7 +64,7 @@ class Console:
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()), flush=True)
 
-    def on_layers(self, step: int, values: dict[str, float]) -> None:
+    def on_values(self, step: int, values: dict[str, float]) -> None:
         pass
 
     def on_message(self, text: str) -> None:
@@ -86,7 +86,7 @@ class JsonLines:
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
 
-    on_layers = on_eval
+    on_values = on_eval
 
     def on_message(self, text: str) -> None:
         self.file.write(json.dumps({"message": text}) + "\n")
@@ -112,7 +112,7 @@ class TensorBoard:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
-    on_layers = on_eval
+    on_values = on_eval
 
     def on_message(self, text: str) -> None:
         self.writer.add_text("message", text)
@@ -150,7 +150,7 @@ class Wandb:
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
 
-    on_layers = on_eval
+    on_values = on_eval
 
     def on_message(self, text: str) -> None:
         pass

@@ -27,7 +27,8 @@ A run is a YAML file. Each section of it is one of
 and a whole section can be swapped, which comes before single keys: `model=transformer_340m` for a part, `data=blend.yaml` for a file, whose
 path starts at the working directory. A key that is not on this page, a value of another type or outside its choices stops the program with
 one line and exit code 2. Numbers may be written `1e-4`, whole ones also `15_000_000_000` or `15e9`.
-`python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing; `--index` builds the run's index cache, no more.
+`python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing; `--resolve` prints its whole configuration, parts and
+overrides written out; `--index` builds its index cache, no more.
 """
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from fem_megatron import catalogue, platform
-from pretrain.checkpoint import Checkpoints, Found, Progress, find, newest_good
+from pretrain.checkpoint import Checkpoints, Found, Progress, check_identity, find, newest_good
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
 from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
@@ -23,9 +24,11 @@ from pretrain.loggers import make_callbacks
 from pretrain.metrics import Meter
 from pretrain.observer import Observer
 from pretrain.plan import flops_per_token, make_plan, peak_tflops
+from pretrain.progress_file import ProgressFile, read_progress
 from pretrain.ranks import from_rank_0
-from pretrain.run_directory import claimed, describe, run_directory
+from pretrain.run_directory import DirectoryInUse, claimed, describe, run_directory
 from pretrain.schedule import Schedule
+from pretrain.stragglers import Stragglers
 from pretrain.trainer import Outcome, TooManyBadSteps, Trainer
 from pretrain.validate import Prepared
 
@@ -34,24 +37,27 @@ __all__ = ["TooManyBadSteps", "build_index", "train"]
 _LONG_TO_READ = 10**8  # bytes; tenths of a second from a local disk, many seconds from a busy network's
 
 
-def train(prepared: Prepared) -> Outcome:
-    """One attempt of the run, from its newest good checkpoint or from the start.
+def train(prepared: Prepared, received: list[int]) -> Outcome:
+    """One attempt of the run, from its newest good checkpoint or from the start; ``received`` has the stop signals as they come.
 
     Raises:
+        DirectoryInUse: another process trains in the run directory.
         ConfigError: what only the checkpoints can tell is wrong with the configuration.
         TooManyBadSteps: the loss or gradient stayed non-finite.
     """
     config, facts = prepared.config, prepared.facts
     assert facts is not None
     _check_packages(config)
-    platform.initialize_distributed()
-    folder = run_directory(config)
+    platform.initialize_distributed(config.parallel.collective_timeout_minutes)
+    folder, first = run_directory(config), torch.distributed.get_rank() == 0
     try:
-        contents = _contents(facts, _speaker(torch.distributed.get_rank() == 0))
+        contents = _contents(facts, _speaker(first))
         with ExitStack() as stack:
             if not from_rank_0(lambda: stack.enter_context(claimed(folder))):
-                raise ConfigError(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
-            return _attempt(config, facts, contents, prepared.world_size)
+                raise DirectoryInUse(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
+            file = ProgressFile(folder if first else None, Schedule.of(config), prepared.world_size)
+            with _failure_told(file):
+                return _attempt(config, facts, contents, file, received)
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
@@ -106,22 +112,70 @@ def _check_packages(config: RunConfig) -> None:
             raise ConfigError(f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]")
 
 
-def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, world_size: int) -> Outcome:
-    folder, schedule = run_directory(config), Schedule.of(config)
-    first = torch.distributed.get_rank() == 0
+@contextmanager
+def _failure_told(file: ProgressFile) -> Iterator[None]:
+    """Writes what ends the attempt early to progress.json on its way out."""
+    try:
+        yield
+    except BaseException as error:
+        kind = "" if isinstance(error, ConfigError | TooManyBadSteps) else f"{type(error).__name__}: "
+        with suppress(OSError):
+            file.tell("failed", message=f"{kind}{error}")
+        raise
+
+
+def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, file: ProgressFile, received: list[int]) -> Outcome:
+    folder, schedule, first = run_directory(config), file.schedule, torch.distributed.get_rank() == 0
     say = _speaker(first)
+    before = from_rank_0(lambda: read_progress(folder))
+    file.tell("starting")
     if first:  # elsewhere warnings alone come through, to stderr
         platform.tell_of_kernels(say)
     initialize_model_parallel(config)
     checkpoints = Checkpoints(folder / "checkpoints", config, say)
     found = _starting_point(config, checkpoints)
-    resumed = found is not None and found.path.parent == checkpoints.folder
-    progress = found.progress if found is not None and resumed else Progress(0, 0, schedule.total_samples)
-    if resumed and found is not None:
-        _check_resumable(found, config, facts, contents, schedule)
-        progress = replace(progress, order_samples=max(progress.order_samples, schedule.total_samples))
+    own = found if found is not None and found.path.parent == checkpoints.folder else None
+    progress = Progress(0, 0, schedule.total_samples)
+    if own is not None:
+        _check_resumable(own, config, facts, contents, schedule)
+        progress = replace(own.progress, order_samples=max(own.progress.order_samples, schedule.total_samples))
+    file.at(progress.step, progress.consumed_samples, checkpoints.last)
+    file.tell("starting")
     if first:
-        describe(config, folder, world_size)
+        describe(config, folder, file.world_size)
+    if own is not None and progress.step >= schedule.steps and _complete_at(before, progress.step):
+        check_identity(own, config)
+        say(f"{config.name} is complete at step {progress.step}; raise train.steps or train.tokens to continue it")
+        file.tell("complete")
+        return Outcome(progress, None, own.path)
+    trainer = _trainer(config, facts, contents, file, checkpoints, progress, received)
+    try:
+        if found is not None:
+            checkpoints.load(trainer.engine, found, model_only=own is None)
+            say(f"{'resumed' if own else 'weights taken'} from {found.path}" + (f" at step {progress.step}" if own else ""))
+        return trainer.run()
+    finally:
+        for callback in trainer.callbacks:
+            callback.on_end()
+
+
+def _complete_at(before: dict[str, Any] | None, step: int) -> bool:
+    """Whether progress.json says that an attempt ended the run at ``step``, its last validation done."""
+    return before is not None and (before.get("state"), before.get("step")) == ("complete", step)
+
+
+def _trainer(
+    config: RunConfig,
+    facts: DataFacts,
+    contents: Contents,
+    file: ProgressFile,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    received: list[int],
+) -> Trainer:
+    """The loop with all its parts; its weights are fresh."""
+    schedule, world_size, first = file.schedule, file.world_size, file.folder is not None
+    folder, say = run_directory(config), _speaker(first)
     plan = make_plan(config, world_size, facts, cuda=platform.has_cuda())
     data = _data(config, facts, contents, progress.order_samples, folder, say)
     try:
@@ -135,10 +189,7 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, world_size
         f"{world_size} x {platform.device_name()} (TP {config.parallel.tensor_model_parallel_size}, "
         f"PP {config.parallel.pipeline_model_parallel_size}, DP {plan.data_parallel}, {config.train.precision})"
     )
-    if found is not None:
-        checkpoints.load(engine, found, model_only=not resumed)
-        say(f"{'resumed' if resumed else 'weights taken'} from {found.path}" + (f" at step {progress.step}" if resumed else ""))
-    trainer = Trainer(
+    return Trainer(
         config=config,
         schedule=schedule,
         engine=engine,
@@ -154,12 +205,10 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, world_size
         progress=progress,
         content_key=contents.key,
         watch=Observer(engine.models, config.log.diagnostics_interval),
+        stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, file.folder),
+        progress_file=file,
+        received=received,
     )
-    try:
-        return trainer.run()
-    finally:
-        for callback in trainer.callbacks:
-            callback.on_end()
 
 
 def _starting_point(config: RunConfig, checkpoints: Checkpoints) -> Found | None:

@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from pretrain.config import RunConfig
-from pretrain.loader import dump_yaml
+from pretrain.loader import ConfigError, dump_yaml
 
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
 
@@ -26,6 +27,15 @@ def run_directory(config: RunConfig) -> Path:
     if not config.run_dir:
         return Path("runs") / config.name
     return Path(config.run_dir.replace("{mixer}", "-".join(config.model.pattern or (config.model.mixer,))))
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """The configuration with its run directory written out, so that a file of any name and place that holds it means the same run."""
+    return replace(config, run_dir=str(run_directory(config)))
+
+
+class DirectoryInUse(ConfigError):
+    """Another process has the run directory; it may be free later."""
 
 
 @contextmanager
@@ -54,10 +64,10 @@ def describe(config: RunConfig, folder: Path, world_size: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
     (folder / "relaunch.sh").write_text(relaunch_command(world_size) + "\n")
-    revision, changes = _git("rev-parse", "HEAD"), _git("diff", "HEAD")
+    revision, dirty, changes = _code()
     environment = {
         "git_revision": revision,
-        "git_dirty": bool(changes),
+        "git_dirty": dirty,
         "python": sys.version.split()[0],
         "host": host.node(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -75,14 +85,29 @@ def relaunch_command(world_size: int) -> str:
     if nodes > 1:
         start += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
     program = f"{start} -m pretrain" if world_size > 1 else f"{shlex.quote(sys.executable)} -m pretrain"
-    return f"cd {shlex.quote(os.getcwd())} && {program} {shlex.join(sys.argv[1:])}"
+    # Where a launcher let the code come from elsewhere than the folder.
+    paths = "".join(f"{name}={shlex.quote(os.environ[name])} " for name in ("PYTHONPATH", "PYTHONSAFEPATH") if os.environ.get(name))
+    return f"cd {shlex.quote(os.getcwd())} && {paths}{program} {shlex.join(sys.argv[1:])}"
 
 
-def _git(*arguments: str) -> str:
-    """git's answer about the code that runs, empty outside a checkout."""
-    here = Path(__file__).resolve().parent
+def _code() -> tuple[str, bool, str]:
+    """Revision, whether it was changed, and the changes, of the code that runs; empty where nobody knows.
+
+    A launcher's snapshot says it in a file, with its changes beside it; a checkout's git knows.
+    """
+    root = Path(__file__).resolve().parents[1]
+    snapshot = root / "REVISION.json"
+    if snapshot.is_file():
+        told = json.loads(snapshot.read_text())
+        return told.get("revision") or "", bool(told.get("dirty")), ""
+    changes = _git(root, "diff", "HEAD")
+    return _git(root, "rev-parse", "HEAD"), bool(changes), changes
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """git's answer about a folder, empty outside a checkout."""
     try:
-        return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 

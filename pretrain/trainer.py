@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from fem_megatron import platform
 from pretrain.checkpoint import Checkpoints, Progress
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, batches
-from pretrain.engines import Engine
+from pretrain.engines import Engine, StepTimes
 from pretrain.loggers import Callback, Watch
 from pretrain.metrics import Meter, StepRecord, peak_memory_over_ranks
+from pretrain.progress_file import ProgressFile
 from pretrain.schedule import Schedule
+from pretrain.stragglers import Stragglers
 
 
 class TooManyBadSteps(RuntimeError):
@@ -49,44 +50,49 @@ class Trainer:
     progress: Progress
     content_key: str
     watch: Watch
+    stragglers: Stragglers
+    progress_file: ProgressFile
+    received: list[int]  # numbers of the signals that asked this process to stop, so far
 
     def run(self) -> Outcome:
-        """The whole loop.
+        """The whole loop. A signal noted before it begins ends it before its first step; one that comes after its last changes nothing.
 
         Raises:
             TooManyBadSteps: after a checkpoint was written.
         """
         stream = self._stream(self.data.train, self.progress.consumed_samples)
-        saved: Path | None = None
-        with _signals() as received:
-            self.meter.restart()
-            while self.progress.step < self.schedule.steps:
-                with self.watch(self.progress.step + 1) as seen:
-                    record = self._step(stream)
-                self._tell_step(record, seen)
-                if self._due(self.config.train.eval_interval):
-                    self._evaluate()
-                stopped_by = _agree(received)
-                hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
-                if self._due(self.config.checkpoint.interval) or stopped_by or hopeless:
-                    saved = self._save()
-                self.checkpoints.complete(blocking=False)
-                if hopeless:
-                    self.checkpoints.close()
-                    raise TooManyBadSteps(self._hopeless_message(record, saved))
-                if stopped_by:
-                    self.checkpoints.close()
-                    return Outcome(self.progress, stopped_by, saved)
-            saved = self._save()
-            self.checkpoints.close()
-            if self.data.valid is not None:
+        self.meter.restart()
+        stopped_by = self._asked_to_stop()
+        while self.progress.step < self.schedule.steps and stopped_by is None:
+            with self.watch(self.progress.step + 1) as seen:
+                record = self._step(stream)
+            self._tell_step(record, seen)
+            if self._due(self.config.train.eval_interval):
                 self._evaluate()
-        return Outcome(self.progress, None, saved)
+            stopped_by = self._asked_to_stop()
+            hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
+            if self._due(self.config.checkpoint.interval) or stopped_by or hopeless:
+                self._save()
+            self.checkpoints.complete(blocking=False)
+            self._tell_progress()
+            if hopeless:
+                self.checkpoints.close()
+                self._tell_progress()
+                raise TooManyBadSteps(self._hopeless_message(record))
+        if stopped_by is None:
+            self._save()
+        self.checkpoints.close()
+        if stopped_by is None and self.data.valid is not None:
+            self._tell_progress()
+            self._evaluate()
+        self._note_progress()
+        self.progress_file.tell("stopped" if stopped_by else "complete", signal=stopped_by)
+        return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Iterator[Any]) -> StepRecord:
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
-        result = self.engine.train_step(stream, consumed)
+        result = self.engine.train_step(stream, consumed, timed=self.stragglers.due(before.step + 1))
         self.progress = replace(
             before,
             step=before.step + 1,
@@ -94,7 +100,7 @@ class Trainer:
             skipped_steps=before.skipped_steps + result.skipped,
             bad_steps_in_a_row=before.bad_steps_in_a_row + 1 if result.skipped else 0,
         )
-        return StepRecord(
+        record = StepRecord(
             step=self.progress.step,
             consumed_tokens=consumed * self.schedule.sample_tokens,
             loss=result.loss,
@@ -104,6 +110,19 @@ class Trainer:
             peak_memory_bytes=peak_memory_over_ranks(),
             **self.meter.measure(self.schedule.steps - self.progress.step),
         )
+        self._note_progress()
+        if result.times is not None:
+            self._compare_ranks(result.times)
+        return record
+
+    def _compare_ranks(self, times: StepTimes) -> None:
+        slowest = self.stragglers.compare(self.progress.step, times)
+        values = {"ranks/slowest": float(slowest.rank), "ranks/slowest_ratio": slowest.ratio}
+        self._tell(lambda callback: callback.on_values(self.progress.step, values))
+        if slowest.ratio > self.stragglers.limit:
+            text = f"step {self.progress.step}: {slowest.message(self.stragglers.limit)}"
+            self._tell(lambda callback: callback.on_message(text))
+        self.meter.restart()
 
     def _evaluate(self) -> None:
         """Mean validation loss, always over the same samples."""
@@ -113,10 +132,22 @@ class Trainer:
         self._tell(lambda callback: callback.on_eval(self.progress.step, {"valid_loss": loss}))
         self.meter.restart()
 
-    def _save(self) -> Path:
-        path = self.checkpoints.save(self.engine, self.progress, self.content_key)
+    def _save(self) -> None:
+        self.checkpoints.save(self.engine, self.progress, self.content_key)
         self.meter.restart()
-        return path
+
+    def _asked_to_stop(self) -> str | None:
+        """The signal that any rank received, the same answer on every rank; None once the last step is done."""
+        return _agree(self.received) if self.progress.step < self.schedule.steps else None
+
+    def _note_progress(self) -> None:
+        self.progress_file.at(self.progress.step, self.progress.consumed_samples, self.checkpoints.last)
+
+    def _tell_progress(self) -> None:
+        """In progress.json: that the run is under way, and every newer checkpoint as soon as it is complete."""
+        self._note_progress()
+        if self.progress_file.told != ("running", self.checkpoints.last):
+            self.progress_file.tell("running")
 
     def _stream(self, dataset: Any, first_sample: int) -> Iterator[Any]:
         return batches(dataset, first_sample, self.config.train.micro_batch_size, platform.device())
@@ -127,31 +158,19 @@ class Trainer:
     def _tell_step(self, record: StepRecord, seen: dict[str, float]) -> None:
         self._tell(lambda callback: callback.on_step(record))
         if seen:
-            self._tell(lambda callback: callback.on_layers(record.step, seen))
+            self._tell(lambda callback: callback.on_values(record.step, seen))
             self.meter.restart()
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:
             what(callback)
 
-    def _hopeless_message(self, record: StepRecord, saved: Path | None) -> str:
+    def _hopeless_message(self, record: StepRecord) -> str:
         what = "loss" if not math.isfinite(record.loss) else "gradient norm"
         return (
             f"the {what} was not finite for {self.progress.bad_steps_in_a_row} steps in a row (up to step {record.step}); "
-            f"checkpoint {saved}; lower optimizer.lr, or look at the data from sample {self.progress.consumed_samples} on"
+            f"checkpoint {self.checkpoints.last}; lower optimizer.lr, or look at the data from sample {self.progress.consumed_samples} on"
         )
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGUSR1 are noted, not obeyed: the step ends first. They may come twice."""
-    received: list[int] = []
-    handlers = {number: signal.signal(number, lambda n, _: received.append(n)) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _agree(received: list[int]) -> str | None:

@@ -24,14 +24,14 @@ _AT_LEAST_ONE = (
     "model.delta.key_size model.delta.value_size data.seq_length parallel.world_size "
     "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size train.steps train.tokens train.micro_batch_size "
     "train.global_batch_size train.eval_batches train.max_bad_steps optimizer.decay_steps optimizer.decay_tokens checkpoint.keep_last "
-    "log.interval"
+    "log.interval log.straggler_ratio"
 ).split()
 _NOT_NEGATIVE = (
     "train.seed train.eval_interval optimizer.min_lr optimizer.weight_decay optimizer.clip_grad optimizer.warmup_steps "
-    "optimizer.warmup_tokens checkpoint.interval log.diagnostics_interval"
+    "optimizer.warmup_tokens checkpoint.interval log.diagnostics_interval log.straggler_interval"
 ).split()
 _DECAYS = "optimizer.beta1 optimizer.beta2 model.hyperset.beta1 model.hyperset.beta2".split()
-_POSITIVE = "model.norm_eps model.init_std optimizer.lr optimizer.eps".split()
+_POSITIVE = "model.norm_eps model.init_std optimizer.lr optimizer.eps parallel.collective_timeout_minutes".split()
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,18 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False)
     config = fill_from_data(config, facts)
     validate(config, world_size)
     return Prepared(config, world_size, facts)
+
+
+def check_before_data(config: RunConfig) -> None:
+    """The checks of a plan, but a run whose data is still to be made passes even where its vocabulary is the data's to tell.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    if config.model.vocab_size is None and not any_on_disk(config):
+        validate(config, planned_world_size(config))
+    else:
+        prepare(config, None, plan_only=True)
 
 
 def planned_world_size(config: RunConfig) -> int:

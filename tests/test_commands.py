@@ -53,9 +53,13 @@ def documents() -> dict[str, str]:
     return {name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(".md")}
 
 
+# launch checks the words that argparse leaves it, too.
+LAUNCH_PARSE_ONLY = "import sys; from launch.__main__ import parse; parse(sys.argv[1:])"
+
+
 def fault(command: str) -> str | None:
     """What is wrong with a command line as a reader would type it in the repository's root, or None."""
-    program, *words = shlex.split(command, comments=True)
+    program, *words = shlex.split(re.sub(r" > [\w./-]+$", "", command), comments=True)
     absent = [word for word in words if re.match(r"(configs|docs|tests|tools)/", word) and not (ROOT / word).exists()]
     if absent:
         return f"there is no {absent[0]}"
@@ -101,10 +105,12 @@ def _pip(words: list[str]) -> str | None:
 
 
 def _python(words: list[str], processes: int | None) -> str | None:
-    stops = {"--plan", "--help", "--list-mixers"} & set(words)
+    stops = {"--plan", "--resolve", "--help", "--list-mixers", "--dry-run"} & set(words)
     if words[:2] == ["-m", "pretrain"] and not stops:
         return _pretrain(words[2:], processes)
     parsed = ["-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])]
+    if words[:2] == ["-m", "launch"]:
+        parsed = ["-c", LAUNCH_PARSE_ONLY, *words[2:]]
     command = [sys.executable, *(words if stops else parsed)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return (done.stderr or done.stdout) if done.returncode else None
@@ -152,6 +158,8 @@ def test_the_readme_begins_with_the_two_commands() -> None:
         "torchrun --nproc-per-node 3 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2",
         "python -m data_prep verfy data",
         "python -m data_prep run data.parquet",
+        "python -m launch submit configs/run/demo.yaml --cluster configs/cluster/slurm_generic.yaml --nods 2",
+        "python -m launch submit configs/run/demo.yaml train.stps=20 --cluster configs/cluster/slurm_generic.yaml --dry-run",
         "sbatch --array=0-3 --wrap 'python -m data_prep runn --out data'",
         "hf download name --included x",
         "python -m tools.hf export runs/demo/fem out --type fp32",
@@ -186,6 +194,11 @@ def test_a_run_loads_validates_and_plans(run: Path, tmp_path: Path, monkeypatch:
     assert prepared.config.name == run.stem
 
 
-@pytest.mark.parametrize("part", sorted(ROOT.glob("configs/[!r]*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def parts() -> list[Path]:
+    """Every part of a run; cluster profiles are launch's."""
+    return sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.parent.name not in ("run", "cluster"))
+
+
+@pytest.mark.parametrize("part", parts(), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_part_loads(part: Path) -> None:
     load_run(runs()[0], [f"{part.parent.name}={part.stem}"])

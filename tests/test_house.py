@@ -27,9 +27,11 @@ ROOMS: dict[str, set[str]] = {
     "pretrain": {"fem_megatron"},
     "tools": {"kernels", "fem_megatron", "pretrain", "data_prep"},
     "data_prep": set(),
+    "launch": set(),
 }
 # Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
 TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.loader", "pretrain.plan", "pretrain.validate", "pretrain.data_facts"]
+IN_JOBS_WITH_TORCH = {"launch.bandwidth"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
 SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # torch documents the assignment as the way to set it
@@ -292,17 +294,35 @@ def test_a_rule_lets_the_rest_pass(rule: Callable[[Sources], list[str]], name: s
 # --- what only running tells -----------------------------------------------------------------------------------------------------
 
 
-def torch_after(modules: list[str]) -> str:
-    """What of torch and Megatron is loaded after importing ``modules`` in a fresh interpreter."""
-    code = f"import sys, {', '.join(modules)}; print(*sorted({{'torch', 'megatron', 'transformers'}} & set(sys.modules)))"
+def loaded_after(modules: list[str], of: tuple[str, ...]) -> str:
+    """Which of the packages ``of`` are loaded after importing ``modules`` in a fresh interpreter."""
+    code = f"import sys, {', '.join(modules)}; print(*sorted(set({of!r}) & set(sys.modules)))"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def torch_after(modules: list[str]) -> str:
+    """What of torch and Megatron is loaded after importing ``modules`` in a fresh interpreter."""
+    return loaded_after(modules, ("torch", "megatron", "transformers"))
+
+
+def modules_of(room: str) -> list[str]:
+    """A room's modules by their dotted names, commands left out."""
+    names = [name.removesuffix(".py").replace("/", ".") for name in of_rooms() if name.startswith(f"{room}/")]
+    return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+
+
 def test_torch_free_modules() -> None:
-    data_prep = [name.removesuffix(".py").replace("/", ".") for name in of_rooms() if name.startswith("data_prep/")]
     assert torch_after(TORCH_FREE) == ""
-    assert torch_after([name.removesuffix(".__init__") for name in data_prep if not name.endswith("__main__")]) == ""
+    assert torch_after(modules_of("data_prep")) == ""
+    assert torch_after([name for name in modules_of("launch") if name not in IN_JOBS_WITH_TORCH]) == ""
     assert "torch" in torch_after(["kernels.fem_attention"])  # the probe sees it where it is
+
+
+def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
+    """A node's own Python, outside the container, may be all that the supervisor has."""
+    inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + ["launch.rank", "launch.node_check"]
+    assert loaded_after(inside, ("yaml", "jinja2", "torch", "numpy", "psutil")) == ""
+    assert loaded_after(["launch.profile"], ("yaml",)) == "yaml"  # the probe sees it where it is
 
 
 # --- packaging -------------------------------------------------------------------------------------------------------------------
@@ -339,9 +359,9 @@ def test_every_third_party_import_is_declared() -> None:
     used = {module.split(".")[0] for name, text in of_rooms().items() for _, module in imported(name, text)} - known
     declared = set(requirements("gpu", "deepspeed"))
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
-    # The other way: nothing is asked for that nothing needs. These three are imported for us, by Megatron-core's checkpoint writer,
-    # huggingface_hub.save_torch_state_dict and torch.utils.tensorboard, none of which declares it.
-    assert set(requirements()) - {distribution.get(name, name) for name in used} == {"psutil", "safetensors", "tensorboard"}
+    # The other way: nothing is asked for that nothing needs. Three are imported for us, by Megatron-core's checkpoint writer,
+    # huggingface_hub.save_torch_state_dict and torch.utils.tensorboard, none of which declares it; py-spy is a command.
+    assert set(requirements()) - {distribution.get(name, name) for name in used} == {"psutil", "py-spy", "safetensors", "tensorboard"}
 
 
 def test_the_readme_gives_a_reason_for_every_dependency() -> None:

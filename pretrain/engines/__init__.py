@@ -17,13 +17,25 @@ class StepResult:
     grad_norm: float  # global, before clipping
     lr: float
     skipped: bool  # loss or gradient was not finite: nothing was updated
+    times: StepTimes | None = None  # this rank's, where they were asked for
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where a step's time went on one rank, in seconds."""
+
+    busy: float  # forward and backward passes, up to the moment when the gradients of all ranks are needed
+    waiting: float  # reducing the gradients: waiting for the other ranks, and the transfer
 
 
 class Engine(Protocol):
     """A model, its optimizer and its layout."""
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int) -> StepResult:
-        """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``."""
+    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False) -> StepResult:
+        """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``.
+
+        ``timed``: tell this rank's times, too; that waits for the device and changes no number.
+        """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
         """Mean loss over ``global_batches`` global batches, nats a token; no gradients."""

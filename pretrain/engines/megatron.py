@@ -20,7 +20,7 @@ from fem_megatron import model as fem_model
 from fem_megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data import Batch
-from pretrain.engines import StepResult
+from pretrain.engines import StepResult, StepTimes
 from pretrain.schedule import Schedule
 
 # Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
@@ -34,6 +34,7 @@ def initialize_model_parallel(config: RunConfig) -> None:
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=layout.collective_timeout_minutes,
     )
     torch.manual_seed(config.train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
@@ -63,6 +64,7 @@ class MegatronEngine:
         self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]
         self.optimizer = self._optimizer()
         self.scheduler = self._scheduler(schedule)
+        self.reduction: list[platform.Moment] | None = None  # its beginning and end, noted where it is a list
         self._connect_schedule()
 
     @property
@@ -70,22 +72,25 @@ class MegatronEngine:
         """This rank's bare model chunks."""
         return [chunk.module for chunk in self.chunks]
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False) -> StepResult:
         """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
+        started = platform.Moment() if timed else None
+        self.reduction = [] if timed else None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.scheduler.num_steps = samples_after
         self.scheduler.step(0)
         loss = self._run(batches, self.micro_batches, forward_only=False)
+        times = self._times(started)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return StepResult(loss, grad_norm, lr, skipped=True)
+            return StepResult(loss, grad_norm, lr, skipped=True, times=times)
         self._clip(grad_norm)
         self.optimizer.step_with_ready_grads()
-        return StepResult(loss, grad_norm, lr, skipped=False)
+        return StepResult(loss, grad_norm, lr, skipped=False, times=times)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -170,7 +175,7 @@ class MegatronEngine:
         """Megatron's pipeline schedules find their hooks in the model's configuration."""
         layout = self.config.parallel
         self.settings.grad_scale_func = None
-        self.settings.finalize_model_grads_func = finalize_model_grads
+        self.settings.finalize_model_grads_func = self._reduce
         if layout.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             self.settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -179,6 +184,22 @@ class MegatronEngine:
         if layout.overlap_param_gather and len(self.chunks) > 1:
             self.settings.param_sync_func = [chunk.start_param_sync for chunk in self.chunks]
         self.forward_backward = get_forward_backward_func()
+
+    def _reduce(
+        self, model: list[Any], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, force_all_reduce: bool | None = False
+    ) -> None:
+        """Megatron's reduction of the gradients, its beginning and end noted on the compute stream in a timed step."""
+        if self.reduction is not None:
+            self.reduction.append(platform.Moment())
+        finalize_model_grads(model, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if self.reduction is not None:
+            self.reduction.append(platform.Moment())
+
+    def _times(self, started: platform.Moment | None) -> StepTimes | None:
+        if started is None or self.reduction is None:
+            return None
+        begun, done = self.reduction
+        return StepTimes(busy=started.seconds_until(begun), waiting=begun.seconds_until(done))
 
     def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> float:
         """All micro-batches of a step through the pipeline; the mean loss, equal on every rank."""

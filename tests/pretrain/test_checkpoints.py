@@ -280,6 +280,7 @@ def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
     pretrain.run_dir.mkdir()
     with (pretrain.run_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert pretrain() == 2
-    assert f"{pretrain.run_dir} is in use by another process" in pretrain.err
+        assert pretrain() == 75, "later it may do"
+    assert f"{pretrain.run_dir} is in use by another process" in pretrain.err and pretrain.err.count("\n") == 1
+    assert not (pretrain.run_dir / "progress.json").exists(), "it is the other process's"
     assert pretrain("train.steps=4") == 0

@@ -1,0 +1,148 @@
+"""What the single values of a cluster profile may be: each check says what is wrong with a text, or None. Standard library alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+from launch import secrets
+
+TIME = r"\d+(:\d\d){0,2}|\d+-\d{1,2}(:\d\d){0,2}|infinite|unlimited"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# Variables that the launcher, torchrun or bash itself sets, and what to write instead.
+_TAKEN = {
+    "PATH": "write `export PATH=/folder:$PATH` in setup.lines",
+    "PYTHONPATH": "the launcher sets it to the code snapshot; install what is needed into the interpreter",
+    "PYTHONSAFEPATH": "the launcher sets it",
+    **dict.fromkeys("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split(), "torchrun sets it"),
+    **dict.fromkeys(
+        "_ BASHOPTS BASHPID BASH_ARGV0 BASH_COMMAND BASH_ENV COMP_WORDBREAKS DIRSTACK ENV EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS"
+        " HISTCMD IFS LINENO OLDPWD OPTARG OPTERR OPTIND POSIXLY_CORRECT PPID PWD RANDOM SECONDS SHELLOPTS SHLVL SRANDOM UID".split(),
+        "it means something to bash itself",
+    ),
+}
+# Options of sbatch that the launcher decides, and where to say what they would.
+_DECIDED = {
+    **{name: f"slurm.{name}" for name in "partition account qos time constraint exclude reservation".split()},
+    **dict.fromkeys("ntasks ntasks-per-node export export-file requeue no-requeue open-mode chdir wrap parsable wait test-only".split()),
+    "array": "--tasks of submit",
+    "cpus-per-task": "nodes.cpus",
+    "dependency": "--dependency of submit",
+    "error": "logs",
+    "exclusive": "nodes.exclusive",
+    "gpus-per-node": "nodes.gpus",
+    "gres": "nodes.gres",
+    "job-name": "--name of submit",
+    "mem": "nodes.memory",
+    "nodes": "--nodes of submit",
+    "output": "logs",
+    "signal": "slurm.signal_seconds",
+}
+
+
+def matches(pattern: str, what: str) -> Callable[[str], str | None]:
+    """A check that the whole text is of a pattern (ASCII)."""
+    compiled = re.compile(pattern, re.ASCII)
+    return lambda text: None if compiled.fullmatch(text) else f"expected {what}"
+
+
+word = matches(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@/=-]*", "a name of letters, digits and _ . , : + @ / = -")
+hosts = matches(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*", "a node's name, or node[01-04,07]")
+
+
+def argument(text: str) -> str | None:
+    """What can be passed to a program."""
+    if not text:
+        return "it is empty"
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        return "NUL and half characters cannot be passed to a program"
+    return None
+
+
+def variable(text: str) -> str | None:
+    """A value of an environment variable: as `argument`, but it may be empty."""
+    return argument(text or "-")
+
+
+def bash(text: str) -> str | None:
+    """A line of a script."""
+    return "sbatch refuses scripts with carriage returns" if "\r" in text else argument(text)
+
+
+def path(text: str) -> str | None:
+    """A path that `fill` can make whole."""
+    if text.startswith("-"):
+        return "a path cannot begin with a dash; write ./-..."
+    if _CONTROL.search(text):
+        return "a path cannot have line breaks or control characters"
+    return _variables_fault(text) or argument(text)
+
+
+def program(text: str) -> str | None:
+    """A program: a path, or a bare name that is looked for where it runs."""
+    return path(text)
+
+
+def image(text: str) -> str | None:
+    """A container's image: a path that begins with / or ./, or an address (``nvcr.io/nvidia/pytorch:25.06-py3``)."""
+    return path(text)
+
+
+def mount(text: str) -> str | None:
+    """HOST:CONTAINER or HOST:CONTAINER:ro; both runtimes take a comma for the end of a mount."""
+    if not re.fullmatch(r"[/$][^:,]*:/[^:,]*(:r[ow])?", text) or _CONTROL.search(text):
+        return "expected /on/the/node:/in/the/container or /a:/b:ro, without commas"
+    return _variables_fault(text) or argument(text)
+
+
+def fill(check: object, text: str) -> str:
+    """A value as it goes into a job: variables filled into paths and mounts, ~ too, and paths absolute. Others stay as they are."""
+    if check not in (path, program, image, mount):
+        return text
+    text = _VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], text)
+    if check is mount:
+        return text
+    text = os.path.expanduser(text)
+    is_path = check is path or (check is program and "/" in text) or text.startswith(("/", "./", "../"))
+    return os.path.abspath(text) if is_path else text
+
+
+def _variables_fault(text: str) -> str | None:
+    """What is wrong with the variables in a path, or None."""
+    for match in _VARIABLE.finditer(text):
+        name = match[1] or match[2]
+        if secrets.is_secret(name):
+            return f"${name} looks like a secret, which may not become part of a path"
+        if not os.environ.get(name):
+            return f"${name} is not set here"
+    return "only $NAME and ${NAME} are filled in, and a path has no other $" if "$" in _VARIABLE.sub("", text) else None
+
+
+def option(text: str) -> str | None:
+    """A long option as one word."""
+    return argument(text) if re.match(r"--[a-z][a-z0-9-]*(=|\Z)", text) else "expected one option as --name or --name=value"
+
+
+def sbatch_option(text: str) -> str | None:
+    """A long option of sbatch that nothing else decides."""
+    name = text.partition("=")[0].removeprefix("--")
+    if name in _DECIDED:
+        where = _DECIDED[name]
+        return f"write it as {where}" if where else "the launcher decides it"
+    return "line breaks and control characters cannot stand in an option of sbatch" if _CONTROL.search(text) else option(text)
+
+
+def variable_fault(name: str, value: str) -> str | None:
+    """Why a profile may not set a variable, or None."""
+    if not _NAME.fullmatch(name):
+        return f"environment: {name!r} is not a variable's name: letters, digits and _"
+    if secrets.is_secret(name) or secrets.hides_a_password(value):
+        return f"environment.{name} looks like a secret: export it in your shell, which takes it to the job, and keep it out of files"
+    if re.search(rf"\$({name}\b|{{{name}\b)", value):
+        return f"environment.{name} would refer to itself, and values are taken as they are: write `export {name}=...` in setup.lines"
+    if name in _TAKEN or name.startswith(("SLURM_", "BASH_FUNC_")):
+        return f"environment.{name} cannot be set here: {_TAKEN.get(name, 'Slurm sets it')}"
+    return None

@@ -1,0 +1,98 @@
+"""``requeue``: continue a run that was cancelled, gave up or was lost, with the code it began with; one that runs saves and starts again.
+
+requeue DIR...                               as it was submitted
+requeue DIR --cluster PROFILE --exclude n7   with what the profile says now, and not on node n7
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launch import slurm
+from launch.draft import locked
+from launch.errors import UserError
+from launch.job import Job
+from launch.layout import launch_folder
+from launch.profile import Profile, from_json, load_profile
+from launch.request import absolute
+from launch.side_by_side import run_items
+from launch.snapshot import read_code
+from launch.standing import Standing, counted, find_job, standings
+from launch.submit import excluded, send
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="directory of a run or a job, or of one item of an array")
+    parser.add_argument("--cluster", metavar="PROFILE.yaml", help="a profile to read again (default: as it was submitted)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of --cluster, as slurm.time=48:00:00")
+    parser.add_argument("--exclude", action="append", default=[], metavar="NODES", help="nodes not to use, besides the profile's")
+    parser.add_argument("--at-once", type=int, metavar="K", help="of an array: so many tasks at a time")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Requeue each directory's items that are not finished: 0, or a local run's exit code. Raises UserError."""
+    if arguments.set and not arguments.cluster:
+        raise UserError("--set changes a profile that is read again; give --cluster, too")
+    worst = 0
+    for directory in arguments.directories:
+        job, items = find_job(directory)
+        with locked(Path(job.directory)):
+            begin = _requeue(job, items, arguments)
+        if begin is not None:
+            worst = max(worst, run_items(*begin, at_once=arguments.at_once or 1))
+    return worst
+
+
+def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> tuple[Job, list[int]] | None:
+    """Restart what runs, and submit what does not: on this machine, what is to be started once the directory is let go."""
+    chosen = [standing for standing in standings(job) if standing.index in items]
+    begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
+    _restart(job, [standing for standing in chosen if standing.kind == "active"])
+    if not begin:
+        if not any(standing.kind == "active" for standing in chosen):
+            print(f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update")
+        return None
+    if read_code(Path(job.directory)) is None:
+        raise UserError(f"{job.directory}: its code snapshot is gone; submit it again: that takes a new one")
+    profile = from_json(job.profile)
+    if arguments.cluster:
+        profile = load_profile(arguments.cluster, arguments.set)
+        job = replace(job, profile=profile.as_json(), profile_path=absolute(arguments.cluster))
+        job.save()
+    for index in begin:
+        (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
+    if profile.scheduler != "slurm":
+        return job, begin
+    _submit(job, profile, begin, arguments)
+    return None
+
+
+def _submit(job: Job, profile: Profile, begin: Sequence[int], arguments: argparse.Namespace) -> None:
+    exclude = excluded(job, profile, arguments.exclude)
+    job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
+    what = f"{len(begin)} of {len(job.items)} items" if job.array else job.directory
+    print(f"requeued {job.name} as job {job_id}: {what}")
+
+
+def _restart(job: Job, active: Sequence[Standing]) -> None:
+    """Tell what runs to save and start again, release what is held."""
+    for standing in active:
+        name, told = job.items[standing.index].name, "waits in the queue already"
+        if standing.pid is not None:
+            os.kill(standing.pid, signal.SIGUSR1)
+            told = "saves and starts again"
+        elif standing.job_id is None:
+            raise UserError(f"{job.directory}: {standing.message}; requeue it there")
+        elif standing.state == "RUNNING":
+            slurm.signal_batch([standing.job_id], "USR1")
+            told = "saves and goes back to the queue"
+        elif "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
+            slurm.release([standing.job_id])
+            told = "was held, and is released"
+        print(f"{name}: {standing.where} {told}" + (f": {standing.message}" if told.startswith("waits") and standing.message else ""))

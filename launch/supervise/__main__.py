@@ -1,0 +1,99 @@
+"""launch: ``python -m launch.supervise DIRECTORY [--item N]``: keep one item of a job going. It is the batch script's only process.
+
+Standard library alone: it runs from the job's snapshot, before and beside the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.errors import UserError, describe_os_error
+from launch.job import Item, Job, load_job
+from launch.layout import attempts, launch_folder, read_json
+from launch.supervise.journal import Journal
+from launch.supervise.local import LocalPlace, end_orphans
+from launch.supervise.loop import OK, STOPPED, WRONG_INPUT, Supervisor
+from launch.supervise.place import Place
+from launch.supervise.signals import noted
+
+LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Supervise: 0 the item is finished, or saved at a person's wish; 1 it stopped; 2 its input, or this command line, is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m launch.supervise", description="Keep one item of a job going.", allow_abbrev=False)
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="the job's directory, with launch/job.json in it")
+    parser.add_argument("--item", type=int, default=0, metavar="N", help="which of the job's items (default: %(default)s)")
+    parser.add_argument("--show", action="store_true", help="print what rank 0 says")
+    arguments = parser.parse_args(argv)
+    try:
+        job = load_job(arguments.directory.absolute())
+        if job is None or not 0 <= arguments.item < len(job.items):
+            raise UserError(f"{arguments.directory}: no job there with an item {arguments.item}; it is made by: python -m launch submit")
+        return supervise(job, arguments.item, show=arguments.show)
+    except UserError as error:
+        message, code = str(error), WRONG_INPUT
+    except OSError as error:
+        message, code = describe_os_error(error), STOPPED
+    print(f"launch: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def supervise(job: Job, index: int, *, show: bool) -> int:
+    """Keep an item going to its end: the exit code. Raises UserError where another supervisor has it."""
+    item, place = job.items[index], place_of(job)
+    launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
+    with noted() as signals, _alone(item, LOCK_SECONDS if place.job_id else 0.0):
+        journal = Journal(job, item, place.job_id)
+        state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
+        if state.get("state") == "finished":
+            journal.say("finished before; nothing to do")
+            return OK
+        if place.job_id is None:
+            left = end_orphans(attempts(Path(item.directory)))
+            if left:
+                journal.say(f"ended {left} processes that an earlier attempt left running")
+        code = Supervisor(job, index, place, signals, journal, show=show).run()
+        journal.settle()
+        return code
+
+
+def place_of(job: Job) -> Place:
+    """Where this process is to run the job: its Slurm allocation, or this machine."""
+    if job.profile.get("scheduler") == "slurm":
+        if "SLURM_JOB_ID" not in os.environ:
+            raise UserError(f"{job.directory} is a job for Slurm, and this is not inside one; start it with: python -m launch submit")
+        from launch.supervise.on_slurm import SlurmPlace
+
+        return SlurmPlace(os.environ)
+    return LocalPlace(job)
+
+
+@contextmanager
+def _alone(item: Item, patience: float) -> Iterator[None]:
+    """Hold the item against other supervisors. A file system without locks counts as free. Raises UserError."""
+    path, deadline = launch_folder(Path(item.directory)) / "supervisor.lock", time.monotonic() + patience
+    with path.open("a+", encoding="utf-8") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise UserError(f"{item.directory} is kept going by another process already; see: python -m launch status") from None
+                time.sleep(1.0)
+                continue
+            except OSError:
+                pass
+            break
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

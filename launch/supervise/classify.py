@@ -1,0 +1,98 @@
+"""launch: how an attempt ended, from what its ranks left behind and what the run's own files say. Standard library alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.failures import Failure as RankFailure
+from launch.failures import first_failure
+from launch.supervise.policy import Failure
+from launch.supervise.sight import Sight
+
+_SIGNALS = {137: "SIGKILL", 143: "SIGTERM"}
+_AGENT_LINES = 400
+# What an agent (srun, slurmstepd, torchrun, bash) says when no rank tells why: the line that a person would look for.
+_TELLING = re.compile(r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the supervisor itself knows of an attempt that is over."""
+
+    code: int | None  # of the whole; None: it could not be started
+    before: Sight  # the run's files when it started
+    after: Sight
+    told: bool = False  # it was asked to save and end
+    hang: str | None = None  # the watchdog's verdict, upon which it was killed
+    refused: str | None = None  # why it could not be started
+    faults: Mapping[str, list[str]] = field(default_factory=dict)  # node -> what the pre-flight check found; only nodes that have some
+    down: Mapping[str, str] = field(default_factory=dict)  # nodes of the attempt that went down -> why
+    cancelled: bool = False  # someone asked the item to stop
+
+
+def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | None]:
+    """The outcome of an attempt and its failure, if it is one. ``kind``: the job's, "run" or "command"; ``folder``: the attempt's."""
+    step = last_step(seen)
+    if seen.faults:
+        node, faults = next(iter(seen.faults.items()))
+        return "unhealthy", Failure("health", f"{node}: {faults[0]}", host=node)
+    if seen.refused is not None:
+        return "cancelled" if seen.cancelled else "failed", Failure("exit", seen.refused)
+    state = seen.after.state if fresh(seen) else None
+    if kind == "command" and seen.told and seen.code != 0:
+        return ("cancelled" if seen.cancelled else "saved"), None  # what it has finished is kept, and the same command goes on
+    if kind == "run" and (seen.code == 0 or seen.hang is not None) and state in ("complete", "stopped"):
+        return ("finished" if state == "complete" else "saved"), None
+    if seen.hang is not None:
+        return "cancelled" if seen.cancelled else "hang", Failure("hang", seen.hang, step=step)
+    if seen.code == 0 and (kind == "command" or seen.told):
+        return ("finished" if kind == "command" else "saved"), None
+    if seen.cancelled:
+        return "cancelled", None
+    if seen.code == 0:
+        words = f"progress.json says {state}" if state else "progress.json says nothing of it"
+        return "failed", Failure("exit", f"it ended with 0 before its last step: {words}", step=step, exit=0)
+    first = first_failure(folder)
+    if first is not None and first.kind == "busy":
+        return "busy", None
+    return "failed", _failure(seen, folder, first, step)
+
+
+def fresh(seen: Observed) -> bool:
+    """Whether progress.json was written in this attempt."""
+    return seen.after.writer != seen.before.writer
+
+
+def last_step(seen: Observed) -> int | None:
+    """The last whole step: this attempt's, or where it would have continued."""
+    if fresh(seen) or seen.after.metrics != seen.before.metrics:
+        return seen.after.step
+    return seen.before.checkpoint
+
+
+def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
+    """Why it failed: a node that went down, else the first rank that failed, else what the agents said."""
+    if seen.down and (first is None or first.host in seen.down or first.lost_peer or first.kind == "lost"):
+        node, why = next(iter(seen.down.items()))
+        return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
+    if first is not None:
+        return Failure(first.kind, first.message, rank=first.rank, host=first.host, step=step, exit=first.exit)
+    said = agents_words(folder)
+    signal = _SIGNALS.get(seen.code or 0)
+    message = f"no rank says why; the launcher ended with {signal or f'code {seen.code}'}" + (f": {said}" if said else "")
+    return Failure("lost" if signal else "exit", message, step=step, exit=seen.code)
+
+
+def agents_words(folder: Path) -> str | None:
+    """The telling line of the agents' own output, the first of it, or else the last line there is."""
+    lines: list[str] = []
+    for path in sorted((folder / "logs").glob("agents*.log")):
+        try:
+            lines += path.read_text(encoding="utf-8", errors="replace").splitlines()[-_AGENT_LINES:]
+        except OSError:
+            continue
+    lines = [line.strip() for line in lines if line.strip()]
+    return next((line for line in lines if _TELLING.search(line)), lines[-1] if lines else None)

@@ -1,0 +1,91 @@
+"""launch: ``python -m launch.supervise.guard ITEM JOB RESTARTS PID``: requeues a Slurm job whose supervisor was killed.
+
+To Slurm a batch script that dies of SIGKILL (want of memory, someone's hand) is a job that failed, and it ends the job for good. This runs
+as a step of its own on the supervisor's node: such a step has a few seconds after the batch script's end. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch.alive import start_time
+from launch.layout import launch_folder, read_json
+from launch.slurm import SlurmError, call
+from launch.supervise.on_slurm import job_fields
+
+OVER = ("finished", "stopped", "cancelled", "requeued")  # what a supervisor says in state.json that ends of its own will
+TRIES = 20  # to requeue, every quarter of a second
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Wait for the supervisor's end; requeue the job if it was not of its own will. Returns 0."""
+    item, job, restarts, pid = sys.argv[1:] if argv is None else argv
+    # The signals that end a job, and those for ranks, are not for the guard.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if not visible(int(pid)):
+        print(f"launch: process {pid} is no supervisor that can be seen from here: no guard", flush=True)
+        return 0
+    wait_for_end(int(pid))
+    for _ in range(TRIES):
+        if of_its_own_will(Path(item)):
+            break
+        try:
+            if not killed(job_fields(job), restarts):
+                break
+            call("scontrol", "requeue", job)
+            print(f"launch: the supervisor was killed: job {job} is requeued", flush=True)
+            break
+        except SlurmError as error:
+            print(f"launch: the supervisor was killed: {error}", flush=True)
+            time.sleep(0.25)
+    return 0
+
+
+def visible(pid: int) -> bool:
+    """Whether the process is a supervisor; elsewhere, or where processes are hidden from each other, its number says nothing."""
+    try:
+        return b"launch.supervise" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until the process is over."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # a kernel before 5.3
+        started = start_time(pid)
+        while started is not None and start_time(pid) == started:
+            time.sleep(0.2)
+        return
+    select.select([handle], [], [])
+    os.close(handle)
+
+
+def of_its_own_will(item: Path) -> bool:
+    """Whether the supervisor said that it was done, or someone asked the item to stop."""
+    state = read_json(launch_folder(item) / "state.json") or {}
+    return state.get("state") in OVER or (launch_folder(item) / "stop.json").exists()
+
+
+def killed(job: Mapping[str, str], restarts: str) -> bool:
+    """Whether Slurm's fields of the job say: not requeued since, and, if it is over, by a signal to its batch script or the time limit."""
+    if job.get("Restarts") != restarts:
+        return False
+    if job.get("JobState") == "RUNNING":
+        return True
+    _, _, by_signal = job.get("ExitCode", "0:0").partition(":")
+    return job.get("Reason") == "TimeLimit" or by_signal not in ("", "0", "15")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""launch: the supervisor of one item: attempt after attempt until it is finished or must stop. Standard library alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from launch.errors import describe_os_error
+from launch.job import Job
+from launch.layout import launch_folder, write_json
+from launch.supervise import attempt as attempts
+from launch.supervise.attempt import Record
+from launch.supervise.classify import Observed, classify, fresh, last_step
+from launch.supervise.cordon import cordon, cordoned
+from launch.supervise.journal import Journal
+from launch.supervise.place import Attempt, Place, PlaceError
+from launch.supervise.policy import (
+    KEEP_SECONDS,
+    Decision,
+    Situation,
+    back_off,
+    decide,
+    describe,
+    failures_since_progress,
+    limits_of,
+    since_stop,
+)
+from launch.supervise.sight import Sight, look, read
+from launch.supervise.signals import Signals
+from launch.supervise.watching import POLL_SECONDS, Watch
+
+REQUEUE_TRIES = 30
+REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
+HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
+OK, STOPPED, WRONG_INPUT = 0, 1, 2  # exit codes
+
+
+@dataclass
+class Outlook:
+    """What the attempt that just ended means for the next one, beside its record."""
+
+    unhealthy: Mapping[str, str] = field(default_factory=dict)
+    down: Mapping[str, str] = field(default_factory=dict)
+
+
+class Supervisor:
+    """Keeps one item of a job going."""
+
+    def __init__(self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool) -> None:
+        self.job, self.item, self.place, self.signals, self.journal, self.show = job, job.items[index], place, signals, journal, show
+        self.directory = Path(self.item.directory)
+        self.limits = limits_of(job.profile.get("restarts") or {})
+        self.records: list[Record] = []
+
+    def run(self) -> int:
+        """Until the item is finished (0), has to stop (1; 2: its input is wrong), or this job is requeued (Slurm ends this process).
+
+        Raises OSError where the item's directory cannot be written, time and again.
+        """
+        trouble = None
+        for number in range(1, self.limits.max_failures + 2):
+            try:
+                return self._run(trouble)
+            except OSError as error:
+                trouble = f"the item's directory: {describe_os_error(error)}"
+                if number > self.limits.max_failures or self.signals.any:
+                    self.journal.state("stopped", trouble)
+                    raise
+                self.journal.say(trouble)
+                self._wait(back_off(number, self.limits), trouble)
+        raise AssertionError
+
+    def _run(self, trouble: str | None) -> int:
+        """Attempt after attempt; ``trouble``: why this begins anew."""
+        found = attempts.records(self.directory)
+        lost = bool(found) and found[-1].ended is None
+        self.records = attempts.close_lost(self.directory, found, trouble)
+        if lost:
+            self.journal.say(f"attempt {found[-1].attempt} is lost: {describe(self.records[-1].failure)}")
+            code = self._decide(Outlook(), wait=False)
+            if code is not None:
+                return code
+        while True:
+            code = self._leave_early()
+            if code is None:
+                code = self._decide(self._attempt())
+            if code is not None:
+                return code
+
+    # --- one attempt -------------------------------------------------------------------------------------------------------------
+
+    def _attempt(self) -> Outlook:
+        """Make an attempt; its closed record is the last of ``records``."""
+        number, folder = attempts.new_folder(self.directory)
+        before = look(self.directory)
+        record = Record(
+            attempt=number,
+            started=time.time(),
+            job_id=self.place.job_id,
+            restart_count=self.place.restart_count,
+            nodes=(),
+            world_size=self.job.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step_start=before.checkpoint,
+            checkpoint_start=before.checkpoint,
+            folder=folder,
+        )
+        record.save()
+        environment = attempts.ranks_environment(self.job, self.item, folder, os.environ, local=self.place.job_id is None)
+        attempts.keep_inputs(self.job, self.item, folder, environment)
+        self.journal.attempt = number
+        try:
+            nodes = self.place.nodes()
+        except PlaceError as error:
+            return self._close(record, Observed(None, before, before, refused=str(error), cancelled=self._stop_wish() is not None))
+        record = replace(record, nodes=nodes)
+        record.save()
+        self.journal.nodes = nodes
+        attempt = Attempt(number, folder, self.job, self.item, nodes, environment)
+        try:
+            faults = self._check(attempt)
+        except PlaceError as error:
+            return self._close(record, Observed(None, before, before, refused=str(error), cancelled=self._stop_wish() is not None))
+        if faults:
+            return self._close(record, Observed(None, before, before, faults=faults))
+        if self.signals.any:  # while the nodes were checked
+            return self._close(record, Observed(0, before, before, told=True), outcome="saved" if not self._stop_wish() else "cancelled")
+        self._tell_start(attempt, before)
+        return self._close(record, Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(show=self.show))
+
+    def _check(self, attempt: Attempt) -> dict[str, list[str]]:
+        """The pre-flight check: the nodes that fail it -> their faults."""
+        if not (self.job.profile.get("health") or {}).get("check", True):
+            return {}
+        self.journal.state("checking")
+        faults = {node: found for node, found in self.place.check_nodes(attempt).items() if found}
+        for node, found in faults.items():
+            self.journal.say(f"{node} fails its check: {'; '.join(found)}")
+        return faults
+
+    def _tell_start(self, attempt: Attempt, before: Sight) -> None:
+        ranks = f"{self.job.world_size} {'rank' if self.job.world_size == 1 else 'ranks'}"
+        where = f"on {', '.join(attempt.nodes)}" + (f" (job {self.place.job_id})" if self.place.job_id else "")
+        since = f", from step {before.checkpoint}" if before.checkpoint is not None else ""
+        self.journal.say(f"attempt {attempt.number}: {ranks} {where}{since}")
+        self.journal.state("running")
+        self.journal.event("started", f"attempt {attempt.number} {where}{since}", step=before.checkpoint)
+
+    def _close(self, record: Record, seen: Observed, outcome: str | None = None) -> Outlook:
+        """Close an attempt's record."""
+        kind, failure = classify(self.job.kind, record.folder, seen)
+        if outcome is not None:
+            kind, failure = outcome, None
+        run = self.job.kind == "run"
+        record = replace(
+            record,
+            ended=time.time(),
+            outcome=kind,
+            failure=failure,
+            step_end=last_step(seen) if run else None,
+            checkpoint_end=look(self.directory).checkpoint if run else None,
+        )
+        record.save()
+        self.records.append(record)
+        self._tell_end(record, seen)
+        return Outlook({node: faults[0] for node, faults in seen.faults.items()}, seen.down)
+
+    def _tell_end(self, record: Record, seen: Observed) -> None:
+        said = seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
+        about = describe(record.failure) if record.failure else said
+        at = f" at step {record.step_end}" if record.step_end is not None and not record.failure else ""
+        self.journal.say(f"attempt {record.attempt} {record.outcome}{at}" + (f": {about}" if about else ""))
+        event = {"saved": "saved", "hang": "hang", "finished": None, "cancelled": None}.get(str(record.outcome), "failed")
+        if event is not None:
+            self.journal.event(event, about or str(record.outcome), step=record.step_end)
+
+    # --- what then ---------------------------------------------------------------------------------------------------------------
+
+    def _decide(self, outlook: Outlook, *, wait: bool = True) -> int | None:
+        """Decide and do it: the exit code, or None to make another attempt."""
+        stop = self._stop_wish()
+        situation = Situation(
+            stop=stop,
+            ending=self.signals.any,
+            restart=self.signals.any and not self.signals.ends,
+            can_requeue=self.place.can_requeue,
+            down=outlook.down,
+            unhealthy=outlook.unhealthy,
+            nodes=max(1, len(self.records[-1].nodes)),
+        )
+        history = [record.end for record in self.records]
+        decision = decide(history, self.limits, situation)
+        self.records[-1] = self.records[-1].decided(decision)
+        recent = since_stop(history)
+        self.journal.failures = failures_since_progress(recent)
+        self._cordon(decision)
+        if decision.action == "finish":
+            self.journal.state("finished")
+            self.journal.event("finished", decision.reason, step=self.records[-1].step_end)
+            return OK
+        if decision.action == "stop":
+            return self._stopped(decision, cancelled=stop is not None)
+        if decision.action == "requeue":
+            return self._requeue(decision.reason)
+        self._wait(decision.delay_seconds if wait else 0.0, decision.reason)
+        return None
+
+    def _stopped(self, decision: Decision, *, cancelled: bool) -> int:
+        """The item ends here, unfinished."""
+        last = self.records[-1]
+        if decision.gave_up:
+            why = {"why": "gave up", "message": decision.reason, "time": time.time(), "by": f"attempt {last.attempt}"}
+            write_json(launch_folder(self.directory) / "stop.json", why)
+        cancelled = cancelled or last.outcome == "cancelled"
+        self.journal.state("cancelled" if cancelled else "stopped", decision.reason)
+        self.journal.say(f"{'cancelled' if cancelled else 'stopped'}: {decision.reason}")
+        if decision.gave_up:
+            self.journal.say(f"what failed first: python -m launch logs --errors {self.directory}")
+            self.journal.say(f"when it is mended: python -m launch requeue {self.directory}")
+        self.journal.event("stopped", decision.reason, step=last.step_end)
+        if last.outcome == "saved" and not cancelled:
+            return OK
+        return WRONG_INPUT if last.failure is not None and last.failure.kind == "config" else STOPPED
+
+    def _requeue(self, reason: str) -> int:
+        """Put the job back into the queue. Returns only where that cannot be done."""
+        told = f"back to the queue: {reason}"
+        for number in range(REQUEUE_TRIES):
+            if self._stop_wish() is not None:
+                return self._end_without_attempt()
+            self.journal.state("requeued", reason)
+            self.journal.say(told)
+            self.journal.settle(0.0 if self.signals.ends else HOOK_SECONDS)
+            try:
+                self.place.requeue(self._excluded())
+                told = "Slurm took the requeue, but this process goes on"
+            except PlaceError as error:
+                told = f"the requeue failed ({number + 1} of {REQUEUE_TRIES}): {error}"
+            time.sleep(REQUEUE_SECONDS)
+        self.journal.say(told)
+        self.journal.state("stopped", told)
+        self.journal.event("stopped", told)
+        return STOPPED
+
+    def _excluded(self) -> list[str]:
+        """The nodes that this item is not to get again: what was decided since a person last started it, and the cordon file's."""
+        stops = [index for index, record in enumerate(self.records[:-1]) if record.end.stopped]
+        recent = self.records[stops[-1] + 1 :] if stops else self.records
+        decided = [node for record in recent for node in (record.decision or {}).get("exclude") or ()]
+        return list(dict.fromkeys([*decided, *self._cordon_file()]))
+
+    def _cordon_file(self) -> list[str]:
+        try:
+            return list(cordoned(self._cordon_path))
+        except OSError as error:
+            self.journal.say(f"the cordon file cannot be read: {error}")
+            return []
+
+    def _cordon(self, decision: Decision) -> None:
+        """Tell all runs of nodes that failed: for good where the node's check failed, else for as long as failures are held against it."""
+        path = self._cordon_path
+        for node, why in decision.cordon.items():
+            failure = self.records[-1].failure
+            until = None if failure is not None and failure.kind == "health" else time.time() + KEEP_SECONDS
+            try:
+                added = cordon(path, [node], why, self.directory, until)
+            except OSError as error:
+                self.journal.say(f"{node} cannot be cordoned: {error}")
+                continue
+            if added:
+                self.journal.say(f"{node} is cordoned in {path}: {why}")
+                self.journal.event("cordoned", f"{node}: {why}", node=node)
+
+    @property
+    def _cordon_path(self) -> Path:
+        """The profile's cordon file, or the one beside the job's directory, as whoever submits has it."""
+        named = (self.job.profile.get("paths") or {}).get("cordon")
+        return Path(named) if named else Path(self.job.directory).parent / "cordon.jsonl"
+
+    # --- between attempts --------------------------------------------------------------------------------------------------------
+
+    def _wait(self, seconds: float, reason: str) -> None:
+        """Wait before the next attempt; a signal ends the wait. After a save that was only to start again, signals are done with."""
+        if self.signals.any and not self.signals.ends and not self.place.can_requeue:
+            self.signals.forget()
+        self.journal.state("waiting", f"{reason}; again in {seconds:g} s")
+        self.journal.say(f"again in {seconds:g} s")
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.signals.any:
+            time.sleep(POLL_SECONDS)
+
+    def _leave_early(self) -> int | None:
+        """Before an attempt: the exit code where none is to be made."""
+        if self._stop_wish() is not None:
+            return self._end_without_attempt()
+        if not self.signals.any:
+            return None
+        if self.place.can_requeue:
+            return self._requeue(f"{self.signals.describe()} came between two attempts")
+        if not self.signals.ends:
+            self.signals.forget()
+            return None
+        message = f"{self.signals.describe()} came between two attempts; the same command continues"
+        self.journal.say(message)
+        self.journal.state("stopped", message)
+        return OK
+
+    def _end_without_attempt(self) -> int:
+        """Someone asked the item to stop."""
+        message = str(self._stop_wish())
+        self.journal.say(f"not started: {message}")
+        self.journal.state("cancelled", message)
+        return STOPPED
+
+    def _stop_wish(self) -> str | None:
+        """Why someone asked this item to stop, or None."""
+        stop = read(launch_folder(self.directory) / "stop.json")
+        if stop is not None:
+            return f"{stop.get('why') or 'stopped'}: {stop.get('message') or 'no reason given'}"
+        if self.place.can_requeue and self.signals.ends and self.place.cancelled():
+            return "cancelled: the queue says so"
+        return None

@@ -1,0 +1,359 @@
+"""launch: ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the step, `scontrol` requeues the job.
+
+Standard library alone: it runs inside jobs, from the snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from launch.layout import launch_folder
+from launch.node_check import check_command, read_reports
+from launch.slurm import SlurmError, call, node_names
+from launch.supervise.command import agent_command
+from launch.supervise.place import Attempt, PlaceError
+
+# What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
+# node's number from PET_NODE_RANK.
+WRAPPER = 'trap "" USR1 USR2; export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"'
+PORTS = range(12000, 32000)  # below those that Linux gives away by itself
+END_SECONDS = 60.0  # how long a node that does not answer is waited for
+ANSWER_SECONDS = 20.0  # for a question to Slurm while ranks run
+STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inval", "no_respond")
+
+
+class SlurmPlace:
+    """The allocation that this process was started in. Implements `launch.supervise.place.Place`."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """environ: the batch script's environment. Raises PlaceError where it is not that of a Slurm job."""
+        raw = environ.get("SLURM_JOB_ID")
+        if not raw:
+            raise PlaceError("SLURM_JOB_ID is not set: this is not a Slurm job")
+        self._environ = dict(environ)
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        # The bare number of an array's last task is the whole array's as well: commands take ARRAY_TASK.
+        self._job = f"{array}_{task}" if array and task is not None else raw
+        self._number = int(raw)
+        self._restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def job_id(self) -> str:
+        """The job's id, ARRAY_TASK for a task of an array."""
+        return self._job
+
+    @property
+    def restart_count(self) -> int:
+        """How often Slurm requeued this job."""
+        return self._restarts
+
+    @property
+    def can_requeue(self) -> bool:
+        """A batch job can always go back into the queue."""
+        return True
+
+    def nodes(self) -> tuple[str, ...]:
+        """The allocation's nodes, the head node first. Raises PlaceError."""
+        listed = self._environ.get("SLURM_JOB_NODELIST") or self._environ.get("SLURM_NODELIST") or ""
+        nodes = tuple(_ask("scontrol", "show", "hostnames", listed).split())
+        if not nodes:
+            raise PlaceError(f"scontrol knows no nodes in SLURM_JOB_NODELIST={listed!r}")
+        return nodes
+
+    def start(self, attempt: Attempt) -> SlurmRunning:
+        """Start the ranks as a step; agents write to logs/agents_NODE.log, srun itself to logs/agents.log. Raises PlaceError."""
+        self._keep_guard(attempt)
+        logs = attempt.folder / "logs"
+        port = rendezvous_port(self._number + 13 * self._restarts + attempt.number)
+        agent = agent_command(attempt, head=attempt.nodes[0], port=port, node_rank=None)
+        outputs = [f"--output={_literal(logs)}/agents_%N.log", "--open-mode=append", "--kill-on-bad-exit=1"]
+        return self._step(attempt, f"launch-{attempt.number}", agent, outputs, logs / "agents.log")
+
+    def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
+        """Run the pre-flight check on every node: node -> its faults. A node that does not answer in time has that as its fault."""
+        self._keep_guard(attempt)
+        profile, folder = attempt.job.profile, attempt.folder / "health"
+        health, began = profile.get("health") or {}, time.time()
+        contained = (profile.get("container") or {}).get("runtime", "none") != "none"
+        host_python = attempt.job.python if contained else sys.executable
+        command = check_command(profile, folder, python=attempt.job.python, host_python=host_python, folders=[attempt.item.directory])
+        folder.mkdir(parents=True, exist_ok=True)
+        outputs = [f"--output={_literal(folder)}/%N.log", "--kill-on-bad-exit=0"]
+        step = self._step(attempt, f"check-{attempt.number}", command, outputs, folder / "srun.log")
+        seconds = float(health.get("timeout_seconds") or 180.0)
+        while step.poll() is None and time.time() - began < seconds:
+            time.sleep(0.1)
+        if step.poll() is None:
+            step.kill(10.0)
+        reports = read_reports(folder, attempt.nodes)
+        said = _last_line(folder / "srun.log")
+        return {node: [*report.faults, *([f"srun: {said}"] if said and not report.time else [])] for node, report in reports.items()}
+
+    def _step(self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path) -> SlurmRunning:
+        """Start one task a node that runs the command."""
+        profile, nodes = attempt.job.profile, attempt.nodes
+        cpus = self._environ.get("SLURM_CPUS_PER_TASK") or str((profile.get("nodes") or {}).get("cpus") or 1)
+        # --overlap --mem=0: beside another step, such as the guard, for which Slurm would let this one wait, or refuse it, otherwise.
+        srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--overlap"]
+        srun += ["--mem=0", f"--cpus-per-task={cpus}", "--mpi=none", "--export=ALL", "--input=none", *options]
+        if int(self._environ.get("SLURM_JOB_NUM_NODES") or len(nodes)) != len(nodes):
+            srun.append(f"--nodelist={','.join(nodes)}")
+        own, prefix = container_parts(attempt)
+        srun += [*own, *((profile.get("slurm") or {}).get("srun_options") or ())]
+        words = ["bash", "-c", WRAPPER, "launch", *prefix, *command]
+        which: dict[str, str] = {key: self._environ[key] for key in ("SLURM_JOB_ID", "SLURM_CONF") if key in self._environ}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("ab") as out:
+                process = subprocess.Popen(
+                    [*srun, *words],
+                    env=dict(attempt.environment) | which,
+                    cwd=attempt.job.working_directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise PlaceError(f"srun cannot be started: {error.strerror or error}") from None
+        return SlurmRunning(process, self._job, name, attempt)
+
+    def down_nodes(self) -> dict[str, str]:
+        """Nodes of the allocation that are down, failing or draining -> the reason; empty when nothing is known."""
+        try:
+            listed = ",".join(self.nodes())
+            answer = call("sinfo", "--noheader", "--Node", f"--nodes={listed}", "--format=%N|%T|%E", timeout=ANSWER_SECONDS)
+        except (SlurmError, PlaceError):
+            return {}
+        down = {}
+        for line in answer.splitlines():
+            node, state, reason = line.split("|", 2)
+            # `*`: it does not answer Slurm.
+            if state.endswith("*") or any(word in state.lower() for word in STATES_DOWN):
+                down[node] = state + (f": {reason}" if reason not in ("", "none") else "")
+        return down
+
+    def cancelled(self) -> bool:
+        """Whether this job was cancelled: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
+        try:
+            job = self._shown()
+        except SlurmError:
+            return False
+        over = job.get("JobState") == "COMPLETING" and job.get("Reason") == "None" and job.get("ExitCode") == "0:0"
+        return job.get("JobState") == "CANCELLED" or (over and job.get("Restarts") == str(self._restarts))
+
+    def requeue(self, exclude: Sequence[str]) -> None:
+        """Put this job back into the queue, never again on ``exclude``, and end this process (SystemExit). Raises PlaceError if it cannot.
+
+        Slurm takes other nodes to exclude for a waiting job alone, so after the requeue; from then on until the end of KillWait there are
+        seconds for it, in which SIGTERM must not end this process or scontrol.
+        """
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            try:
+                call("scontrol", "requeue", self._job, timeout=ANSWER_SECONDS)
+            except SlurmError as error:
+                if "pending" not in str(error):  # Slurm was faster: it is requeued
+                    raise PlaceError(f"Slurm refuses the requeue: {error}") from None
+            if exclude:
+                self._exclude(exclude)
+            if not self._requeued():
+                raise PlaceError("Slurm took the requeue, and did nothing")
+            sys.exit(0)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _requeued(self) -> bool:
+        """Wait until Slurm counts another restart: the end of this process is not the job's end, then."""
+        end = time.monotonic() + END_SECONDS
+        while time.monotonic() < end:
+            with suppress(SlurmError):
+                if self._shown().get("Restarts", "0") != str(self._restarts):
+                    return True
+            time.sleep(0.2)
+        return False
+
+    def _exclude(self, exclude: Sequence[str]) -> None:
+        """Add to the nodes that the waiting job must not get. What Slurm refuses is told in the log, and the job waits without."""
+        try:
+            # Slurm refuses the whole list for one name that it does not know any more.
+            known = node_names()
+            had = self._shown().get("ExcNodeList", "(null)")
+            wanted = [*([had] if had != "(null)" else []), *(node for node in exclude if node in known)]
+            call("scontrol", "update", f"JobId={self._job}", f"ExcNodeList={','.join(wanted)}", timeout=ANSWER_SECONDS)
+        except SlurmError as error:
+            print(f"launch: nodes {', '.join(exclude)} cannot be excluded: {error}", flush=True)
+
+    def _shown(self) -> dict[str, str]:
+        """``scontrol show job``'s fields. Raises SlurmError."""
+        return job_fields(self._job)
+
+    def _keep_guard(self, attempt: Attempt) -> None:
+        """Start `launch.supervise.guard` beside this process, unless it is there: it requeues the job should this process be killed."""
+        if self._guard is not None and self._guard.poll() is None:
+            return
+        words = ["launch.supervise.guard", attempt.item.directory, self._job, str(self._restarts), str(os.getpid())]
+        with suppress(OSError):
+            self._guard = beside(attempt.nodes[:1], "guard", words, launch_folder(Path(attempt.item.directory)) / "guard.log")
+
+
+class SlurmRunning:
+    """A step. Implements `launch.supervise.place.Running`."""
+
+    def __init__(self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt) -> None:
+        self._srun, self._job, self._name, self._attempt = srun, job, name, attempt
+        self._telling: subprocess.Popen[bytes] | None = None
+        self._told = 0.0  # when telling began, on the monotonic clock
+        self._over: float | None = None  # when srun ended, on the monotonic clock
+        self._gone = False
+
+    def poll(self) -> int | None:
+        """srun's exit code, 128 + n for a signal, once Slurm knows no such step any more; None before."""
+        code = self._srun.poll()
+        if code is None:
+            return None
+        now = time.monotonic()
+        first, self._over = self._over is None, self._over or now
+        if not self._gone:
+            self._gone = now - self._over > END_SECONDS or not self._left(certain=code >= 0)
+        if not self._gone:
+            if first and code >= 0:  # the step's end is on its way to slurmctld
+                time.sleep(0.2)
+            else:
+                self._scancel("KILL")
+            return None
+        return 128 - code if code < 0 else code
+
+    def signal(self, number: int) -> None:
+        """Have the signal sent to every rank's keeper, on its node; does not wait. Who does not keep a rank yet gets nothing: repeat it."""
+        if self._telling is not None:
+            code = self._telling.poll()
+            if code is None and time.monotonic() - self._told < ANSWER_SECONDS:
+                return
+            self._telling.kill()
+            self._telling.wait()
+            self._telling = None
+            if code:  # Slurm starts no step beside: every process of the step gets it, then
+                self._scancel(signal.Signals(number).name.removeprefix("SIG"))
+                return
+        self._told, folder = time.monotonic(), self._attempt.folder
+        with suppress(OSError):
+            self._telling = beside(
+                self._attempt.nodes, "tell", ["launch.supervise.tell", str(folder), str(number)], folder / "logs" / "signals.log"
+            )
+
+    def kill(self, seconds: float = END_SECONDS) -> None:
+        """End every process with SIGKILL on all nodes; returns once they are gone, or after so many seconds."""
+        end = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < end:
+            self._scancel("KILL")
+            with suppress(subprocess.TimeoutExpired):
+                self._srun.wait(2.0)
+            if time.monotonic() > end - seconds * 0.75:
+                self._srun.kill()
+
+    def _scancel(self, name: str) -> None:
+        with suppress(SlurmError):
+            for step in self._steps():
+                call("scancel", f"--signal={name}", step, timeout=ANSWER_SECONDS)
+
+    def _steps(self) -> list[str]:
+        """The step's id, as a list: none before it exists and after its end. Raises SlurmError."""
+        answer = call("squeue", "--steps", "--noheader", f"--jobs={self._job}", "--format=%i|%j", timeout=ANSWER_SECONDS)
+        rows = (line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)
+        return [step for step, name in rows if name == self._name and step.startswith(f"{self._job}.")]
+
+    def _left(self, certain: bool) -> bool:
+        """Whether the step is still there; certain: whether it is over where Slurm does not answer."""
+        try:
+            return bool(self._steps())
+        except SlurmError as error:
+            return not certain and "Invalid job id" not in str(error)
+
+
+def beside(nodes: Sequence[str], name: str, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a module of ours once on each of the nodes, as a step that shares what the ranks have. Raises OSError."""
+    srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--overlap", "--mem=0"]
+    srun += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0", "--cpus-per-task=1", "--mpi=none", "--input=none", "--export=ALL"]
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [*srun, sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """``scontrol show job``'s fields that are one word. Raises SlurmError."""
+    shown = call("scontrol", "show", "--oneliner", "job", job, timeout=ANSWER_SECONDS).splitlines()
+    return dict(word.split("=", 1) for word in (shown[0] if shown else "").split() if "=" in word)
+
+
+def rendezvous_port(seed: int) -> int:
+    """A port that nobody listens on here, where the batch script runs: on the head node. The search starts at another one for each seed."""
+    for offset in range(0, len(PORTS), 101):
+        port = PORTS[(seed * 7 + offset) % len(PORTS)]
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                listener.bind(("", port))
+                return port
+    raise PlaceError(f"no free port from {PORTS.start} to {PORTS.stop} on the head node")
+
+
+def container_parts(attempt: Attempt) -> tuple[list[str], list[str]]:
+    """A container's part of the command: options of srun (pyxis), and words before the ranks' command (apptainer).
+
+    The folders of the job, of the item and the profile's shared ones are mounted under their own names, beside the profile's mounts. Of a
+    variable that the image sets, too, the image's value would hold: those that matter are set again inside.
+    """
+    job, profile = attempt.job, attempt.job.profile
+    container: Mapping[str, Any] = profile.get("container") or {}
+    runtime, options = container.get("runtime", "none"), list(container.get("options") or ())
+    if runtime == "none":
+        return [], []
+    own = (job.directory, attempt.item.directory, job.code, job.working_directory, *((profile.get("paths") or {}).get("shared") or ()))
+    mounts = [*(container.get("mounts") or ()), *(f"{path}:{path}" for path in _outermost(own))]
+    names = dict.fromkeys(["PYTHONPATH", "PYTHONSAFEPATH", "LAUNCH_ATTEMPT", *(profile.get("environment") or {})])
+    inside = ["env", *(f"{name}={attempt.environment[name]}" for name in names if name in attempt.environment)]
+    if runtime == "pyxis":
+        image = [f"--container-image={container['image']}", f"--container-mounts={','.join(mounts)}"]
+        return [*image, f"--container-workdir={job.working_directory}", *options], inside
+    gpus = ["--nv"] if (profile.get("nodes") or {}).get("gpus") else []
+    binds = [word for mount in mounts for word in ("--bind", mount)]
+    return [], ["apptainer", "exec", *gpus, *binds, "--pwd", job.working_directory, *options, container["image"], *inside]
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """The paths, without doubles and those that lie below another one."""
+    unique = [path.rstrip("/") or "/" for path in dict.fromkeys(paths)]
+    return [path for path in dict.fromkeys(unique) if not any(path != other and Path(path).is_relative_to(other) for other in unique)]
+
+
+def _literal(path: Path) -> str:
+    """A path in srun's file name patterns."""
+    return str(path).replace("\\", "\\\\").replace("%", "%%")
+
+
+def _last_line(path: Path) -> str:
+    try:
+        return next((line for line in reversed(path.read_text(errors="replace").splitlines()) if line.strip()), "")
+    except OSError:
+        return ""
+
+
+def _ask(*command: str) -> str:
+    """A Slurm command's answer. Raises PlaceError."""
+    try:
+        return call(*command)
+    except SlurmError as error:
+        raise PlaceError(str(error)) from None

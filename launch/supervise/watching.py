@@ -1,0 +1,129 @@
+"""launch: an attempt from its start to its end: signals passed on, steps watched, hangs dumped and ended. Standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.follow import Source, Tail
+from launch.layout import rank_log
+from launch.supervise.classify import Observed
+from launch.supervise.journal import Journal
+from launch.supervise.place import Attempt, Place, PlaceError, Running
+from launch.supervise.sight import Sight, look
+from launch.supervise.signals import Signals
+from launch.supervise.watchdog import Patience, Watchdog
+
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0  # between looks at the run's files
+REPEAT_SECONDS = 5.0  # between signals to the ranks: one that was still starting did not take the last
+DUMP_SECONDS = 45.0  # for every rank's stacks
+LAST_SECONDS = 3.0  # after SIGTERM on Slurm: SIGKILL follows within KillWait, and the job is to be requeued before
+
+
+class Watch:
+    """One attempt's ranks, watched until they are gone."""
+
+    def __init__(self, attempt: Attempt, place: Place, signals: Signals, journal: Journal, stop: Callable[[], str | None]) -> None:
+        self.attempt, self.place, self.signals, self.journal = attempt, place, signals, journal
+        self._stop = stop  # why someone asked the item to stop, or None
+        self._is_run = attempt.job.kind == "run"
+        self._directory = Path(attempt.item.directory)
+        self._told_at: float | None = None
+        self._ended_at: float | None = None
+
+    def run(self, *, show: bool) -> Observed:
+        """Start the ranks and stay until they are gone; ``show``: print what rank 0 says."""
+        before = look(self._directory)
+        try:
+            running = self.place.start(self.attempt)
+        except PlaceError as error:
+            return Observed(None, before, before, told=self.signals.any, refused=str(error), cancelled=self._stop() is not None)
+        try:
+            code, hang, cut = self._stay(running, before, Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None)
+        except BaseException:
+            running.kill()
+            raise
+        return Observed(
+            code,
+            before,
+            look(self._directory),
+            told=self._told_at is not None,
+            hang=hang,
+            down={} if code == 0 else {node: why for node, why in self.place.down_nodes().items() if node in self.attempt.nodes},
+            cancelled=(cut and not self.place.can_requeue) or self._stop() is not None,
+        )
+
+    def _stay(self, running: Running, before: Sight, tail: Tail | None) -> tuple[int | None, str | None, bool]:
+        """Until the ranks are gone: the exit code, why it was a hang, and whether there was no time to wait for the end."""
+        patience = Patience.of(self.attempt.job.profile.get("watchdog") or {}, steps=self._is_run)
+        looked = time.monotonic()
+        watchdog = Watchdog(patience, looked)
+        while (code := running.poll()) is None:
+            now = time.monotonic()
+            if self._pass_on(running, watchdog, now):
+                return None, "not saved and ended before the job's end" if self.place.can_requeue else None, True
+            if now - looked >= LOOK_SECONDS:
+                looked = now
+                hang = self._look(watchdog, before, now)
+                if hang:
+                    self._end_hang(running, hang)
+                    return running.poll(), hang, False
+            _show(tail)
+            time.sleep(POLL_SECONDS)
+        _show(tail)
+        return code, None, False
+
+    def _pass_on(self, running: Running, watchdog: Watchdog, now: float) -> bool:
+        """Tell the ranks to save and end, if that was asked for. True: there is no time for it, and the attempt is over."""
+        if not self.signals.any:
+            return False
+        if self._told_at is None:
+            what = "saving" if self._is_run else "ending"
+            self.journal.say(f"{self.signals.describe()}: {what}")
+            self.journal.state("saving", f"{self.signals.describe()}: {what}")
+            watchdog.tell()
+        if self._told_at is None or now - self._told_at >= REPEAT_SECONDS:
+            self._told_at = now
+            running.signal(signal.SIGUSR1 if self._is_run else signal.SIGTERM)
+        if not self.signals.ends:
+            return False
+        self._ended_at = self._ended_at or now
+        if self.place.can_requeue:
+            return now - self._ended_at >= LAST_SECONDS
+        if self.signals.ends > 1 or self._stop() is not None:
+            running.kill()
+            return True
+        return False
+
+    def _look(self, watchdog: Watchdog, before: Sight, now: float) -> str | None:
+        """The watchdog's verdict upon a look at the run's files."""
+        if not self._is_run:
+            return watchdog.look(now, None, stepped=False, step=None)
+        sight = look(self._directory)
+        ours = sight.writer != before.writer
+        stepped = sight.metrics != before.metrics or (ours and sight.step is not None and sight.step > (before.checkpoint or 0))
+        return watchdog.look(now, (sight.step, sight.metrics), stepped=stepped, step=sight.step)
+
+    def _end_hang(self, running: Running, why: str) -> None:
+        """Have every rank's stacks written to dumps/, then end them all."""
+        self.journal.say(f"hang: {why}; every rank is asked for its stacks")
+        running.signal(signal.SIGUSR2)
+        ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
+        while running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+            last, sizes = sizes, sorted(path.stat().st_size for path in (self.attempt.folder / "dumps").glob("rank_*.txt"))
+            if len(sizes) >= ranks and sizes == last:
+                break
+        self.journal.say(f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt")
+        running.kill()
+
+
+def _show(tail: Tail | None) -> None:
+    """Print the log's new lines; a terminal that went away does not end the run."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in tail.read() if tail else ():
+            print(line.text, flush=True)

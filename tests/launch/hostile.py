@@ -1,0 +1,131 @@
+"""Text that must arrive unchanged or be refused, and the places where text of a profile or a job can go."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+from launch import strict
+from launch.job import Item, Job
+from launch.profile import Profile
+
+MARK = "pwned"  # a file of this name is what every one of these makes if it runs
+TEXTS = (
+    "plain",
+    f"$(touch {MARK})",
+    f"`touch {MARK}`",
+    f"'; touch {MARK}; '",
+    f'"; touch {MARK}; "',
+    f"'\"$(touch {MARK})\"'",
+    f"; touch {MARK} #",
+    f"x && touch {MARK}",
+    f"x | touch {MARK}",
+    f"> {MARK}",
+    f"x\ntouch {MARK}\n",
+    f"x\r\ntouch {MARK}\r\n",
+    f"x\n#SBATCH --wrap='touch {MARK}'\n",
+    f"\\$(touch {MARK})\\",
+    f"\\'; touch {MARK}; \\'",
+    f"\\'\n$(touch {MARK})\\n\\",
+    f"${{IFS}}$(touch${{IFS}}{MARK})",
+    f"{{{{ ''.__class__ }}}}{{% set x = '{MARK}' %}}{{# x #}}",
+    f"-x $(touch {MARK})",
+    "--help",
+    "-",
+    "~root",
+    "* ? [a-z] {a,b} !!",
+    "# not a comment",
+    "%j %% %A_%a",
+    "é ü 日本 🎉 \u202e",
+    "\x1b[31m\x07\x7f\x85\u2028\u2029",
+    " leading and trailing ",
+    "\ttab\t",
+)
+
+
+def as_taken_by(key: str) -> list[str]:
+    """The texts, and where a key takes text of a form, in that form too."""
+    form = {
+        "slurm.options": "--comment={}",
+        "slurm.srun_options": "--x={}",
+        "container.options": "--container-x={}",
+        "container.mounts": "/{0}:/{0}",
+    }
+    return [*TEXTS, *(form[key].replace("{0}", "{}").replace("{}", text) for text in TEXTS if key in form)]
+
+
+def yaml_word(text: str) -> str:
+    """The text as a double-quoted scalar of YAML."""
+    word = json.dumps(text, ensure_ascii=False)
+    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", word)
+
+
+def text_keys(cls: type) -> list[tuple[str, str]]:
+    """(dotted key, how it holds text: one, list or dict) of every key that takes text."""
+    found = []
+    for key, _, kind in strict.walk(cls):
+        inner, words = typing.get_origin(kind) or kind, typing.get_args(kind)
+        if inner is tuple or inner is dict:
+            found.append((key, "list" if inner is tuple else "dict"))
+        elif kind is str or str in words:
+            found.append((key, "one"))
+    return found
+
+
+def profile_text(key: str, shape: str, text: str) -> str:
+    """A profile in YAML with the text at a key, and what it needs besides to be one."""
+    word = yaml_word(text)
+    value = {"one": word, "list": f"[{word}]", "dict": f"{{VALUE: {word}}}"}[shape]
+    besides = {"container.image": {"container.runtime": "pyxis"}, "container.runtime": {"container.image": "an/image"}}
+    tree: dict[str, Any] = {}
+    for dotted, written in {key: value, **besides.get(key, {})}.items():
+        *sections, name = dotted.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = written
+    return _flow(tree)
+
+
+def _flow(tree: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{name}: {_flow(value) if isinstance(value, dict) else value}" for name, value in tree.items()) + "}"
+
+
+def job(root: Path, profile: Profile, **changes: Any) -> Job:
+    """A job of two nodes whose supervisor is ``root/recorder``."""
+    directory = str(root / "run")
+    fields: dict[str, Any] = {
+        "name": "job",
+        "kind": "run",
+        "directory": directory,
+        "working_directory": str(root),
+        "code": f"{directory}/launch/code",
+        "python": str(root / "recorder"),
+        "nodes": 2,
+        "processes_per_node": profile.processes_per_node,
+        "torchrun": True,
+        "items": (Item(directory, ("-m", "pretrain", f"{directory}/launch/config.yaml"), "job"),),
+        "profile": profile.as_json(),
+        "profile_path": "profile.yaml",
+    }
+    return Job(**{**fields, **changes})
+
+
+def recorder(root: Path) -> Path:
+    """A program in place of the supervisor's interpreter that writes down how it was started, where RECORD says."""
+    path = root / "recorder"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ("#!/bin/bash", '{ printf "%s\\0" "$#" "$@" "$PWD"; env -0; } > "${RECORD:?}"')
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o755)
+    return path
+
+
+def recorded(path: Path) -> tuple[list[str], str, dict[str, str]]:
+    """(arguments, working directory, environment) that the recorder wrote down."""
+    count, *rest = path.read_bytes().decode("utf-8").split("\0")[:-1]
+    words, folder, environment = rest[: int(count)], rest[int(count)], rest[int(count) + 1 :]
+    return words, folder, dict(line.split("=", 1) for line in environment)

@@ -1,0 +1,101 @@
+"""A node's tools as scripts that go first on PATH: an nvidia-smi and a dmesg that say what the real ones say, field by field.
+
+The formats are those of H100 nodes with drivers 535 to 570, and of the older names that drivers up to 530 have for what slows a GPU down.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch import gpus
+
+BUSES = ("18", "2A", "3A", "5D", "9A", "AB", "BA", "DB")
+SCRIPT = """\
+#!/bin/bash
+here={folder}
+[ -d "$here/$SLURMD_NODENAME" ] && [ -n "$SLURMD_NODENAME" ] && here="$here/$SLURMD_NODENAME" || here="$here/any"
+query="$here/${{1//[^a-zA-Z0-9]/_}}"
+[ -e "$query" ] || {{ printf 'Field "%s" is not a valid field to query.\\n\\n' "$1"; exit 2; }}
+code=$(cat "$query")
+[ "$code" = hang ] && sleep 600
+echo >> "$query.asked"
+number=$(wc -l < "$query.asked")
+[ -e "$query.$number" ] || number=1
+cat "$query.$number"
+exit "$code"
+"""
+
+
+@dataclass
+class Node:
+    """A node of eight H100 as nvidia-smi tells of it; change what is to be wrong with it."""
+
+    count: int = 8
+    changed: dict[tuple[int, str], str] = field(default_factory=dict)  # (GPU, field) -> its value
+    older: bool = False  # a driver that has clocks_throttle_reasons and knows no recovery action, nor fabric
+
+    def value(self, gpu: int, name: str) -> str:
+        """A field of a GPU, as --format=csv,noheader,nounits prints it."""
+        healthy = {
+            "index": str(gpu),
+            "uuid": f"GPU-{gpu:08x}-4c1d-5f0a-9f3e-{gpu:012x}",
+            "name": "NVIDIA H100 80GB HBM3",
+            "pci.bus_id": f"00000000:{BUSES[gpu]}:00.0",
+            "driver_version": "470.82.01" if self.older else "550.90.07",
+            "memory.total": "81559",
+            "memory.used": "4",
+            "ecc.errors.uncorrected.volatile.total": "0",
+            "temperature.gpu": str(28 + gpu),
+            "remapped_rows.pending": "No",
+            "remapped_rows.failure": "No",
+            "gpu_recovery_action": "None",
+            "fabric.state": "Completed",
+        }
+        name = "uuid" if name == "gpu_uuid" else name
+        return self.changed.get((gpu, name), healthy.get(name, "Not Active"))
+
+    def answers(self) -> dict[str, list[object]]:
+        """Query -> exit code and output."""
+        prefix = "clocks_throttle_reasons" if self.older else "clocks_event_reasons"
+        queries = {"gpu": [gpus.CORE, ["uuid", *(f"{prefix}.{reason}" for reason in gpus.THROTTLING)]], "remapped-rows": [gpus.ROWS]}
+        if not self.older:
+            queries["gpu"] += [["uuid", "gpu_recovery_action"], ["uuid", "fabric.state"]]
+        told: dict[str, list[object]] = {f"--query-compute-apps={','.join(gpus.USERS)}": [0, ""]}
+        for what, lists in queries.items():
+            for fields in lists:
+                rows = [", ".join(self.value(gpu, name) for name in fields) for gpu in range(self.count)]
+                told[f"--query-{what}={','.join(fields)}"] = [0, "".join(f"{row}\n" for row in rows)]
+        return told
+
+
+CORE = f"--query-gpu={','.join(gpus.CORE)}"
+USERS = f"--query-compute-apps={','.join(gpus.USERS)}"
+
+
+def install(folder: Path, answers: Mapping[str, Sequence[object]], node: str = "any") -> dict[str, str]:
+    """Write the script, and what it answers (on a node of that name): the environment in which it is found.
+
+    answers: query -> exit code, or "hang", and its output; a second output is the second answer, all others are the first again.
+    """
+    (folder / node).mkdir(parents=True, exist_ok=True)
+    for query, (code, *texts) in answers.items():
+        name = re.sub("[^a-zA-Z0-9]", "_", query)
+        (folder / node / name).write_text(str(code), encoding="utf-8")
+        for number, text in enumerate(texts, 1):
+            (folder / node / f"{name}.{number}").write_text(str(text), encoding="utf-8")
+    script(folder / "nvidia-smi", SCRIPT.format(folder=shlex.quote(str(folder))))
+    if not (folder / "dmesg").exists():
+        script(folder / "dmesg", "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n")
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def script(path: Path, text: str) -> Path:
+    """An executable file."""
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return path

@@ -1,0 +1,217 @@
+"""What a launcher reads and sends: progress.json, exit codes, signals at any moment, a run directory that a launcher uses too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint import MANIFEST
+from pretrain.progress_file import NAME, ProgressFile, read_progress
+from pretrain.run_directory import relaunch_command
+from pretrain.schedule import Schedule
+from tests.pretrain.conftest import DEMO, ROOT, Command
+from tests.pretrain.rank_processes import records
+
+TOKENS = 8 * 32  # of a step
+STOP = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def progress(run_dir: Path) -> dict[str, Any]:
+    told = read_progress(run_dir)
+    assert told is not None
+    return told
+
+
+def stand(run_dir: Path) -> tuple[Any, ...]:
+    told = progress(run_dir)
+    assert told["consumed_tokens"] == told["step"] * TOKENS and told["total_tokens"] == told["steps"] * TOKENS
+    return tuple(told[key] for key in ("state", "step", "steps", "checkpoint", "signal"))
+
+
+def checkpoint(step: int) -> str:
+    return f"checkpoints/step_{step:08d}"
+
+
+@contextmanager
+def watching(run_dir: Path) -> Iterator[list[tuple[str, int, str | None]]]:
+    """Everything that progress.json has been meanwhile: (state, step, checkpoint); a half-written file fails."""
+    seen: list[tuple[str, int, str | None]] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            if (run_dir / NAME).exists():
+                told = json.loads((run_dir / NAME).read_text())
+                now = (told["state"], told["step"], told["checkpoint"])
+                if told["checkpoint"] and not (run_dir / told["checkpoint"] / MANIFEST).exists():
+                    now = ("names a checkpoint that is not there", *now[1:])
+                if now not in seen[-1:]:
+                    seen.append(now)
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+def ignored() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 ignored outside training, as a launcher starts ranks; what the tests send cannot hit pytest."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send_when(holds: Any, *numbers: signal.Signals) -> threading.Thread:
+    """Signals to this process as soon as ``holds``."""
+
+    def send() -> None:
+        while not holds():
+            time.sleep(0.0005)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
+def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
+    """Every word in its order; a complete run started again has nothing to do; a longer one goes on."""
+    with watching(pretrain.run_dir) as seen:
+        assert pretrain(how) == 0
+    assert seen[0] == ("starting", 0, None)
+    assert seen[-1] == ("complete", 12, checkpoint(12))
+    states = [state for state, _, _ in seen]
+    assert [states[0], *(b for a, b in zip(states, states[1:], strict=False) if a != b)] == ["starting", "running", "complete"]
+    running = [entry for entry in seen if entry[0] == "running"]
+    assert running[0] == ("running", 1, None)
+    assert {name for _, _, name in running} <= {None, checkpoint(4), checkpoint(8), checkpoint(12)}
+    assert all(name is None or int(name[-8:]) <= step for _, step, name in running)
+    told = progress(pretrain.run_dir)
+    assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
+    assert (told["format"], told["message"], told["pid"], told["world_size"]) == (1, None, os.getpid(), 1)
+    assert abs(told["time"] - time.time()) < 60
+
+    lines = len(records(pretrain.run_dir))
+    assert pretrain(how) == 0
+    assert "complete at step 12; raise train.steps" in pretrain.out and "parameters" not in pretrain.out, "no model was built"
+    assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
+    assert len(records(pretrain.run_dir)) == lines
+    assert pretrain(how, "model.hidden_size=48") == 2, "another model is refused here, too"
+    assert stand(pretrain.run_dir)[0] == "failed"
+
+    with watching(pretrain.run_dir) as seen:
+        assert pretrain(how, "train.steps=14") == 0
+    assert ("starting", 12, checkpoint(12)) in seen and ("running", 13, checkpoint(12)) in seen
+    assert stand(pretrain.run_dir) == ("complete", 14, 14, checkpoint(14), None)
+
+
+def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
+    """What the run itself gives up on, what the configuration has wrong after the claim, and what nobody expected."""
+    assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 1
+    assert stand(pretrain.run_dir) == ("failed", 4, 12, checkpoint(4), None)
+    assert progress(pretrain.run_dir)["message"] == pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
+    assert pretrain("model.hidden_size=48") == 2
+    assert progress(pretrain.run_dir)["message"].startswith("checkpoint ")
+    (pretrain.run_dir / "metrics.jsonl").unlink()
+    (pretrain.run_dir / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        pretrain()
+    assert progress(pretrain.run_dir)["message"].startswith("IsADirectoryError: ")
+
+
+def test_a_message_is_one_line_and_other_ranks_write_nothing(tmp_path: Path) -> None:
+    schedule = Schedule(10, 8, 32, 0, 0)
+    ProgressFile(None, schedule, 2).tell("failed", message="x")
+    assert list(tmp_path.iterdir()) == [] and read_progress(tmp_path) is None
+    ProgressFile(tmp_path, schedule, 2).tell("failed", message="a\n  b" + "c" * 5000)
+    message = progress(tmp_path)["message"]
+    assert message.startswith("a bccc") and len(message) == 1000
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: None) -> None:
+    """Sent as soon as training's handlers are there, again and again: no step, no checkpoint; nothing is lost for the next attempt."""
+    during_start = send_when(lambda: signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN, signal.SIGUSR1, signal.SIGUSR1)
+    with watching(pretrain.run_dir) as seen:
+        assert pretrain() == 0
+    during_start.join()
+    assert [state for state, _, _ in seen] == ["starting", "stopped"]
+    assert "stopped by SIGUSR1 after step 0; the same command starts it" in pretrain.out
+    assert stand(pretrain.run_dir) == ("stopped", 0, 12, None, "SIGUSR1")
+    assert not pretrain.checkpoints.exists() and records(pretrain.run_dir) == []
+    assert pretrain("train.steps=4") == 0
+    during_start = send_when(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN, signal.SIGTERM)
+    assert pretrain() == 0
+    during_start.join()
+    assert stand(pretrain.run_dir) == ("stopped", 4, 12, checkpoint(4), "SIGTERM")
+    assert "continues from" in pretrain.out and max(line["step"] for line in records(pretrain.run_dir)) == 4
+    assert pretrain() == 0
+    assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
+
+
+def test_a_signal_in_the_middle_is_told_with_its_checkpoint_and_one_after_the_last_step_changes_nothing(
+    pretrain: Command, ignored: None
+) -> None:
+    in_between = send_when(lambda: len(records(pretrain.run_dir)) >= 2, signal.SIGUSR1)
+    assert pretrain("checkpoint.interval=0") == 0
+    in_between.join()
+    state, step, steps, saved, number = stand(pretrain.run_dir)
+    assert (state, steps, saved, number) == ("stopped", 12, checkpoint(step), "SIGUSR1") and 2 <= step < 12
+    late = send_when(lambda: any(line.get("step") == 12 for line in records(pretrain.run_dir)), signal.SIGUSR1, signal.SIGTERM)
+    assert pretrain("checkpoint.interval=0") == 0
+    late.join()
+    assert stand(pretrain.run_dir) == ("complete", 12, 12, checkpoint(12), None)
+    assert "stopped" not in pretrain.out
+
+
+def test_started_by_a_launcher(settings: list[str], tmp_path: Path) -> None:
+    """From launch/config.yaml in the run directory, as torchrun does it, SIGUSR1 pending since before the program began."""
+    run_dir = tmp_path / "run"
+    (run_dir / "attempts" / "0001").mkdir(parents=True)
+    (run_dir / "launch").mkdir()
+    start = [sys.executable, "-m", "pretrain"]
+    done = subprocess.run([*start, DEMO, *settings, "--resolve"], cwd=ROOT, capture_output=True, text=True, check=True)
+    config = run_dir / "launch" / "config.yaml"
+    config.write_text(done.stdout)
+    torchrun = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        environment = {**os.environ, **torchrun, "MASTER_PORT": "0", "PYTHONPATH": "", "PYTHONSAFEPATH": ""}
+        process = subprocess.Popen([*start, str(config)], cwd=ROOT, env=environment)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=120) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+    assert stand(run_dir) == ("stopped", 0, 12, None, "SIGUSR1")
+    assert sorted(path.name for path in (run_dir / "attempts").iterdir()) == ["0001"]
+    assert len(records(run_dir, "attempts.jsonl")) == 1
+    assert (run_dir / "relaunch.sh").read_text() == f"cd {ROOT} && {sys.executable} -m pretrain {config}\n"
+
+
+def test_the_command_to_relaunch_on_two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/code/pretrain/__main__.py", "runs/a b/launch/config.yaml"])
+    for name, value in {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4", "PYTHONPATH": "/a code", "PYTHONSAFEPATH": ""}.items():
+        monkeypatch.setenv(name, value)
+    nodes = "--nnodes 2 --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+    start = f"cd {tmp_path} && PYTHONPATH='/a code' torchrun --nproc-per-node 4 {nodes}"
+    assert relaunch_command(8) == f"{start} -m pretrain 'runs/a b/launch/config.yaml'"

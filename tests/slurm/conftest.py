@@ -1,0 +1,115 @@
+"""The private Slurm for the tests of this folder: all of them are marked ``slurm``, and skipped with the reason where it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.slurm.mini import MiniSlurm
+
+HERE = Path(__file__).parent
+
+
+class MakeCluster(Protocol):
+    """``make_cluster(nodes=3, ...)``: a started MiniSlurm with these arguments."""
+
+    def __call__(
+        self,
+        nodes: int = 2,
+        cpus: int = 8,
+        gpus: int = 8,
+        memory_mb: int = 16000,
+        grace_seconds: int = 10,
+        root: Path | str | None = None,
+        slurmd_timeout: int = 10,
+        max_time: str = "INFINITE",
+    ) -> MiniSlurm: ...
+
+
+class Clusters:
+    """The clusters of a test; calling it makes another."""
+
+    def __init__(self) -> None:
+        self.made: list[MiniSlurm] = []
+
+    def __call__(
+        self,
+        nodes: int = 2,
+        cpus: int = 8,
+        gpus: int = 8,
+        memory_mb: int = 16000,
+        grace_seconds: int = 10,
+        root: Path | str | None = None,
+        slurmd_timeout: int = 10,
+        max_time: str = "INFINITE",
+    ) -> MiniSlurm:
+        cluster = MiniSlurm(nodes, cpus, gpus, memory_mb, grace_seconds, root, slurmd_timeout, max_time)
+        self.made.append(cluster)
+        cluster.start()
+        return cluster
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker, for those who run this folder alone."""
+    config.addinivalue_line("markers", "slurm: runs against a private Slurm; skipped where none can be started")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test below this folder."""
+    ours = [item for item in items if item.path.is_relative_to(HERE)]
+    reason = MiniSlurm.unavailable() if ours else None
+    for item in ours:
+        item.add_marker(pytest.mark.slurm)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test's report gets the ends of the logs of its clusters."""
+    report = yield
+    if report.failed and isinstance(item, pytest.Function):
+        for value in item.funcargs.values():
+            for cluster in value.made if isinstance(value, Clusters) else [value] if isinstance(value, MiniSlurm) else []:
+                report.sections.append((f"Slurm's logs in {cluster.root}", cluster.logs()))
+    return report
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[MiniSlurm]:
+    """One cluster of two nodes for all tests that leave its nodes alone; what a test submits is cancelled at its end."""
+    with MiniSlurm() as running:
+        yield running
+
+
+@pytest.fixture
+def make_cluster() -> Iterator[MakeCluster]:
+    """Clusters of a test's own, to be broken by it; stopped at its end."""
+    clusters = Clusters()
+    yield clusters
+    for made in clusters.made:
+        made.stop()
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_job(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cancel what a test has submitted to the shared cluster; jobs of wider fixtures stay."""
+    if "cluster" not in request.fixturenames:
+        yield
+        return
+    cluster: MiniSlurm = request.getfixturevalue("cluster")
+    before = _jobs(cluster)
+    yield
+    if left := _jobs(cluster) - before:
+        cluster.run("scancel", "--full", *sorted(left), check=False)
+        for job in left:
+            cluster.wait(job)
+
+
+def _jobs(cluster: MiniSlurm) -> set[str]:
+    """Ids of the jobs that are not over."""
+    return set(cluster.run("squeue", "--noheader", "--array", "--format=%A").stdout.split())

@@ -1,0 +1,351 @@
+"""``MiniSlurm``: munged, slurmctld and some slurmd with pretended GPUs, all below one folder, all in the foreground, all ours.
+
+Needs root, the daemons of Slurm and munge, and the right to make namespaces; /etc and the machine's own Slurm are not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.slurm import configuration, processes
+
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "scontrol", "sinfo", "srun", "scancel", "unshare", "mount", "hostname")
+SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+LONGEST_ROOT = 50  # a unix socket's path has at most 107 characters, and slurmstepd's is <root>/spool/nodeN/nodeN_JOB.STEP
+PORTS = range(61000, 65400, 8)  # first ports of the blocks; above the ports that Linux gives away by itself
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+# A node's own host name and tables, and the mount point that tells its processes (see processes.py).
+NODE = 'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --bind "$0/nodes/$1" "$0/nodes/$1"; shift; exec "$@"'
+
+
+class MiniSlurm:
+    """A Slurm of ``nodes`` nodes, node1 to nodeN, each with ``cpus`` CPUs, ``gpus`` GPUs and ``memory_mb`` MiB as Slurm believes.
+
+    Partition ``main`` (default) is preempted by ``urgent``: its jobs get the signal of their ``--signal``, ``grace_seconds`` to end,
+    and are requeued. ``slurmd_timeout``: seconds of silence that Slurm allows a node; it is DOWN 10 to 15 s later.
+    ``max_time``: the partitions' MaxTime. ``root``: a folder for everything; without it a new one below the temporary folder. Use it by
+    ``with``, or call ``start`` and ``stop``. It ends with the process that started it, even if that is killed.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        cpus: int = 8,
+        gpus: int = 8,
+        memory_mb: int = 16000,
+        grace_seconds: int = 10,
+        root: Path | str | None = None,
+        slurmd_timeout: int = 10,
+        max_time: str = "INFINITE",
+    ) -> None:
+        if not 1 <= nodes <= 7:
+            raise ValueError(f"nodes={nodes}: 1 to 7")
+        self.nodes = tuple(f"node{number}" for number in range(1, nodes + 1))
+        self.shape = configuration.Shape(cpus, gpus, memory_mb, grace_seconds, slurmd_timeout, max_time)
+        self.root = _new_root() if root is None else Path(root).resolve()
+        if len(str(self.root)) > LONGEST_ROOT or re.search(r"[\s\\#\"']", str(self.root)):
+            raise ValueError(f"root {self.root}: at most {LONGEST_ROOT} characters, no blanks, quotes, # or backslashes")
+        self._own_root = root is None or not self.root.exists()
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH_"))}
+        self.environment["SLURM_CONF"] = str(self.root / "etc" / "slurm.conf")
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._claim: socket.socket | None = None
+
+    @staticmethod
+    def unavailable() -> str | None:
+        """Why no MiniSlurm can run here, or None."""
+        if sys.platform != "linux":
+            return "Slurm runs on Linux"
+        missing = [name for name in NEEDED if _program(name) is None]
+        if missing:
+            return f"not installed: {', '.join(missing)} (tests/slurm/install.sh, as root, on Debian or Ubuntu)"
+        if os.geteuid() != 0:
+            return "a private Slurm needs root"
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                os.mknod(f"{folder}/null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+            except OSError as error:
+                return f"no device can be made: {error.strerror}"
+            trial = ["unshare", "--uts", "--mount", "--propagation", "private", "mount", "--bind", folder, folder]
+            tried = subprocess.run(trial, capture_output=True, text=True, check=False)
+        return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else None
+
+    # --- life --------------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything; returns when all nodes are ready for jobs.
+
+        Raises:
+            RuntimeError: this machine cannot run it (``unavailable``), ``root`` is in use, or a daemon ended.
+            TimeoutError: the nodes are not ready after a minute.
+        """
+        reason = self.unavailable()
+        if reason:
+            self.stop()
+            raise RuntimeError(reason)
+        used = [folder for folder in processes.FOLDERS if (self.root / folder).exists()]
+        if used:
+            raise RuntimeError(f"{self.root} has {', '.join(used)} already: a MiniSlurm runs there, or was there; name another root")
+        self._claim, ports = _claim_ports(1 + len(self.nodes))
+        for folder in (*processes.FOLDERS, *(f"{kind}/{name}" for kind in ("nodes", "spool") for name in (*self.nodes, "control"))):
+            (self.root / folder).mkdir(parents=True)
+        script = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(self.root), "whole" if self._own_root else "inside"]
+        self._watcher = subprocess.Popen(script, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/")
+        try:
+            configuration.write(self.root, self.nodes, self.shape, ports)
+            self._start_daemons()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_daemons(self) -> None:
+        run, log = self.root / "run", self.root / "log"
+        munge = [f"--{what}={run / f'munge.{what}'}" for what in ("socket", "pid-file", "seed-file")]
+        munge += [f"--key-file={self.root / 'etc' / 'munge.key'}", f"--log-file={log / 'munged.log'}"]
+        self._spawn("munged", "control", "munged", "-F", "--force", *munge)
+        self._until("munged", lambda: (run / "munge.socket").exists())
+        self._spawn("slurmctld", "control", "slurmctld", "-D", "-c", "-f", str(self.root / "etc" / "slurm.conf"))
+        for name in self.nodes:
+            self._spawn_slurmd(name)
+        self._until("the nodes", lambda: all(map(self._ready, self.nodes)))
+
+    def _spawn_slurmd(self, name: str, *options: str) -> None:
+        self._spawn(name, name, "slurmd", "-D", "-N", name, "-f", str(self.root / "etc" / "node.conf"), *options)
+
+    def _spawn(self, daemon: str, node: str, program: str, *argv: str) -> None:
+        """Start a daemon in namespaces of its own, under its own pid and in its own session (Ctrl-C is not for it)."""
+        path = _program(program)
+        assert path is not None
+        command = ["unshare", "--uts", "--mount", "--propagation", "private", "sh", "-c", NODE, str(self.root), node, path, *argv]
+        clean = {"PATH": SEARCH, "HOME": "/", "LANG": "C.UTF-8", "SLURM_CONF": self.environment["SLURM_CONF"]}
+        with (self.root / "log" / f"{daemon}.out").open("ab") as out:
+            self._daemons[daemon] = subprocess.Popen(
+                command, env=clean, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.root / "log", start_new_session=True
+            )
+
+    def _until(self, what: str, met: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Poll ``met``; a daemon that ended or too long a wait are errors that show the logs."""
+        deadline = time.monotonic() + seconds
+        while not met():
+            ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
+            if ended:
+                raise RuntimeError(f"{', '.join(ended)} ended while {what} started\n{self.logs()}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not ready after {seconds:.0f} s\n{self.logs()}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End every process, remove every file; may be called again."""
+        if self._watcher is not None:
+            processes.end(self.root)
+            for daemon in self._daemons.values():
+                daemon.kill()
+                daemon.wait()
+            self._daemons.clear()
+            processes.remove(self.root, self._own_root)
+            self._watcher.kill()
+            self._watcher.wait()
+            self._watcher = None
+        elif self._own_root:  # it never ran
+            with suppress(OSError):
+                self.root.rmdir()
+        if self._claim:
+            self._claim.close()
+            self._claim = None
+
+    # --- commands ----------------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        *argv: str | Path,
+        check: bool = True,
+        input: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+        timeout: float = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        """A command in this cluster's environment, ``env`` added to it; raises CalledProcessError, which shows what it wrote."""
+        command = [str(word) for word in argv]
+        wanted = {**self.environment, **(env or {})}
+        done = subprocess.run(command, input=input, env=wanted, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+            error.add_note(f"stdout: {done.stdout.strip()}\nstderr: {done.stderr.strip()}")
+            raise error
+        return done
+
+    def sbatch(self, *argv: str | Path, cwd: Path | str | None = None, env: Mapping[str, str] | None = None) -> int:
+        """Submit; the job's id."""
+        return int(self.run("sbatch", "--parsable", *argv, cwd=cwd, env=env).stdout.split(";")[0])
+
+    def job(self, job_id: int | str) -> dict[str, str]:
+        """``scontrol show job``'s fields; an array's id (not ``12_3``) gives those of its first record.
+
+        Raises:
+            KeyError: no such job.
+        """
+        shown = self.run("scontrol", "show", "--oneliner", "job", str(job_id), check=False)
+        if shown.returncode or not shown.stdout.strip():
+            raise KeyError(f"job {job_id}: {shown.stderr.strip() or shown.stdout.strip()}")
+        return _fields(shown.stdout.splitlines()[0])
+
+    def state(self, job_id: int | str) -> str:
+        """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, REQUEUE_HOLD, ...: ended jobs stay visible."""
+        return self.job(job_id)["JobState"]
+
+    def wait(self, job_id: int | str, *states: str, timeout: float = 60) -> str:
+        """Poll until the job is in one of ``states``; without any, until it is over. Returns the state.
+
+        Raises:
+            TimeoutError: it is not, with the job's fields and the logs' tails.
+        """
+        deadline = time.monotonic() + timeout
+        while (state := self.state(job_id)) not in (states or OVER):
+            if time.monotonic() > deadline:
+                fields = " ".join(f"{name}={value}" for name, value in self.job(job_id).items())
+                wanted = " or ".join(states or OVER)
+                raise TimeoutError(f"job {job_id} is {state}, not {wanted}, after {timeout} s\n{fields}\n{self.logs()}")
+            time.sleep(0.1)
+        return state
+
+    def logs(self, lines: int = 20) -> str:
+        """The tails of all daemons' logs."""
+        tails = []
+        for path in sorted((self.root / "log").glob("*.log")) or sorted((self.root / "log").glob("*.out")):
+            text = path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+            tails += [f"--- {path.name}", *text] if text else []
+        return "\n".join(tails)
+
+    # --- nodes and processes -----------------------------------------------------------------------------------------------------
+
+    def pids(self, job_id: int | str, node: str | None = None) -> list[int]:
+        """Living processes of a job (on one node), as this machine numbers them; slurmstepd is none of them.
+
+        A job is RUNNING some time before it has any.
+        """
+        wanted = f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode()
+        found = processes.by_node(self.root)
+        return [
+            pid
+            for name, pids in found.items()
+            if name in ((node,) if node else self.nodes)
+            for pid in pids
+            if wanted in processes.environment(pid)
+        ]
+
+    def batch_pid(self, job_id: int | str, timeout: float = 10) -> int:
+        """The process of the job's batch script; a job that has not ended gets ``timeout`` seconds to have one.
+
+        Raises:
+            LookupError: there is none.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            fields = self.job(job_id)
+            for pid in self.pids(job_id):
+                if processes.command(processes.parent(pid)).startswith(f"slurmstepd: [{fields['JobId']}.batch]"):
+                    return pid
+            if fields["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING") or time.monotonic() > deadline:
+                raise LookupError(f"job {job_id} is {fields['JobState']} and has no batch script")
+            time.sleep(0.05)
+
+    def kill_node(self, name: str) -> None:
+        """Power loss: slurmd and everything that runs on the node is gone at once. Its connections are reset, as at a reboot."""
+        processes.end(self.root, self._node(name))
+        if name in self._daemons:
+            self._daemons.pop(name).wait()
+
+    def freeze_node(self, name: str) -> None:
+        """The node hangs: nothing on it moves, its connections stay open. ``thaw_node`` or ``kill_node`` end that."""
+        processes.freeze(self.root, self._node(name))
+
+    def thaw_node(self, name: str) -> None:
+        """A frozen node goes on."""
+        processes.thaw(self.root, self._node(name))
+
+    def kill_slurmd(self, name: str) -> None:
+        """SIGKILL to the node's slurmd alone; jobs and their slurmstepd go on."""
+        if self._node(name) not in self._daemons:
+            raise ValueError(f"{name}: its slurmd does not run")
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
+
+    def start_node(self, name: str, timeout: float = 60) -> None:
+        """Start slurmd again, after ``kill_node`` (as after a reboot) or ``kill_slurmd``; returns when the node takes jobs."""
+        if self._node(name) in self._daemons:
+            raise ValueError(f"{name}: its slurmd runs already")
+        since = time.time()
+        self._spawn_slurmd(name, *([] if name in processes.by_node(self.root) else ["-b"]))
+        self._until(name, lambda: self._ready(name, since), timeout)
+
+    def _node(self, name: str) -> str:
+        if name not in self.nodes:
+            raise ValueError(f"no node {name}: {', '.join(self.nodes)}")
+        return name
+
+    def _ready(self, name: str, since: float = 0.0) -> bool:
+        """Whether the node takes jobs, and its slurmd, started after ``since``, is known to slurmctld."""
+        shown = self.run("scontrol", "show", "--oneliner", "node", name, check=False)
+        fields = _fields(shown.stdout)
+        if shown.returncode or fields.get("SlurmdStartTime", "None") in ("None", "Unknown"):
+            return False
+        started = time.mktime(time.strptime(fields["SlurmdStartTime"], "%Y-%m-%dT%H:%M:%S"))
+        return started >= int(since) and re.fullmatch("IDLE|MIXED|ALLOCATED", fields["State"]) is not None
+
+
+def _fields(line: str) -> dict[str, str]:
+    """``A=b C=d e`` -> {A: b, C: d e}."""
+    parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", line.strip())
+    return dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))
+
+
+def _program(name: str) -> str | None:
+    """Where a program is; daemons are often in folders that a user's PATH lacks."""
+    return shutil.which(name, path=SEARCH)
+
+
+def _new_root() -> Path:
+    """A new folder with a short name."""
+    inside = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="slurm-", dir=inside if len(inside) < LONGEST_ROOT - 15 else "/tmp")).resolve()
+
+
+def _claim_ports(count: int) -> tuple[socket.socket, list[int]]:
+    """Free ports on 127.0.0.1 that no other MiniSlurm of this machine takes while the socket, which has their name, is open."""
+    blocks = list(PORTS)
+    random.shuffle(blocks)
+    for first in blocks:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0mini-slurm-ports-{first}")
+            for port in range(first, first + count):
+                with socket.socket() as trial:
+                    trial.bind(("0.0.0.0", port))
+        except OSError:
+            claim.close()
+            continue
+        return claim, list(range(first, first + count))
+    raise RuntimeError("no free ports")

@@ -1,0 +1,150 @@
+"""Which processes belong to which node of a MiniSlurm, and their end; run as a script, it watches over the owner of one.
+
+Every daemon lives in a mount namespace of its own in which ``<root>/nodes/<name>`` is a mount point. What it starts inherits the
+namespace, so a process belongs to a node if its /proc/PID/mountinfo says so: no list of pids can be stale, no other cluster's process
+can be met, and a job cannot escape by a new session, group, environment or parent. Standard library only: the watcher is started by path.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # what a MiniSlurm makes below its root
+
+
+def by_node(root: Path) -> dict[str, list[int]]:
+    """Node name (``control`` for munged and slurmctld) -> pids of its living processes, oldest number first."""
+    names: dict[str, str | None] = {}  # mount namespace -> node
+    found: dict[str, list[int]] = {}
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        try:
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace not in names:
+                names[namespace] = _node_of(pid, root)
+        except OSError:  # it has ended
+            continue
+        name = names[namespace]
+        if name is not None:
+            found.setdefault(name, []).append(pid)
+    return found
+
+
+def _node_of(pid: int, root: Path) -> str | None:
+    """The node that a process's mount points tell."""
+    prefix = f"{root}/nodes/"
+    for line in Path(f"/proc/{pid}/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        point = line.split(" ")[4]
+        if point.startswith(prefix):
+            return point.removeprefix(prefix)
+    return None
+
+
+def freeze(root: Path, name: str | None = None) -> None:
+    """SIGSTOP to all processes of a node (None: of all nodes) until no moving one is left."""
+    stopped: set[int] = set()
+    while moving := set(_of(root, name)) - stopped:
+        for pid in moving:
+            _send(pid, signal.SIGSTOP)
+        stopped |= moving
+
+
+def thaw(root: Path, name: str | None = None) -> None:
+    """SIGCONT to all processes of a node (None: of all nodes)."""
+    for pid in _of(root, name):
+        _send(pid, signal.SIGCONT)
+
+
+def end(root: Path, name: str | None = None, seconds: float = 20.0) -> None:
+    """SIGKILL to all processes of a node (None: of all nodes), none of which lives to see another's end.
+
+    All are stopped first, and children killed before their parents: Linux wakes a stopped process group that loses its parents.
+
+    Raises:
+        TimeoutError: some are still there after ``seconds``.
+    """
+    freeze(root, name)
+    deadline = time.monotonic() + seconds
+    while pids := _of(root, name):
+        for pid in sorted(pids, key=_depth, reverse=True):
+            _send(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{root}: processes {pids} do not end")
+        time.sleep(0.01)
+
+
+def _of(root: Path, name: str | None) -> list[int]:
+    """Pids of a node, or of all nodes."""
+    found = by_node(root)
+    return [pid for node, pids in found.items() if name in (None, node) for pid in pids]
+
+
+def _depth(pid: int) -> int:
+    """How many ancestors a process has."""
+    depth = 0
+    while pid := parent(pid):
+        depth += 1
+    return depth
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    """A signal to a process that may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def environment(pid: int) -> list[bytes]:
+    """``NAME=value`` of a process as it was started; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def command(pid: int) -> str:
+    """A process's command line, words separated by blanks; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def parent(pid: int) -> int:
+    """A process's parent; 0 if it has ended."""
+    return int(_stat(pid)[1] or 0)
+
+
+def state(pid: int) -> str:
+    """A process's state as ps shows it, R, S, T (stopped), Z ...; empty if it has ended."""
+    return _stat(pid)[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """State and parent of a process, empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+    return ["", ""]
+
+
+def remove(root: Path, whole: bool) -> None:
+    """Delete what a MiniSlurm has made below ``root``; ``whole``: ``root``, too."""
+    for folder in FOLDERS:
+        shutil.rmtree(root / folder, ignore_errors=True)
+    if whole:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def watch(owner: int, root: Path, whole: bool) -> None:
+    """Wait for the end of the process ``owner``, then end and remove the MiniSlurm at ``root``."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(owner)], [], [])
+    end(root)
+    remove(root, whole)
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "whole")

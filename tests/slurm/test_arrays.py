@@ -1,0 +1,137 @@
+"""Arrays against a real Slurm: a sweep of training runs, a data_prep array with a task killed; what is done is not done again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from launch.layout import attempts, launch_folder, read_json, read_json_lines
+from tests.slurm.mini import MiniSlurm
+from tests.slurm.training import DEMO, call, losses, overrides, prepare_data, profile
+
+AT_ONCE = 2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder; corpus.parquet and tokenizer/ are beside it."""
+    return prepare_data(tmp_path_factory.mktemp("data"))
+
+
+def attempt_records(item: Path) -> list[dict[str, Any]]:
+    return [read_json(folder / "attempt.json") for folder in attempts(item)]
+
+
+def state(item: Path) -> str | None:
+    return (read_json(launch_folder(item) / "state.json") or {}).get("state")
+
+
+def submissions(directory: Path) -> list[dict[str, Any]]:
+    return read_json_lines(launch_folder(directory) / "submissions.jsonl")
+
+
+def wait_for(what: str, met: Callable[[], object], seconds: float = 500.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < deadline, f"no {what} in {seconds:.0f} seconds"
+        time.sleep(0.05)
+
+
+def child_of(item: Path) -> int:
+    """The process of an item's command in its first attempt; 0 before it starts."""
+    return int((read_json(item / "attempts" / "0001" / "ranks" / "rank_00000.json") or {}).get("child") or 0)
+
+
+def most_at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """How many spans of time overlap at most."""
+    return max(sum(start <= moment < end for start, end in spans) for moment, _ in spans)
+
+
+def test_a_sweep_of_six_two_at_once(cluster: MiniSlurm, data: Path, tmp_path: Path) -> None:
+    directory, cluster_file = tmp_path / "sweep", profile(tmp_path, "slurm", {"health": {"check": False}})
+    common = [
+        DEMO,
+        *(word for word in overrides(data, tmp_path) if not word.startswith("run_dir=")),
+        "train.steps=3",
+        "optimizer.warmup_steps=1",
+    ]
+    words: list[str | Path] = ["sweep", *common, "--cluster", cluster_file, "--directory", directory, "--at-once", str(AT_ONCE)]
+    six = ["--grid", "train.seed=1,2,3", "optimizer.lr=1e-3,5e-4"]
+
+    job = call("launch", *words, *six, "--parsable", env=cluster.environment).strip()
+    waiting = cluster.run("squeue", "--noheader", "--array", f"--jobs={job}", "--format=%i").stdout.split()
+    assert sorted(waiting) == [f"{job}_{index}" for index in range(6)]
+    runs = [directory / f"train.seed={seed},optimizer.lr={rate}" for seed in (1, 2, 3) for rate in ("1e-3", "5e-4")]
+    wait_for("end", lambda: all(state(run) == "finished" for run in runs))
+    wait_for("empty queue", lambda: not cluster.run("squeue", "--noheader", f"--jobs={job}", check=False).stdout)
+
+    assert [len(attempt_records(run)) for run in runs] == [1] * 6
+    spans = [(record["started"], record["ended"]) for run in runs for record in attempt_records(run)]
+    assert most_at_once(spans) == AT_ONCE
+    curves = [tuple(losses(run)[0].values()) for run in runs]
+    assert {len(curve) for curve in curves} == {3}
+    assert len(set(curves)) == 6  # each its own settings
+
+    again = call("launch", *words, *six, env=cluster.environment)
+    assert "nothing to do: 6 finished" in again
+    assert [line["items"] for line in submissions(directory)] == [list(range(6))]
+    # A run that was lost, and one more.
+    (launch_folder(runs[4]) / "state.json").unlink()
+    more = call("launch", *words, "--grid", "train.seed=1,2,3,4", "optimizer.lr=1e-3,5e-4", "--dry-run", env=cluster.environment)
+    assert "3 of 8 items" in more and "#SBATCH --array=4,6-7%2" in more
+    assert not (directory / "train.seed=4,optimizer.lr=1e-3").exists()
+
+
+def test_a_data_prep_array_with_a_task_killed(cluster: MiniSlurm, data: Path, tmp_path: Path) -> None:
+    out, directory, alone = tmp_path / "out", tmp_path / "array", tmp_path / "alone"
+    corpus, tokenizer = data.parent / "corpus.parquet", data.parent / "tokenizer"
+    many = tmp_path / "many.parquet"  # in small row groups, so that it makes many units
+    pq.write_table(pq.read_table(corpus), many, row_group_size=10)
+    plan: list[str | Path] = ["--tokenizer", tokenizer, "--valid-percent", "10", "--test-percent", "5", "--unit-mb", "0.02"]
+    call("data_prep", "plan", many, *plan, "--out", out)
+    units = len(read_json(out / "plan.json")["units"])
+    assert units >= 8
+    words: list[str | Path] = [
+        "submit",
+        "--cluster",
+        profile(tmp_path, "slurm", {"health": {"check": False}}),
+        "--directory",
+        directory,
+        "--tasks",
+        "4",
+        "--at-once",
+        "2",
+        "--parsable",
+    ]
+    command: list[str | Path] = ["--", "data_prep", "run", "--out", out, "--workers", "1"]
+
+    job = call("launch", *words, *command, env=cluster.environment).strip()
+    items = [directory / "tasks" / f"{index:04}" for index in range(4)]
+    wait_for("start of task 0", lambda: child_of(items[0]))
+    os.kill(child_of(items[0]), signal.SIGKILL)  # the supervisor starts it again
+    wait_for("start of task 1", lambda: child_of(items[1]))
+    cluster.run("scancel", f"{job}_1")  # nothing starts it again
+    wait_for("end of the rest", lambda: all(state(items[index]) == "finished" for index in (0, 2, 3)))
+    cluster.wait(f"{job}_1")
+    assert [len(attempt_records(item)) for item in items] == [2, 1, 1, 1]
+    assert state(items[1]) == "cancelled"
+    assert "are not done" in call("data_prep", "merge", out, code=2)
+
+    second = call("launch", *words, *command, env=cluster.environment).strip()
+    assert [line["items"] for line in submissions(directory)] == [[0, 1, 2, 3], [1]]
+    assert cluster.wait(f"{second}_1") == "COMPLETED"
+    assert [len(attempt_records(item)) for item in items] == [2, 2, 1, 1]
+    assert call("launch", *words, *command, env=cluster.environment) == ""
+    call("data_prep", "merge", out)
+
+    call("data_prep", "run", many, *plan, "--out", alone, "--workers", "1")
+    names = [f"{split}.{kind}" for split in ("train", "valid", "test") for kind in ("bin", "idx")]
+    assert [name for name in names if (out / name).read_bytes() != (alone / name).read_bytes()] == []
+    assert all((alone / name).stat().st_size > 0 for name in names)

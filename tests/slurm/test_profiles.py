@@ -1,0 +1,120 @@
+"""Shipped profiles and hostile text, by the real sbatch: what it takes, refuses, and hands on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.job import Job
+from launch.profile import load_profile
+from launch.render import render
+from tests.launch import hostile
+from tests.slurm.mini import MiniSlurm
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "configs" / "cluster").glob("slurm_*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def h100s() -> Iterator[MiniSlurm]:
+    """Two nodes of the size that the shipped profiles are for, as Slurm believes."""
+    with MiniSlurm(nodes=2, cpus=96, gpus=8) as running:
+        yield running
+
+
+def refusal(cluster: MiniSlurm, script: str, root: Path) -> str:
+    """What ``sbatch --test-only`` says of a script; empty where it would run."""
+    path = root / "job.sh"
+    path.write_text(script, encoding="utf-8", newline="")
+    done = cluster.run("sbatch", "--test-only", path, check=False)
+    return done.stderr if done.returncode else ""
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_sbatch_takes_the_shipped_profiles(path: Path, h100s: MiniSlurm, tmp_path: Path) -> None:
+    profile = load_profile(path)
+    job = hostile.job(tmp_path, profile)
+    assert refusal(h100s, render(job, profile), tmp_path) == ""
+    assert refusal(h100s, render(job, profile, array="0-5%2", exclude=[]), tmp_path) == ""
+    # And refuses what this cluster has not: a node more, a GPU more, nodes that are excluded.
+    assert "not available" in refusal(h100s, render(hostile.job(tmp_path, profile, nodes=3), profile), tmp_path)
+    assert "not available" in refusal(h100s, render(job, profile, exclude=["node2"]), tmp_path)
+    more = load_profile(path, ["nodes.gpus=9"])
+    assert "not available" in refusal(h100s, render(hostile.job(tmp_path, more), more), tmp_path)
+
+
+def test_every_option_reaches_slurm(h100s: MiniSlurm, tmp_path: Path) -> None:
+    overrides = ["nodes.cpus=12", "nodes.memory=3G", "nodes.gres=gpu:4", "slurm.partition=urgent,main", "slurm.time=1-02:03:00"]
+    overrides += ["slurm.exclude=[node1]", "slurm.signal_seconds=77", "slurm.options=['--comment=two words', --nice=5]"]
+    profile = load_profile(SHIPPED[0], overrides)
+    first = h100s.sbatch("--hold", "--wrap=true")
+    script = render(hostile.job(tmp_path, profile, nodes=1), profile, dependency=f"afterok:{first}")
+    (tmp_path / "job.sh").write_text(script)
+    job = h100s.job(h100s.sbatch(tmp_path / "job.sh"))
+    h100s.run("scancel", job["JobId"], str(first))
+    wanted = {
+        "JobName": "job",
+        "NumNodes": "1-1",
+        "CPUs/Task": "12",
+        "MinMemoryNode": "3G",
+        "TresPerNode": "gres:gpu:4",
+        "Partition": "urgent,main",
+        "TimeLimit": "1-02:03:00",
+        "ExcNodeList": "node1",
+        "Requeue": "1",
+        "OverSubscribe": "NO",
+        "Comment": "two words",
+        "Nice": "5",
+        "Dependency": f"afterok:{first}(unfulfilled)",
+        "KillOInInvalidDependent": "Yes",
+    }
+    assert {name: job.get(name) for name in wanted} == wanted
+
+
+def test_hostile_text_goes_through_slurm_unchanged(cluster: MiniSlurm, tmp_path: Path) -> None:
+    """Each text as the job's name, comment, variable, run directory, working directory and place of the output."""
+    hostile.recorder(tmp_path)
+    sent: dict[int, tuple[str, str, Job]] = {}
+    for number, text in enumerate(hostile.TEXTS):
+        root = tmp_path / str(number)
+        on_a_line = text if not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text) else "plain"
+        job_id, job = submitted(text, on_a_line, root, cluster)
+        sent[job_id] = (text, on_a_line, job)
+    for job_id, (text, on_a_line, job) in sent.items():
+        assert cluster.wait(job_id) == "COMPLETED", (text, output(job, job_id))
+        assert output(job, job_id) == "", text
+        words, folder, environment = hostile.recorded(Path(job.directory).parent / "record")
+        assert words == ["-m", "launch.supervise", job.directory]
+        assert (folder, environment["VALUE"], environment["PYTHONPATH"]) == (job.working_directory, text, job.code)
+        shown = cluster.run("scontrol", "show", "--oneliner", "job", str(job_id)).stdout
+        assert f"JobName={on_a_line} UserId=" in shown and f"Comment={on_a_line} " in shown
+    assert [path for path in tmp_path.rglob("*") if path.name.startswith(hostile.MARK)] == []
+    assert not [name for name in os.listdir(cluster.root) if name.startswith(hostile.MARK)]
+
+
+def submitted(text: str, on_a_line: str, root: Path, cluster: MiniSlurm) -> tuple[int, Job]:
+    """The id and the job that has the text wherever it may be, with output in root/logs where the directory's name is none for Slurm."""
+    directory, work = root / f"run{text}", root / f"work{text}"
+    for folder in (directory / "launch", work, root / "logs"):
+        folder.mkdir(parents=True)
+    (root / "profile.yaml").write_text(hostile.profile_text("environment", "dict", text), encoding="utf-8")
+    plain = [f"host_python={root.parent}/recorder", "nodes.exclusive=false", "nodes.memory=10M", f"environment.RECORD={root}/record"]
+    plain += [f"slurm.options=[{hostile.yaml_word(f'--comment={on_a_line}')}]"]
+    plain += [f"logs={root}/logs"] if on_a_line != text or "\\" in text else []
+    profile = load_profile(root / "profile.yaml", plain)
+    job = hostile.job(
+        root, profile, nodes=1, name=on_a_line, directory=str(directory), working_directory=str(work), code=f"{root}/code{text}"
+    )
+    (root / "job.sh").write_text(render(job, profile), encoding="utf-8", newline="")
+    return cluster.sbatch(root / "job.sh", cwd=root), job
+
+
+def output(job: Job, job_id: int) -> str:
+    """What Slurm wrote, in the one of its two places where it must be."""
+    folders = (Path(job.directory) / "launch", Path(job.directory).parent / "logs")
+    (path,) = (folder / f"slurm-{job_id}.out" for folder in folders if any(folder.iterdir()))
+    return path.read_text()

@@ -1,0 +1,262 @@
+"""Submit, cancel and requeue against a real Slurm. A command whose configuration is a named pipe waits for as long as a test wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import slurm
+from launch.layout import attempts, launch_folder, rank_log, read_json, read_json_lines
+from tests.slurm.mini import MiniSlurm
+
+ROOT = Path(__file__).resolve().parents[2]
+HELP = ("--", "data_prep", "stdlib", "--help")
+HELD = ("--set", "slurm.options=[--hold]")
+PROFILE = """
+scheduler: slurm
+nodes: {gpus: 1, cpus: 1, exclusive: false, memory: 300M}
+slurm: {partition: main, time: "30"}
+restarts: {back_off_seconds: 0.2, back_off_max_seconds: 1}
+health: {check: false}
+"""
+
+
+class Login:
+    """A user's shell on a login node."""
+
+    def __init__(self, cluster: MiniSlurm, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        (folder / "mini.yaml").write_text(PROFILE)
+
+    def launch(
+        self, *words: str | Path, code: int = 0, env: Mapping[str, str] | None = None, root: Path = ROOT, options: tuple[str, ...] = ()
+    ) -> str:
+        """``python -m launch WORDS``: its standard output; of a refusal its one line. ``options`` stand before the command's words."""
+        words = ("submit", "--cluster", "mini.yaml", *options, *words) if words[0] == "--" or words[0] in HELD else (*words, *options)
+        command = [sys.executable, "-m", "launch", *words]
+        done = self.cluster.run(
+            *command, env={"PYTHONPATH": str(root), "PWD": str(self.folder), **(env or {})}, cwd=self.folder, check=False
+        )
+        assert done.returncode == code, f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        if code:
+            assert done.stderr.startswith("launch: error: ") and done.stderr.count("\n") == 1, done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+    def submit(self, *words: str, options: tuple[str, ...] = (), env: Mapping[str, str] | None = None, root: Path = ROOT) -> str:
+        """Submit a command; the job's id."""
+        return self.launch(*words, options=("--parsable", "--directory", "job", *options), env=env, root=root).strip()
+
+    @property
+    def job(self) -> Path:
+        """The directory of what `submit` submits."""
+        return self.folder / "job"
+
+    def file(self, name: str) -> Any:
+        """A file of the launcher's in it."""
+        return read_json(launch_folder(self.job) / name)
+
+    def submissions(self) -> list[str]:
+        """Its jobs' ids so far."""
+        return [line["job_id"] for line in read_json_lines(launch_folder(self.job) / "submissions.jsonl")]
+
+    def waiting_command(self) -> tuple[str, ...]:
+        """A command that waits until `feed`."""
+        if not (self.folder / "config.yaml").exists():
+            os.mkfifo(self.folder / "config.yaml")
+        return ("--", "pretrain", "config.yaml", "--plan")
+
+    def feed(self) -> None:
+        """Give the waiting command what it waits for: the plan of the demo with a vocabulary, which needs no data."""
+        demo = (ROOT / "configs" / "run" / "demo.yaml").read_text()
+        for section in ("model", "data", "train", "optimizer", "checkpoint"):
+            name = "fem_sm_demo" if section == "model" else "demo"
+            demo = demo.replace(f"{section}: {name}\n", f"{section}: {ROOT}/configs/{section}/{name}.yaml\n")
+        text = demo.replace(f"{ROOT}/configs/model/fem_sm_demo.yaml", f"{{base: {ROOT}/configs/model/fem_sm_demo.yaml, vocab_size: 1000}}")
+        with (self.folder / "config.yaml").open("w") as pipe:
+            pipe.write(text)
+
+    def reached(self, attempt: int) -> Path:
+        """Wait until the command of an attempt runs; its folder."""
+        folder = self.job / "attempts" / f"{attempt:04}"
+        wait_for(lambda: (read_json(folder / "ranks" / "rank_00000.json") or {}).get("child") is not None)
+        return folder
+
+
+def wait_for(met: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def login(cluster: MiniSlurm, tmp_path: Path) -> Login:
+    return Login(cluster, tmp_path)
+
+
+def test_submit_finish_and_not_again(login: Login) -> None:
+    job = login.submit(*HELP)
+    assert login.cluster.wait(job) == "COMPLETED"
+    assert login.file("state.json")["state"] == "finished"
+    (attempt,) = attempts(login.job)
+    assert "usage: python -m data_prep stdlib" in rank_log(attempt, 0).read_text()
+    again = login.launch(*HELP, options=("--directory", "job"))
+    assert "nothing to do: 1 finished" in again
+    assert login.launch(*HELP, options=("--directory", "job", "--parsable")) == ""
+    assert login.submissions() == [job]
+    updated = login.submit(*HELP, options=("--update",))
+    assert login.cluster.wait(updated) == "COMPLETED"
+    assert len(attempts(login.job)) == 2
+
+
+def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
+    """The checkout is broken between submission and start; a resubmission runs what the first one took."""
+    checkout = login.folder / "checkout"
+    for room in ("launch", "data_prep"):
+        shutil.copytree(ROOT / room, checkout / room)
+    job = login.submit(*HELD, *HELP, root=checkout)
+    (checkout / "data_prep" / "stdlib.py").write_text("raise SystemExit(1)\n")
+    login.cluster.run("scontrol", "release", job)
+    assert login.cluster.wait(job) == "COMPLETED"
+    (launch_folder(login.job) / "state.json").unlink()
+    again = login.submit(*HELP, root=checkout)
+    assert login.cluster.wait(again) == "COMPLETED"
+    updated = login.submit(*HELP, options=("--update",), root=checkout)
+    assert login.cluster.wait(updated) == "FAILED"
+
+
+def test_one_job_a_directory(login: Login) -> None:
+    job = login.submit(*HELD, *HELP)
+    assert f"has job {job} (PENDING); see: python -m launch status" in login.launch(*HELP, options=("--directory", "job"), code=2)
+    assert f"job {job} (PENDING) has the old settings" in login.launch(*HELP, options=("--directory", "job", "--update"), code=2)
+    # Known by its batch script, though nobody noted its id: whoever submitted it was killed before.
+    (launch_folder(login.job) / "submissions.jsonl").unlink()
+    assert f"has job {job} (PENDING)" in login.launch(*HELP, options=("--directory", "job"), code=2)
+    assert f"requeue {login.job}" in login.launch("cancel", "job")
+    wait_for(lambda: login.cluster.state(job) == "CANCELLED")
+    assert login.file("state.json")["state"] == "cancelled"
+    assert "to go on: python -m launch requeue" in login.launch(*HELP, options=("--directory", "job"), code=2)
+    requeued = login.launch("requeue", "job", "--cluster", "mini.yaml")
+    assert "requeued data_prep-stdlib-" in requeued
+    assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
+    assert "nothing to do: 1 finished" in login.launch("requeue", "job")
+
+
+def test_many_submit_the_same_at_once(login: Login) -> None:
+    words = [sys.executable, "-m", "launch", "submit", "--cluster", "mini.yaml", "--directory", "job", *HELD, *HELP]
+    environment = {**login.cluster.environment, "PYTHONPATH": str(ROOT)}
+    started = [subprocess.Popen(words, cwd=login.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(5)]
+    ends = [(process.communicate()[1].decode(), process.returncode) for process in started]
+    assert sorted(code for _, code in ends) == [0, 2, 2, 2, 2]
+    assert all("another launch command" in said or "has job" in said for said, code in ends if code)
+    assert len(login.submissions()) == 1
+    assert len(login.cluster.run("squeue", "--noheader", "--format=%o").stdout.split()) == 1
+
+
+def test_requeue_and_cancel_of_one_that_runs(login: Login) -> None:
+    job = login.submit(*login.waiting_command())
+    login.reached(1)
+    assert f"job {job} (RUNNING) saves and goes back to the queue" in login.launch("requeue", "job")
+    login.reached(2)
+    assert login.cluster.job(job)["Restarts"] == "1"
+    assert login.submissions() == [job]
+    assert f"job {job} (RUNNING) saves, then ends" in login.launch("cancel", "--save", "job")
+    assert login.cluster.wait(job) == "FAILED"
+    assert login.file("state.json")["state"] == "cancelled"
+    assert login.cluster.job(job)["Restarts"] == "1"
+    login.launch("requeue", "job")
+    login.reached(3)
+    second = login.submissions()[-1]
+    login.launch("cancel", "job")
+    assert login.cluster.wait(second) == "CANCELLED"
+    assert login.file("stop.json")["why"] == "cancelled"
+    login.launch("requeue", "job")
+    login.reached(4)
+    login.feed()
+    assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
+    assert login.file("state.json")["state"] == "finished"
+
+
+def test_a_held_job_is_released(login: Login) -> None:
+    job = login.submit(*HELD, *HELP)
+    assert "was held, and is released" in login.launch("requeue", "job")
+    assert login.cluster.wait(job) == "COMPLETED"
+
+
+def test_the_users_variables_change_no_job(login: Login) -> None:
+    strange = {
+        "SBATCH_PARTITION": "urgent",
+        "SBATCH_ARRAY_INX": "0-3",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_EXPORT": "NONE",
+        "SQUEUE_STATES": "CD",
+    }
+    strange |= {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "9", "SLURM_JOB_ID": "1", "SQUEUE_FORMAT": "%u", "SLURM_NNODES": "2"}
+    job = login.submit(*HELD, *HELP, env={**strange, "CANARY": "sings"})
+    shown = login.cluster.job(job)
+    assert (shown["Partition"], shown["TimeLimit"]) == ("main", "00:30:00")
+    assert "ArrayTaskId" not in shown
+    assert "has job" in login.launch(*HELP, options=("--directory", "job"), env=strange, code=2)
+    kept = login.folder / "job.environment"
+    login.launch("cancel", "job", env=strange)
+    login.launch(
+        "requeue", "job", env={**strange, "CANARY": "sings"}, options=("--cluster", "mini.yaml", "--set", f"setup.lines=['env > {kept}']")
+    )
+    assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
+    told = dict(line.split("=", 1) for line in kept.read_text().splitlines() if "=" in line)
+    assert told["CANARY"] == "sings"
+    assert [name for name in strange if name in told and told[name] == strange[name]] == []
+
+
+def test_slurm_refuses_in_its_own_words(login: Login) -> None:
+    said = login.launch(*HELP, options=("--set", "slurm.partition=nowhere"), code=2)
+    assert "sbatch: " in said and "invalid partition" in said
+    dead = login.folder / "dead.conf"
+    config = Path(login.cluster.environment["SLURM_CONF"]).read_text()
+    dead.write_text(
+        "\n".join("SlurmctldPort=1" if line.startswith("SlurmctldPort=") else line for line in config.splitlines()) + "\nMessageTimeout=2\n"
+    )
+    said = login.launch(*HELP, env={"SLURM_CONF": str(dead)}, code=2)
+    assert "slurmctld up?" in said
+    assert login.cluster.wait(login.submit(*HELP)) == "COMPLETED"
+
+
+def test_cordoned_nodes_are_left_out(login: Login) -> None:
+    entries = [{"node": name, "time": 0, "reason": "ECC", "run": "x", "until": None} for name in ("node1", "of-another-cluster")]
+    (login.folder / "cordon.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    job = login.submit(*HELP)
+    assert login.cluster.job(job)["ExcNodeList"] == "node1"
+    assert login.cluster.wait(job) == "COMPLETED"
+    assert login.cluster.job(job)["NodeList"] == "node2"
+
+
+def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", login.cluster.environment["SLURM_CONF"])
+    monkeypatch.setenv("SQUEUE_STATES", "CD")
+    script = login.folder / "a script.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --array=0-2%1 --mem=10M\n[ $SLURM_ARRAY_TASK_ID = 0 ] && exit 3\nsleep 100\n")
+    script.chmod(0o755)
+    array = slurm.submit(script, "--output=/dev/null")
+    held = slurm.submit(script, "--array=5", "--hold", "--output=/dev/null")
+    wait_for(lambda: slurm.queue([array]).get(f"{array}_1", slurm.QueueState("")).state == "RUNNING")
+    states = slurm.queue([array, held, "99999"])
+    assert (states[f"{array}_0"].state, states[f"{array}_0"].active) == ("FAILED", False)
+    assert (states[f"{array}_1"].nodes, states[f"{array}_1"].active) == ("node1", True)
+    assert (states[f"{array}_2"].state, states[f"{array}_2"].reason) == ("PENDING", "JobArrayTaskLimit")
+    assert (states[array].state, states[held].state, states[held].reason) == ("RUNNING", "PENDING", "JobHeldUser")
+    assert "99999" not in states and slurm.queue(["99999"]) == {} == slurm.queue([])
+    assert set(slurm.jobs_of(script)) == {f"{array}_1", f"{array}_2", f"{held}_5"}
+    assert slurm.node_names() == {"node1", "node2"}
+    slurm.cancel([array, held, "99999"])
+    wait_for(lambda: slurm.jobs_of(script) == {})
+    slurm.signal_batch([f"{array}_1"], "USR1")
+    assert not any(state.active for state in slurm.queue([array, held]).values())
