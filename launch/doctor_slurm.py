@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch import slurm
 from launch.profile import Profile
+from launch.profile_values import seconds
 
 LISTED = 8  # names in a message
 UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of Slurm's memory sizes, in MiB
@@ -243,20 +244,6 @@ def fields(text: str, separator: str = " ") -> dict[str, str]:
         return {name.strip(): value.strip() for name, _, value in pairs}
     parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
     return dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))
-
-
-def seconds(limit: str) -> float:
-    """A time limit as Slurm writes it (30, 30:00, 12:00:00, 2-12, 2-12:00, 2-12:00:00, UNLIMITED) in seconds."""
-    if not limit[:1].isdigit():
-        return float("inf")
-    days, dash, rest = limit.rpartition("-")
-    numbers = [int(word) for word in rest.split(":")]
-    if dash:
-        hours, minutes, left = (*numbers, 0, 0)[:3]
-        return int(days) * 86400.0 + hours * 3600 + minutes * 60 + left
-    if len(numbers) == 3:
-        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
-    return numbers[0] * 60.0 + (numbers[1] if len(numbers) == 2 else 0)
 
 
 def mebibytes(size: str | None) -> float:

@@ -14,7 +14,8 @@ from typing import Any
 from launch.layout import rank_log, read_json
 
 TRACEBACK_BYTES = 8192
-EXIT_CONFIG, EXIT_BUSY = 2, 75  # pretrain's: the input is wrong; another process works in the run directory
+# pretrain's: the input is wrong; the loss stayed non-finite; another process works in the run directory
+EXIT_CONFIG, EXIT_DIVERGED, EXIT_BUSY = 2, 3, 75
 _LINE_CHARACTERS = 2000  # of a line are looked at
 _RECENT_LINES = 400  # of a rank that a signal ended: what was said before these is another matter
 _ABORT_LINES = 20  # an error and the words that follow from it
@@ -64,7 +65,7 @@ class Failure:
     host: str
     message: str  # one line
     traceback: str | None
-    kind: str  # config | busy | memory | node | nccl | signal | lost | exit
+    kind: str  # config | diverged | busy | memory | node | nccl | signal | lost | exit
     time: float
     exit: int | None  # 128 + n after a signal n; None: its keeper died, too
     signal: str | None  # the signal's name
@@ -141,11 +142,10 @@ class Findings:
 
 
 def kind_of(message: str, code: int | None, signal: str | None) -> str:
-    """What kind of failure it is: config | busy | memory | node | nccl | signal | exit."""
-    if code == EXIT_CONFIG:
-        return "config"
-    if code == EXIT_BUSY:
-        return "busy"
+    """What kind of failure it is: config | diverged | busy | memory | node | nccl | signal | exit."""
+    named = {EXIT_CONFIG: "config", EXIT_DIVERGED: "diverged", EXIT_BUSY: "busy"}
+    if code in named:
+        return named[code]
     for kind, pattern in (("memory", _MEMORY), ("node", _NODE), ("nccl", _NCCL)):
         if pattern.search(message):
             return kind
@@ -183,6 +183,21 @@ def first_failure(attempt: Path, *, running: bool = False) -> Failure | None:
     return next(iter(failures(attempt, running=running)), None)
 
 
+def all_told(attempt: Path) -> bool:
+    """Whether ranks failed, and each of them only after a signal that told it to end: nothing of theirs was the cause."""
+    failed = [record for record in records(attempt) if record.get("exit") != 0]
+    return bool(failed) and all(_was_told(_failure(attempt, record), record) for record in failed)
+
+
+def wrong_on(attempt: Path) -> tuple[str, ...]:
+    """The hosts on which ranks said that the input is wrong, where other hosts had ranks, too, and none of those did; else none."""
+    hosts = {str(record.get("host")): False for record in records(attempt)}
+    for record in records(attempt):
+        hosts[str(record.get("host"))] |= record.get("exit") == EXIT_CONFIG
+    said = tuple(host for host, wrong in hosts.items() if wrong)
+    return said if len(said) < len(hosts) else ()
+
+
 def last_stamp(log: Path) -> float | None:
     """When a rank's log got its last line, or None where it has none."""
     try:
@@ -215,11 +230,16 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
 
 def _order(failure: Failure, record: dict[str, Any]) -> int:
     """Which failures are the likelier cause: the smaller comes first."""
-    told = [at for name, at in (record.get("told") or {}).items() if name in _ENDING]
-    if told and min(told) <= failure.time:
+    if _was_told(failure, record):
         return 4
     if failure.lost_peer:
         return 3
     if failure.kind == "lost":
         return 2
     return 0 if failure.reported or failure.signal else 1
+
+
+def _was_told(failure: Failure, record: dict[str, Any]) -> bool:
+    """Whether a rank was told to end before it failed."""
+    told = [at for name, at in (record.get("told") or {}).items() if name in _ENDING]
+    return bool(told) and (record.get("ended") is None or min(told) <= failure.time)

@@ -5,7 +5,7 @@
     DIR/launch/config.yaml       the resolved configuration of a run, which every attempt starts from
     DIR/launch/code/             the code snapshot that every attempt runs; code.json beside it: revision, changes, sha256; changes.diff
     DIR/launch/submissions.jsonl a line a submission: time, job id, user's command
-    DIR/launch/slurm-%j.out      what Slurm and the supervisor say (appended over requeues)
+    DIR/launch/slurm-%j.out      what Slurm and the supervisor say (appended over requeues); of an array slurm-%A_%a.out
 
 An item is one run of the job: the job's own directory, or, in an array, a directory of its own:
 

@@ -19,7 +19,7 @@ from launch.errors import UserError
 from launch.job import Job
 from launch.side_by_side import run_items, supervisor_command
 from launch.snapshot import ROOT
-from launch.standing import standings
+from launch.standing import counted, standings
 from launch.submit import add_place_arguments, prepare, request_of
 
 PROFILES = ROOT / "configs" / "cluster"
@@ -47,11 +47,16 @@ def main(arguments: argparse.Namespace) -> int:
     if request.nodes != 1:
         raise UserError(f"--nodes {request.nodes}: this is one machine; --processes says how many ranks")
     job = prepare(request, data=True)
-    ready = [standing.index for standing in standings(job) if standing.kind != "finished"]
+    known = standings(job)
+    ready = [standing.index for standing in known if standing.kind == "idle"]
     if not ready:
-        print(f"{job.name}: nothing to do: finished ({job.directory}); to do it anew, or with other settings: --update")
+        print(f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to do it anew, or with other settings: --update")
         return 0
     if job.array:
+        for standing in known:
+            if standing.kind in ("active", "stopped"):
+                told = standing.where if standing.kind == "active" else standing.message
+                print(f"{job.items[standing.index].name}: left out: {told}", flush=True)
         return run_items(job, ready, at_once=arguments.at_once)
     return _become_supervisor(job)
 

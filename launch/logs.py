@@ -124,8 +124,9 @@ def _slurm_files(job: Job, item: Item) -> list[Path]:
     """The files of Slurm's jobs that ran, or are to run, the item."""
     directory = Path(item.directory)
     records = [read_json(path / "attempt.json") for path in attempts(directory)] + [read_json(launch_folder(directory) / "state.json")]
-    told = records if job.array else [*read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl"), *records]
-    ids = dict.fromkeys(str(record["job_id"]) for record in told if isinstance(record, dict) and record.get("job_id"))
+    task = f"_{job.items.index(item)}" if job.array else ""
+    sent = [{"job_id": f"{line.get('job_id')}{task}"} for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")]
+    ids = dict.fromkeys(str(record["job_id"]) for record in [*sent, *records] if isinstance(record, dict) and record.get("job_id"))
     folder = Path(job.profile.get("logs") or launch_folder(Path(job.directory)))
     return [path for job_id in ids if (path := folder / f"slurm-{job_id}.out").is_file()]
 

@@ -25,6 +25,7 @@ from typing import Any
 from launch import gpus, node_facts
 from launch.layout import read_json, write_json
 
+NO_ANSWER = "did not answer the health check"
 SMI_SECONDS = 60.0  # for nvidia-smi's answers; without its persistence mode each takes seconds
 RELEASE_SECONDS = 20.0  # how long the memory of ranks that were just ended may still be in use
 SLOW = 0.5  # of the node's median speed: a GPU below it is a fault
@@ -97,6 +98,9 @@ def check_command(
     ]
     if python:
         command += [f"--python={python}", *(["--matmul"] if nodes.get("gpus") and health.get("matmul", True) else [])]
+    contained = (profile.get("container") or {}).get("runtime", "none") != "none"
+    if nodes.get("numa", "none") != "none" and not contained:
+        command.append(f"--numa={nodes['numa']}")
     return [*command, *(f"--folder={folder}" for folder in dict.fromkeys(map(str, shared)))]
 
 
@@ -135,7 +139,7 @@ def _silence(log: Path) -> str:
     except OSError:
         lines = []
     why = lines[-1] if lines else "it hangs, or cannot see this folder"
-    return f"did not answer the health check: {why}"
+    return f"{NO_ANSWER}: {why}"
 
 
 # --- on the node -----------------------------------------------------------------------------------------------------------------
@@ -152,6 +156,8 @@ def look(arguments: argparse.Namespace) -> Findings:
     checks: dict[str, Callable[[], Findings]] = {"memory": partial(memory, arguments.free_memory_gb)}
     if arguments.python:
         checks["the interpreter"] = partial(interpreter, arguments.python)
+    if arguments.numa:
+        checks["numactl"] = partial(numactl, arguments.numa)
     if arguments.expect_gpus:
         gpu = partial(
             graphics, arguments.expect_gpus, arguments.python if arguments.matmul else None, deadline - (1 - OF_GPUS) * arguments.seconds
@@ -207,6 +213,12 @@ def startable(python: str) -> bool:
 def interpreter(python: str) -> Findings:
     """Whether the ranks' interpreter is here."""
     return Findings([] if startable(python) else [f"{python}: there is no such program here (is its file system mounted?)"])
+
+
+def numactl(numa: str) -> Findings:
+    """Whether the program is here with which torchrun binds ranks to CPUs."""
+    remedy = "install it on the nodes, or set nodes.numa: none"
+    return Findings([] if startable("numactl") else [f"numactl: nodes.numa = {numa} needs this program, and it is not on PATH: {remedy}"])
 
 
 def links() -> Findings:
@@ -309,6 +321,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", nargs="?", metavar="FOLDER", help="write FOLDER/NODE.json (default: print it)")
     parser.add_argument("--expect-gpus", type=int, default=0, metavar="N", help="GPUs that must be visible; 0: look at none")
     parser.add_argument("--python", metavar="PATH", help="the ranks' interpreter, which must be there")
+    parser.add_argument("--numa", metavar="WAY", help="ranks are bound to CPUs so, which takes numactl")
     parser.add_argument("--matmul", action="store_true", help="multiply matrices on every GPU in that interpreter, which has torch")
     parser.add_argument("--free-memory-gb", type=float, default=0, metavar="GB", help="least free memory")
     parser.add_argument("--free-disk-gb", type=float, default=0, metavar="GB", help="least free space in each folder")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import snapshot
+from launch import profile_values, snapshot
 from launch.draft import Draft
 from launch.errors import UserError
 from launch.job import Job
@@ -25,15 +25,8 @@ def shape(job: Job) -> str:
 
 def hours(limit: str | None) -> float | None:
     """A time limit of Slurm's (``24:00:00``, ``3-00:00:00``, ``90`` minutes) in hours; None where it is none."""
-    if limit is None or not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", limit):
-        return None
-    days, dash, clock = limit.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    if dash:
-        h, m, s = (*parts, 0, 0)[:3]
-    else:
-        h, m, s = (0, *parts, 0)[:3] if len(parts) < 3 else parts
-    return int(days or 0) * 24 + h + m / 60 + s / 3600
+    found = profile_values.seconds(limit or "") / 3600
+    return found if math.isfinite(found) else None
 
 
 def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequence[str], after: str | None, at_once: int | None) -> str:

@@ -19,6 +19,7 @@ from launch.errors import UserError
 from launch.strict import setting
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
+SIGNAL_EARLY_SECONDS = 60  # Slurm's signal before the time limit comes up to a minute earlier than asked for
 SMI_SECONDS = 20.0  # for nvidia-smi to answer
 
 
@@ -114,7 +115,7 @@ class PathsProfile:
     )
     cordon: str | None = setting(
         None,
-        "File of the nodes to keep away from, shared by all runs; null: cordon.jsonl in the folder that holds the run's.",
+        "File of the nodes to keep away from, shared by all runs; null: runs/cordon.jsonl where you submit.",
         check=profile_values.path,
     )
 
@@ -160,7 +161,7 @@ class NotifyProfile:
     """Who is told what."""
 
     command: str | None = setting(
-        None, "Program, or line of sh, that gets each event as JSON on its standard input.", check=profile_values.argument
+        None, "Program, or line of sh, that gets each event as JSON on its standard input; no address.", check=profile_values.hook
     )
     events: tuple[str, ...] = setting(EVENTS, "Events worth telling.", choices=EVENTS)
 
@@ -241,6 +242,12 @@ def _contradictions(profile: Profile) -> Iterator[str]:
     nodes, container = profile.nodes, profile.container
     if nodes.gpus is None:
         yield "nodes.gpus = null: say how many GPUs a node has; only this machine's (scheduler: local) can be counted"
+    slurm = profile.slurm
+    if slurm.time is not None and profile_values.seconds(slurm.time) <= slurm.signal_seconds + SIGNAL_EARLY_SECONDS:
+        yield (
+            f"slurm.time = {slurm.time} must be more than slurm.signal_seconds = {slurm.signal_seconds} and the {SIGNAL_EARLY_SECONDS}"
+            " seconds that Slurm may be early: the run would be told to save as it starts, each time"
+        )
     if nodes.gpus and nodes.processes and nodes.processes > nodes.gpus:
         yield f"nodes.processes = {nodes.processes} is more than nodes.gpus = {nodes.gpus}: a rank has a GPU of its own"
     if nodes.numa != "none" and not nodes.gpus:

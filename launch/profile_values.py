@@ -43,6 +43,20 @@ _DECIDED = {
 }
 
 
+def seconds(limit: str) -> float:
+    """A time limit as Slurm writes it (30, 30:00, 12:00:00, 2-12, 2-12:00, 2-12:00:00, UNLIMITED) in seconds."""
+    if not limit[:1].isdigit():
+        return float("inf")
+    days, dash, rest = limit.rpartition("-")
+    numbers = [int(word) for word in rest.split(":")]
+    if dash:
+        hours, minutes, left = (*numbers, 0, 0)[:3]
+        return int(days) * 86400.0 + hours * 3600 + minutes * 60 + left
+    if len(numbers) == 3:
+        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
+    return numbers[0] * 60.0 + (numbers[1] if len(numbers) == 2 else 0)
+
+
 def matches(pattern: str, what: str) -> Callable[[str], str | None]:
     """A check that the whole text is of a pattern (ASCII)."""
     compiled = re.compile(pattern, re.ASCII)
@@ -65,6 +79,13 @@ def argument(text: str) -> str | None:
 def variable(text: str) -> str | None:
     """A value of an environment variable: as `argument`, but it may be empty."""
     return argument(text or "-")
+
+
+def hook(text: str) -> str | None:
+    """A program or a line of sh. Chats' addresses let whoever knows them write there, and a profile is copied into every run."""
+    if re.search(r"https?://", text, re.IGNORECASE):
+        return "an address may hold a token: put the call into a script of yours that reads it from the environment or from a file"
+    return argument(text)
 
 
 def bash(text: str) -> str | None:

@@ -17,6 +17,7 @@ from launch.layout import launch_folder
 from launch.profile import Profile
 from launch.quoting import Quoted, directive, file_pattern, shell
 
+HEAD_NODES = 3  # restarts of a job up to which a run whose supervisor cannot even be started on its node is tried on another
 _DEPENDENCY = re.compile(r"[a-z]+(:[0-9_+]+)*([,?][a-z]+(:[0-9_+]+)*)*", re.ASCII)
 _ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[1-9][0-9]*)?", re.ASCII)
 
@@ -43,6 +44,7 @@ def render(job: Job, profile: Profile, *, dependency: str | None = None, array: 
         "code": shell(job.code),
         "python": shell(profile.interpreters(sys.executable if profile.container.runtime != "none" else job.python)[1]),
         "directory": shell(job.directory),
+        "head_nodes": shell(str(HEAD_NODES)) if job.kind == "run" else None,
     }
     return _template().render(values)
 
@@ -52,7 +54,7 @@ def _directives(job: Job, profile: Profile, dependency: str | None, array: str |
     nodes, slurm = profile.nodes, profile.slurm
     logs = profile.logs or str(launch_folder(Path(job.directory)))
     yield directive("--job-name", job.name)
-    yield directive("--output", file_pattern(logs) + "/slurm-%j.out")
+    yield directive("--output", file_pattern(logs) + ("/slurm-%j.out" if array is None else "/slurm-%A_%a.out"))
     if array is not None:
         yield directive("--array", _of_pattern(array, _ARRAY, "array"))
     yield directive("--nodes", str(job.nodes))

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from launch import secrets
 from launch.errors import UserError
 from launch.job import Item, Job
 from launch.layout import launch_folder
@@ -60,6 +61,7 @@ def wanted(request: Request) -> Wanted:
     """The job that a request asks for. Raises UserError, with pretrain's own words where a configuration is refused."""
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError(f"--nodes {request.nodes} --processes {request.processes}: both must be at least 1")
+    _refuse_secrets(request.words)
     return _command(request) if request.is_command else _run(request)
 
 
@@ -139,6 +141,14 @@ def run_job(request: Request, name: str, directory: str, items: Sequence[Item], 
         profile_path=absolute(request.profile_path),
         array=array,
     )
+
+
+def _refuse_secrets(words: Sequence[str]) -> None:
+    """Raises UserError where a word holds what a variable of a secret's name holds: words are written into the job's files."""
+    for name, value in os.environ.items():
+        found = secrets.values({name: value}) if secrets.is_secret(name) and not os.path.exists(value) else ()
+        if any(secret in word for word in words for secret in found):
+            raise UserError(f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway")
 
 
 def _run(request: Request) -> Wanted:

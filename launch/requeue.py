@@ -17,7 +17,7 @@ from launch import slurm
 from launch.draft import locked
 from launch.errors import UserError
 from launch.job import Job
-from launch.layout import launch_folder
+from launch.layout import launch_folder, read_json
 from launch.profile import Profile, from_json, load_profile
 from launch.request import absolute
 from launch.side_by_side import run_items
@@ -53,7 +53,7 @@ def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> t
     """Restart what runs, and submit what does not: on this machine, what is to be started once the directory is let go."""
     chosen = [standing for standing in standings(job) if standing.index in items]
     begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
-    _restart(job, [standing for standing in chosen if standing.kind == "active"])
+    restart(job, [standing for standing in chosen if standing.kind == "active"])
     if not begin:
         if not any(standing.kind == "active" for standing in chosen):
             print(f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update")
@@ -66,7 +66,7 @@ def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> t
         job = replace(job, profile=profile.as_json(), profile_path=absolute(arguments.cluster))
         job.save()
     for index in begin:
-        (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
+        _allow(job, index)
     if profile.scheduler != "slurm":
         return job, begin
     _submit(job, profile, begin, arguments)
@@ -74,25 +74,45 @@ def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> t
 
 
 def _submit(job: Job, profile: Profile, begin: Sequence[int], arguments: argparse.Namespace) -> None:
-    exclude = excluded(job, profile, arguments.exclude)
+    exclude = excluded(job, arguments.exclude)
     job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
     what = f"{len(begin)} of {len(job.items)} items" if job.array else job.directory
     print(f"requeued {job.name} as job {job_id}: {what}")
 
 
-def _restart(job: Job, active: Sequence[Standing]) -> None:
-    """Tell what runs to save and start again, release what is held."""
+def _allow(job: Job, index: int) -> None:
+    """Nothing forbids an item's start any more."""
+    (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
+
+
+def restart(job: Job, active: Sequence[Standing]) -> None:
+    """Tell what runs to save and start again, though it may be saving in order to end; release what is held.
+
+    Raises:
+        UserError: one is on a machine that is out of reach.
+    """
     for standing in active:
-        name, told = job.items[standing.index].name, "waits in the queue already"
-        if standing.pid is not None:
-            os.kill(standing.pid, signal.SIGUSR1)
-            told = "saves and starts again"
-        elif standing.job_id is None:
+        if standing.pid is None and standing.job_id is None:
             raise UserError(f"{job.directory}: {standing.message}; requeue it there")
-        elif standing.state == "RUNNING":
-            slurm.signal_batch([standing.job_id], "USR1")
-            told = "saves and goes back to the queue"
-        elif "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
-            slurm.release([standing.job_id])
-            told = "was held, and is released"
-        print(f"{name}: {standing.where} {told}" + (f": {standing.message}" if told.startswith("waits") and standing.message else ""))
+        _allow(job, standing.index)
+        told = _restart_here(standing.pid) if standing.pid is not None else _restart_on_slurm(job, standing, str(standing.job_id))
+        print(f"{job.items[standing.index].name}: {standing.where} {told}")
+
+
+def _restart_here(pid: int) -> str:
+    os.kill(pid, signal.SIGUSR1)
+    return "saves and starts again"
+
+
+def _restart_on_slurm(job: Job, standing: Standing, job_id: str) -> str:
+    state = read_json(launch_folder(Path(job.items[standing.index].directory)) / "state.json") or {}
+    over = state.get("job_id") == job_id and state.get("state") in ("cancelled", "stopped")
+    if standing.state == "COMPLETING" or (standing.state == "RUNNING" and over):
+        return "is just ending; if it does not come back to the queue, give this command again"
+    if standing.state == "RUNNING":
+        slurm.signal_batch([job_id], "USR1")
+        return "saves and goes back to the queue"
+    if "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
+        slurm.release([job_id])
+        return "was held, and is released"
+    return "waits in the queue already" + (f": {standing.message}" if standing.message else "")

@@ -15,6 +15,7 @@ from types import FrameType
 from launch.job import Job
 from launch.profile import from_json
 from launch.slurm import clean_environment
+from launch.standing import standings
 
 POLL_SECONDS = 0.1
 _PDEATHSIG = 1  # of <linux/prctl.h>
@@ -32,6 +33,7 @@ def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]
 def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
     """Run the items' supervisors, ``at_once`` at a time, to their ends: 0, or the exit code of the first that failed.
 
+    An item that is under way or over when its turn comes, by another command, is left out.
     SIGINT and SIGTERM are passed on to those that run, and no more are started; if this process is killed, they save and end.
     """
     waiting, worst, tied = list(items), 0, _Tied(os.getpid())
@@ -40,6 +42,9 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
         while running or (waiting and not ending):
             while waiting and len(running) < max(at_once, 1) and not ending:
                 index = waiting.pop(0)
+                if (now := standings(job, ask=False)[index]).kind != "idle":
+                    print(f"{job.items[index].name}: left out: {now.where or now.kind}", flush=True)
+                    continue
                 command, environment = supervisor_command(job, index)
                 running[index] = subprocess.Popen(
                     command, cwd=job.working_directory, env=environment, start_new_session=True, preexec_fn=tied

@@ -11,13 +11,14 @@ again continues a run that ended early, with the code it began with, and does no
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import plan, slurm
+from launch import plan, secrets, slurm
 from launch.after import dependency
 from launch.draft import Draft, locked, settle, write, write_text
 from launch.errors import UserError
@@ -27,7 +28,7 @@ from launch.profile import Profile, load_profile
 from launch.render import render
 from launch.request import Request, Wanted, data_fault, wanted
 from launch.standing import counted
-from launch.supervise.cordon import cordoned
+from launch.supervise.cordon import cordon_file, cordoned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +132,7 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
             return _nothing_to_do(draft, parsable=arguments.parsable)
         if after is None:
             refuse_without_data(draft, "; where another job makes it: --dependency JOB")
-        exclude = excluded(draft.job, profile, arguments.exclude)
+        exclude = excluded(draft.job, arguments.exclude)
         # What cannot be rendered is refused before anything is written.
         render(draft.job, profile, dependency=after, array="0" if draft.job.array else None, exclude=exclude)
         draft = write(draft)
@@ -148,7 +149,9 @@ def send(job: Job, profile: Profile, items: Sequence[int], *, at_once: int | Non
     if profile.logs:
         Path(profile.logs).mkdir(parents=True, exist_ok=True)
     job_id = slurm.submit(script)
-    line = {"time": round(time.time(), 3), "job_id": job_id, "items": list(items), "command": shlex.join(["launch", *sys.argv[1:]])}
+    hidden = secrets.values(os.environ)
+    command = shlex.join(["launch", *(secrets.hide(word, hidden) for word in sys.argv[1:])])
+    line = {"time": round(time.time(), 3), "job_id": job_id, "items": list(items), "command": command}
     append_json(launch_folder(Path(job.directory)) / "submissions.jsonl", line)
     return job_id
 
@@ -164,14 +167,9 @@ def array_words(items: Sequence[int], at_once: int | None) -> str:
     return ",".join("-".join(map(str, run)) for run in runs) + (f"%{at_once}" if at_once else "")
 
 
-def cordon_file(job: Job, profile: Profile) -> Path:
-    """The file of the nodes to keep away from."""
-    return Path(profile.paths.cordon or Path(job.directory).parent / "cordon.jsonl")
-
-
-def excluded(job: Job, profile: Profile, named: Sequence[str], *, ask: bool = True) -> list[str]:
+def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
     """The nodes to exclude besides the profile's: those named, and the cordoned ones that this cluster has (``ask`` False: all)."""
-    away = cordoned(cordon_file(job, profile))
+    away = cordoned(cordon_file(job))
     known = slurm.node_names() if away and ask else set(away)
     return list(dict.fromkeys([*named, *sorted(set(away) & known)]))
 
@@ -189,7 +187,7 @@ def _dry_run(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> 
 def _plan(asked: Wanted, arguments: argparse.Namespace, profile: Profile, *, ask: bool) -> str:
     draft = settle(asked, update=arguments.update, ask=ask)
     after = dependency(arguments.dependency, ask=ask)
-    exclude = excluded(draft.job, profile, arguments.exclude, ask=ask)
+    exclude = excluded(draft.job, arguments.exclude, ask=ask)
     array = array_words(draft.ready or draft.asked, arguments.at_once) if draft.job.array else None
     script = render(draft.job, profile, dependency=after, array=array, exclude=exclude)
     told = plan.describe(draft, profile, arguments.words, exclude, after, arguments.at_once)

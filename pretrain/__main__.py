@@ -2,8 +2,10 @@
 
 ``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
 whether its data is there and fits, build its index cache.
-Exit codes: 0 the run is complete, or was stopped by a signal after a checkpoint (progress.json says which); 1 it failed while training;
-2 the input is wrong; 75 another process has the run directory, so the same command may do later; 130 ``--index`` was interrupted.
+Exit codes: 0 the run is complete, or was stopped by a signal after a checkpoint (progress.json says which); 1 it failed while training,
+or a file system did, so the same command may do; 2 the input is wrong; 3 loss or gradient stayed non-finite, so the same command would end
+the same way: a launcher does not retry it; 75 another process has the run directory, so the same command may do later; 130 ``--index`` was
+interrupted.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from pathlib import Path
 from fem_megatron.catalogue import table
 from pretrain import signals
 from pretrain.config import RunConfig
-from pretrain.loader import ConfigError, dump_yaml, load_run
+from pretrain.errors import ConfigError, StorageError
+from pretrain.loader import dump_yaml, load_run
 from pretrain.plan import make_plan, render
 from pretrain.run_directory import DirectoryInUse, resolved
 from pretrain.validate import Prepared, check_before_data, prepare
 
 TRY_AGAIN = os.EX_TEMPFAIL
+HOPELESS = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,6 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
         if speaks:
             print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
         return TRY_AGAIN if isinstance(error, DirectoryInUse) else 2
+    except StorageError as error:  # told by every rank: it may have met one alone
+        print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 class _ListMixers(argparse.Action):
@@ -102,7 +109,7 @@ def _train(config: RunConfig, launched: int) -> int:
             outcome = train(prepared, received)
         except TooManyBadSteps as error:
             print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-            return 1
+            return HOPELESS
     if outcome.stopped_by and os.environ.get("RANK", "0") == "0":
         then = f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"
         print(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command {then}", flush=True)

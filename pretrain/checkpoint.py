@@ -32,7 +32,8 @@ from fem_megatron import platform
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
-from pretrain.loader import ConfigError, to_dict
+from pretrain.errors import MISTAKES, ConfigError, StorageError, reason
+from pretrain.loader import to_dict
 from pretrain.ranks import from_rank_0
 
 MANIFEST = "manifest.json"
@@ -90,11 +91,15 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint folder, or None. Sizes of all files, hashes of the pickles."""
+    """What is wrong with the checkpoint folder, or None. Sizes of all files, hashes of the pickles.
+
+    Raises:
+        OSError: a file system fails, which says nothing about the checkpoint.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files, hashes = manifest["files"], manifest["sha256"]
-    except (OSError, ValueError, KeyError) as error:
+    except (*MISTAKES, ValueError, KeyError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     for name, size in files.items():
         file = path / name
@@ -113,6 +118,7 @@ def find(path: Path) -> Found:
 
     Raises:
         ConfigError: there is none, or the folder named is damaged.
+        OSError: a file system fails.
     """
     if _STEP.search(path.name):
         wrong = damage(path)
@@ -127,12 +133,28 @@ def find(path: Path) -> Found:
 
 
 def newest_good(folder: Path, say: Say) -> Found | None:
-    """The newest undamaged checkpoint in ``folder``; damaged ones are named through ``say`` and passed over."""
-    for path in sorted((p for p in folder.glob("step_*") if _STEP.search(p.name)), reverse=True):
+    """The newest undamaged checkpoint in ``folder``; damaged ones are named through ``say`` and passed over.
+
+    Raises:
+        OSError: a file system fails.
+    """
+    for path in _newest_first(folder):
         wrong = damage(path)
         if wrong is None:
             return Found(path, json.loads((path / MANIFEST).read_text()))
         say(f"checkpoint {path} is damaged ({wrong}); passing over it")
+    return None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob("step_*") if _STEP.search(path.name)), reverse=True)
+
+
+def _newest_before_bad_steps(folder: Path) -> Path | None:
+    """The newest undamaged checkpoint whose last step was finite."""
+    for path in _newest_first(folder):
+        if damage(path) is None and not Found(path, json.loads((path / MANIFEST).read_text())).progress.bad_steps_in_a_row:
+            return path
     return None
 
 
@@ -151,8 +173,16 @@ class Checkpoints:
         self.last = found.path if found else None
         return found
 
+    def newest_before_bad_steps(self) -> Path | None:
+        """The newest good checkpoint that was not written amid steps that are not finite; no later one deletes it."""
+        return from_rank_0(lambda: _newest_before_bad_steps(self.folder))
+
     def save(self, engine: Engine, progress: Progress, content_key: str) -> None:
-        """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them."""
+        """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
+
+        Raises:
+            StorageError: the file system does not take it; told by rank 0, on all ranks.
+        """
         self.complete(blocking=True)
         final = self.folder / f"step_{progress.step:08d}"
         if from_rank_0(lambda: final.exists() and damage(final) is None):
@@ -160,11 +190,13 @@ class Checkpoints:
             return
         started = time.monotonic()
         temporary = self.folder / f".writing_{final.name}"
-        if self.rank == 0:
+
+        def make_room() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(final, ignore_errors=True)
             temporary.mkdir(parents=True)
-        torch.distributed.barrier()
+
+        from_rank_0(lambda: _written(final, make_room))
         state = {**engine.sharded_state(loading=False), "rng": _rng_tensors(self.config)}
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"), parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -182,15 +214,14 @@ class Checkpoints:
         }
 
         def publish() -> None:
+            from_rank_0(lambda: _written(final, lambda: _publish(temporary, final, manifest, self.config.checkpoint.keep_last)))
             if self.rank == 0:
-                _publish(temporary, final, manifest, self.config.checkpoint.keep_last)
                 self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
             self.last = final
 
         if request is None:
             torch.distributed.barrier()
             publish()
-            torch.distributed.barrier()
         else:
             request.add_finalize_fn(publish)
             self.queue.schedule_async_request(request)
@@ -252,8 +283,19 @@ def check_identity(found: Found, config: RunConfig, *, model_only: bool = False)
         raise ConfigError(f"checkpoint {found.path} is of another model: {'; '.join(differing)}")
 
 
+def _written(final: Path, write: Callable[[], None]) -> None:
+    """Runs ``write``; whatever the file system refuses is its failure: the run has written beside it before."""
+    try:
+        write()
+    except OSError as error:
+        raise StorageError(f"checkpoint {final} cannot be written: {reason(error)}") from None
+
+
 def _publish(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int) -> None:
-    """Manifest last, everything synced, one rename; then ``latest``; then older checkpoints go."""
+    """Manifest last, everything synced, one rename; then ``latest``; then older checkpoints go.
+
+    Amid steps that are not finite the newest from before them stays, however many are written: it may be the last that is any good.
+    """
     names = sorted(p.name for p in temporary.iterdir() if p.is_file())
     manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
     manifest["sha256"] = {name: _sha256(temporary / name) for name in names if name in PICKLES}
@@ -267,8 +309,10 @@ def _publish(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: 
     latest.with_suffix(".new").write_text(final.name + "\n")
     _sync(latest.with_suffix(".new"))
     os.rename(latest.with_suffix(".new"), latest)
-    for old in sorted(p for p in final.parent.glob("step_*") if _STEP.search(p.name))[:-keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
+    spared = _newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
+    for old in _newest_first(final.parent)[keep_last:]:
+        if old != spared:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -68,7 +68,7 @@ class TrainConfig:
     seed: int = setting(42, "Seed of the initialisation and of the data order.")
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.")
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.")
-    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run stops with a checkpoint.")
+    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run fails.")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,11 @@ class CheckpointConfig:
     """What is kept on disk."""
 
     interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and on SIGTERM or SIGUSR1.")
-    keep_last: int = setting(3, "Checkpoints kept; older ones are deleted after a newer one is complete.")
+    keep_last: int = setting(
+        3,
+        "Checkpoints kept; older ones are deleted after a newer one is complete. Amid steps that are not finite the newest from before "
+        "them is kept besides.",
+    )
     async_save: bool = setting(False, "Write in a background process while training goes on.")
     resume: str = setting(
         "auto",

@@ -71,7 +71,8 @@ def build_datasets(
     ``contents`` identifies what the files hold: a regenerated .bin at the same path never meets a stale index.
 
     Raises:
-        ConfigError: the index cache cannot be written.
+        ConfigError: the index cache's place is wrong, or not to be written to.
+        StorageError: a file system failed.
     """
     sizes = [train_samples, config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0, 0]
     settings = GPTDatasetConfig(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.data_facts import Contents
-from pretrain.loader import ConfigError
+from pretrain.errors import StorageError, told
 
 COMPLETE = "complete.json"
 FORMAT = 1
@@ -69,7 +69,8 @@ class IndexCache:
         """A folder of this process's own to build in; what is left of it at the end is removed, and what killed processes left is too.
 
         Raises:
-            ConfigError: the file system refuses, here or to what is done in the folder.
+            ConfigError: the place is wrong, or not to be written to, here or for what is done in the folder.
+            StorageError: the file system fails at it.
         """
         folder = self.root / f".building-{self.folder.name}-{secrets.token_hex(4)}"
         try:
@@ -89,7 +90,8 @@ class IndexCache:
         """Give a folder with all index files its final name, ``complete.json`` in it; a whole folder that is there already stays.
 
         Raises:
-            ConfigError: the file system refuses.
+            ConfigError: the place is wrong, or not to be written to.
+            StorageError: the file system fails at it.
         """
         with _writing():
             self._seal(built)
@@ -125,16 +127,16 @@ class IndexCache:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Tells what the file system refuses as a ConfigError; Megatron wraps it in an exception of its own."""
+    """Tells what the file system refuses in one line; Megatron wraps it in an exception of its own."""
     try:
         yield
+    except StorageError:
+        raise  # told already
     except Exception as error:
         refusal = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(refusal, OSError):
             raise
-        place = f"{refusal.filename}: " if refusal.filename else ""
-        reason = refusal.strerror or str(refusal)
-        raise ConfigError(f"the index cache cannot be written: {place}{reason}; data.index_cache=FOLDER names another place") from None
+        raise told(refusal, "the index cache cannot be written: ", "; data.index_cache=FOLDER names another place") from None
 
 
 def _is_abandoned(folder: Path) -> bool:

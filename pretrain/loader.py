@@ -18,17 +18,13 @@ from typing import Any
 import yaml
 
 from pretrain.config import RunConfig
+from pretrain.errors import ConfigError, told
+
+__all__ = ["COMMAND_LINE", "ConfigError", "describe", "dump_yaml", "load_run", "nearest", "to_dict", "walk"]
 
 COMMAND_LINE = "command line"
 _HUGE = 2**63
 _EXPONENT_FORM = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)[eE][+-]?\d{1,3}")
-
-
-class ConfigError(ValueError):
-    """A mistake in a run's configuration, told in one line: where, which key, which value, what would do."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
 
 
 def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -40,7 +36,8 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
     single keys.
 
     Raises:
-        ConfigError: a file cannot be read, a key is unknown, a value has the wrong type or is not one of the choices.
+        ConfigError: a file is not there or not to be read, a key is unknown, a value has the wrong type or is not one of the choices.
+        StorageError: a file system failed.
     """
     path = Path(path)
     tree = _Tree({}, {(): str(path)})
@@ -175,7 +172,7 @@ def _read(path: Path) -> dict[Any, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise told(error) from None
     raw = _parse(text, str(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, got {'nothing' if raw is None else _show(raw)}")

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pretrain.redact import without_secrets
 from pretrain.schedule import Schedule
 
 NAME = "progress.json"
@@ -38,7 +39,7 @@ class ProgressFile:
         self.step, self.consumed_samples, self.checkpoint = step, consumed_samples, checkpoint
 
     def tell(self, state: str, *, signal: str | None = None, message: str | None = None) -> None:
-        """Write the file; a message of several lines becomes one.
+        """Write the file; a message of several lines becomes one, and values of secrets in the environment become ***.
 
         Raises:
             OSError: the run directory cannot be written to.
@@ -56,7 +57,7 @@ class ProgressFile:
             "total_tokens": self.schedule.total_samples * self.schedule.sample_tokens,
             "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
             "signal": signal,
-            "message": " ".join(message.split())[:_LONGEST_MESSAGE] if message is not None else None,
+            "message": without_secrets(message, os.environ)[:_LONGEST_MESSAGE] if message is not None else None,
             "time": time.time(),
             "pid": os.getpid(),
             "host": host.node(),

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from pretrain.loader import ConfigError
+from pretrain.errors import ConfigError, StorageError, told
 
 Answer = TypeVar("Answer")
 
@@ -16,18 +16,19 @@ def from_rank_0(compute: Callable[[], Answer]) -> Answer:
     """What ``compute`` gives on rank 0, on all ranks; collective.
 
     Raises:
-        ConfigError: on all ranks, where it was raised on rank 0, or a file there could not be read or written.
+        ConfigError: on all ranks, where it was raised on rank 0, or a path there is wrong.
+        StorageError: on all ranks, where a file system failed on rank 0.
     """
-    told: list[tuple[Answer | None, str | None]] = [(None, None)]
+    said: list[tuple[Answer | None, ConfigError | StorageError | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
         try:
-            told = [(compute(), None)]
+            said = [(compute(), None)]
         except ConfigError as error:
-            told = [(None, str(error))]
+            said = [(None, ConfigError(str(error)))]
         except OSError as error:
-            told = [(None, f"{error.filename}: {error.strerror}" if error.filename else str(error))]
-    torch.distributed.broadcast_object_list(told, src=0)
-    answer, wrong = told[0]
+            said = [(None, told(error))]
+    torch.distributed.broadcast_object_list(said, src=0)
+    answer, wrong = said[0]
     if wrong is not None:
-        raise ConfigError(wrong)
+        raise wrong
     return answer  # type: ignore[return-value]

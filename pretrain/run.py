@@ -19,7 +19,7 @@ from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
 from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
 from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
-from pretrain.loader import ConfigError
+from pretrain.errors import ConfigError, StorageError
 from pretrain.loggers import make_callbacks
 from pretrain.metrics import Meter
 from pretrain.observer import Observer
@@ -43,6 +43,7 @@ def train(prepared: Prepared, received: list[int]) -> Outcome:
     Raises:
         DirectoryInUse: another process trains in the run directory.
         ConfigError: what only the checkpoints can tell is wrong with the configuration.
+        StorageError: a file system failed.
         TooManyBadSteps: the loss or gradient stayed non-finite.
     """
     config, facts = prepared.config, prepared.facts
@@ -69,7 +70,8 @@ def build_index(prepared: Prepared) -> None:
     Prints the cache's folder, the samples, and what it cost.
 
     Raises:
-        ConfigError: the data is not what its manifest says, or the cache cannot be written.
+        ConfigError: the data is not what its manifest says, or the cache's place is wrong.
+        StorageError: a file system failed.
     """
     config, facts = prepared.config, prepared.facts
     assert facts is not None
@@ -77,7 +79,7 @@ def build_index(prepared: Prepared) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         contents = _contents(facts, say)
-        last = newest_good(folder / "checkpoints", say)
+        last = from_rank_0(lambda: newest_good(folder / "checkpoints", say))
         samples = max(Schedule.of(config).total_samples, last.progress.order_samples if last else 0)
         data = _data(config, facts, contents, samples, folder, say)
     finally:
@@ -92,7 +94,7 @@ def build_index(prepared: Prepared) -> None:
 
 def _contents(facts: DataFacts, say: Callable[[str], None]) -> Contents:
     """What the data holds, read and compared with the manifests by one rank; collective."""
-    size = index_bytes(facts)
+    size = from_rank_0(lambda: index_bytes(facts))
     if size > _LONG_TO_READ:
         say(f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their manifests")
     return from_rank_0(lambda: check_contents(facts))
@@ -118,7 +120,7 @@ def _failure_told(file: ProgressFile) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        kind = "" if isinstance(error, ConfigError | TooManyBadSteps) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, ConfigError | StorageError | TooManyBadSteps) else f"{type(error).__name__}: "
         with suppress(OSError):
             file.tell("failed", message=f"{kind}{error}")
         raise
@@ -220,7 +222,8 @@ def _starting_point(config: RunConfig, checkpoints: Checkpoints) -> Found | None
                 f"checkpoint.resume = none, but {own.path} exists; set checkpoint.resume=auto to continue, or another run_dir to start anew"
             )
         return own
-    return find(Path(config.checkpoint.load)) if config.checkpoint.load else None
+    load = config.checkpoint.load
+    return from_rank_0(lambda: find(Path(load))) if load else None
 
 
 def _check_resumable(found: Found, config: RunConfig, facts: DataFacts, contents: Contents, schedule: Schedule) -> None:

@@ -58,7 +58,8 @@ class Trainer:
         """The whole loop. A signal noted before it begins ends it before its first step; one that comes after its last changes nothing.
 
         Raises:
-            TooManyBadSteps: after a checkpoint was written.
+            TooManyBadSteps: without a checkpoint, so that every attempt starts again from the same one.
+            ConfigError, StorageError: a checkpoint cannot be written.
         """
         stream = self._stream(self.data.train, self.progress.consumed_samples)
         self.meter.restart()
@@ -71,7 +72,7 @@ class Trainer:
                 self._evaluate()
             stopped_by = self._asked_to_stop()
             hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
-            if self._due(self.config.checkpoint.interval) or stopped_by or hopeless:
+            if not hopeless and (self._due(self.config.checkpoint.interval) or stopped_by):
                 self._save()
             self.checkpoints.complete(blocking=False)
             self._tell_progress()
@@ -166,10 +167,15 @@ class Trainer:
             what(callback)
 
     def _hopeless_message(self, record: StepRecord) -> str:
-        what = "loss" if not math.isfinite(record.loss) else "gradient norm"
+        what, bad = "loss" if not math.isfinite(record.loss) else "gradient norm", self.progress.bad_steps_in_a_row
+        good, last = self.checkpoints.newest_before_bad_steps(), self.checkpoints.last
+        back = f"go back to checkpoint {good}, the newest from before them" if good else "no checkpoint is from before them: start anew"
+        if last is not None and last != good:
+            back += f" (remove the later ones, up to {last})"
+        first = self.progress.consumed_samples - bad * self.schedule.batch_samples
         return (
-            f"the {what} was not finite for {self.progress.bad_steps_in_a_row} steps in a row (up to step {record.step}); "
-            f"checkpoint {self.checkpoints.last}; lower optimizer.lr, or look at the data from sample {self.progress.consumed_samples} on"
+            f"the {what} was not finite for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
+            f"look at the data from sample {max(first, 0)} on"
         )
 
 

@@ -14,7 +14,8 @@ from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
-from pretrain.loader import ConfigError, nearest
+from pretrain.errors import ConfigError, files_told
+from pretrain.loader import nearest
 from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.schedule import Schedule
 
@@ -51,12 +52,14 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False)
 
     Raises:
         ConfigError: the first thing that is wrong.
+        StorageError: a file system failed.
     """
     world_size = planned_world_size(config) if launched is None else launched
     validate(config, world_size)
     if plan_only and config.model.vocab_size is not None and not any_on_disk(config):
         return Prepared(config, world_size, None)
-    facts = check_data(config)
+    with files_told():
+        facts = check_data(config)
     config = fill_from_data(config, facts)
     validate(config, world_size)
     return Prepared(config, world_size, facts)

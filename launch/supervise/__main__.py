@@ -19,9 +19,9 @@ from launch.job import Item, Job, load_job
 from launch.layout import attempts, launch_folder, read_json
 from launch.supervise.journal import Journal
 from launch.supervise.local import LocalPlace, end_orphans
-from launch.supervise.loop import OK, STOPPED, WRONG_INPUT, Supervisor
-from launch.supervise.place import Place
-from launch.supervise.signals import noted
+from launch.supervise.loop import OK, REQUEUE_SECONDS, STOPPED, WRONG_INPUT, Supervisor
+from launch.supervise.place import Place, PlaceError, Unreachable
+from launch.supervise.signals import Signals, noted
 
 LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
 
@@ -50,8 +50,10 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
     """Keep an item going to its end: the exit code. Raises UserError where another supervisor has it."""
     item, place = job.items[index], place_of(job)
     launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
-    with noted() as signals, _alone(item, LOCK_SECONDS if place.job_id else 0.0):
+    with noted() as signals, _alone(item, place, signals) as alone:
         journal = Journal(job, item, place.job_id)
+        if not alone:
+            journal.say("the lock of this item's last supervisor is still held; Slurm has ended that one, so this one goes on without")
         state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
         if state.get("state") == "finished":
             journal.say("finished before; nothing to do")
@@ -72,27 +74,52 @@ def place_of(job: Job) -> Place:
             raise UserError(f"{job.directory} is a job for Slurm, and this is not inside one; start it with: python -m launch submit")
         from launch.supervise.on_slurm import SlurmPlace
 
-        return SlurmPlace(os.environ)
+        return SlurmPlace(os.environ, (job.profile.get("slurm") or {}).get("exclude") or ())
     return LocalPlace(job)
 
 
 @contextmanager
-def _alone(item: Item, patience: float) -> Iterator[None]:
-    """Hold the item against other supervisors. A file system without locks counts as free. Raises UserError."""
-    path, deadline = launch_folder(Path(item.directory)) / "supervisor.lock", time.monotonic() + patience
-    with path.open("a+", encoding="utf-8") as lock:
+def _alone(item: Item, place: Place, signals: Signals) -> Iterator[bool]:
+    """Hold the item against other supervisors: True, or False where the lock of an earlier start of this very job is left held.
+
+    A file system without locks counts as free. Where another job has the item, this one goes back to the queue. Raises UserError.
+    """
+    folder, began = launch_folder(Path(item.directory)), time.monotonic()
+    with (folder / "supervisor.lock").open("a+", encoding="utf-8") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() >= deadline:
+                if place.job_id is None:
                     raise UserError(f"{item.directory} is kept going by another process already; see: python -m launch status") from None
-                time.sleep(1.0)
-                continue
+                if time.monotonic() - began < LOCK_SECONDS and not signals.ends:
+                    time.sleep(1.0)
+                    continue
+                if (read_json(folder / "state.json") or {}).get("job_id") == place.job_id:
+                    yield False  # Slurm runs a job once at a time: a node that went down, or its file server, holds the lock
+                    return
+                _back(item, place)
             except OSError:
                 pass
             break
-        yield
+        yield True
+
+
+def _back(item: Item, place: Place) -> None:
+    """Put this job back into the queue, since another one keeps the item going; ends this process (SystemExit)."""
+    if (launch_folder(Path(item.directory)) / "stop.json").exists():
+        print(f"launch: {item.directory} is kept going by another job, and is to stop", flush=True)
+        sys.exit(STOPPED)
+    print(f"launch: {item.directory} is kept going by another job: back to the queue", flush=True)
+    while True:
+        try:
+            place.requeue(())
+        except Unreachable as error:
+            print(f"launch: {error}", flush=True)
+            time.sleep(REQUEUE_SECONDS)
+        except PlaceError as error:
+            print(f"launch: {item.directory} is kept going by another job; {error}", flush=True)
+            sys.exit(STOPPED)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ class Record:
     def end(self) -> End:
         """The attempt as the policy sees it."""
         stopped = (self.decision or {}).get("action") == "stop"
-        return End(self.outcome or "lost", self.failure, self.progress, self.ended or self.started, stopped)
+        stepped = self.step_end is not None and self.step_end != (self.step_start or 0)
+        return End(self.outcome or "lost", self.failure, self.progress, self.ended or self.started, stopped, stepped)
 
     def save(self) -> None:
         """Write attempt.json."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.failures import Failure as RankFailure
-from launch.failures import first_failure
+from launch.failures import first_failure, wrong_on
 from launch.supervise.policy import Failure
-from launch.supervise.sight import Sight
+from launch.supervise.sight import Sight, has_stepped
 
 _SIGNALS = {137: "SIGKILL", 143: "SIGTERM"}
 _AGENT_LINES = 400
@@ -31,21 +31,25 @@ class Observed:
     faults: Mapping[str, list[str]] = field(default_factory=dict)  # node -> what the pre-flight check found; only nodes that have some
     down: Mapping[str, str] = field(default_factory=dict)  # nodes of the attempt that went down -> why
     cancelled: bool = False  # someone asked the item to stop
+    taken: bool = False  # its allocation is being taken away
+    queue: bool = False  # there is one, with other nodes, which may not answer for a while
 
 
 def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | None]:
     """The outcome of an attempt and its failure, if it is one. ``kind``: the job's, "run" or "command"; ``folder``: the attempt's."""
     step = last_step(seen)
+    state = seen.after.state if fresh(seen) else None
+    if kind == "run" and state in ("complete", "stopped"):  # whatever became of its processes then
+        return ("finished" if state == "complete" else "saved"), None
+    if seen.taken and not seen.cancelled and seen.code != 0:
+        return ("saved" if kind == "command" and seen.told else "interrupted"), None
     if seen.faults:
         node, faults = next(iter(seen.faults.items()))
         return "unhealthy", Failure("health", f"{node}: {faults[0]}", host=node)
     if seen.refused is not None:
-        return "cancelled" if seen.cancelled else "failed", Failure("exit", seen.refused)
-    state = seen.after.state if fresh(seen) else None
+        return "cancelled" if seen.cancelled else "failed", Failure("place" if seen.queue else "exit", seen.refused)
     if kind == "command" and seen.told and seen.code != 0:
         return ("cancelled" if seen.cancelled else "saved"), None  # what it has finished is kept, and the same command goes on
-    if kind == "run" and (seen.code == 0 or seen.hang is not None) and state in ("complete", "stopped"):
-        return ("finished" if state == "complete" else "saved"), None
     if seen.hang is not None:
         return "cancelled" if seen.cancelled else "hang", Failure("hang", seen.hang, step=step)
     if seen.code == 0 and (kind == "command" or seen.told):
@@ -58,6 +62,8 @@ def classify(kind: str, folder: Path, seen: Observed) -> tuple[str, Failure | No
     first = first_failure(folder)
     if first is not None and first.kind == "busy":
         return "busy", None
+    if kind == "command" and first is not None and first.kind == "diverged":  # the code is a run's
+        first = replace(first, kind="exit")
     return "failed", _failure(seen, folder, first, step)
 
 
@@ -68,9 +74,9 @@ def fresh(seen: Observed) -> bool:
 
 def last_step(seen: Observed) -> int | None:
     """The last whole step: this attempt's, or where it would have continued."""
-    if fresh(seen) or seen.after.metrics != seen.before.metrics:
+    if has_stepped(seen.before, seen.after):
         return seen.after.step
-    return seen.before.checkpoint
+    return seen.before.checkpoint if not fresh(seen) or seen.after.said is None else seen.after.said
 
 
 def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int | None) -> Failure:
@@ -78,6 +84,9 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
     if seen.down and (first is None or first.host in seen.down or first.lost_peer or first.kind == "lost"):
         node, why = next(iter(seen.down.items()))
         return Failure("node", f"{node} is down: {why}", host=node, step=step, exit=seen.code)
+    if first is not None and first.kind == "config" and len(hosts := wrong_on(folder)) == 1:
+        message = f"the input is wrong on {hosts[0]} alone (is a file system missing there?): {first.message}"
+        return Failure("node", message, rank=first.rank, host=hosts[0], step=step, exit=first.exit)
     if first is not None:
         return Failure(first.kind, first.message, rank=first.rank, host=first.host, step=step, exit=first.exit)
     said = agents_words(folder)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import socket
+
+from launch.slurm import SlurmError, call
 from launch.supervise.place import Attempt
 
 
@@ -20,6 +24,19 @@ def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | No
     return [
         *(job.python, "-m", "torch.distributed.run"),
         *(f"--nnodes={len(attempt.nodes)}", *number, f"--nproc-per-node={job.processes_per_node}"),
-        *("--rdzv-backend=static", f"--master-addr={head}", f"--master-port={port}", "--max-restarts=0", *binding),
+        *("--rdzv-backend=static", f"--master-addr={address(head)}", f"--master-port={port}", "--max-restarts=0", *binding),
         *("--no-python", job.python, *rank),
     ]
+
+
+def address(node: str) -> str:
+    """A node's name, or, where that does not resolve here, the address by which Slurm reaches it, if it knows one."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        try:
+            found = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", node))
+        except SlurmError:
+            return node
+        return found[1] if found else node
+    return node

@@ -26,9 +26,9 @@ class Entry:
 
 
 def cordon_file(job: Job) -> Path:
-    """The cordon file that a job heeds: the profile's, else one beside the job's directory, which the runs there share."""
+    """The cordon file that a job heeds: the profile's, else the one of all jobs that were submitted from its working directory."""
     named = (job.profile.get("paths") or {}).get("cordon")
-    return Path(named) if named else Path(job.directory).parent / "cordon.jsonl"
+    return Path(named) if named else Path(job.working_directory) / "runs" / "cordon.jsonl"
 
 
 def cordoned(path: Path | str, now: float | None = None) -> dict[str, Entry]:

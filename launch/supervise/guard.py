@@ -19,7 +19,8 @@ from launch.layout import launch_folder, read_json
 from launch.slurm import SlurmError, call
 from launch.supervise.on_slurm import job_fields
 
-OVER = ("finished", "stopped", "cancelled", "requeued")  # what a supervisor says in state.json that ends of its own will
+# What a supervisor says in state.json that ends of its own will. Of "requeued" Slurm knows better: it says so before it asks Slurm.
+OVER = ("finished", "stopped", "cancelled")
 TRIES = 20  # to requeue, every quarter of a second
 
 

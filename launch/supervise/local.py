@@ -92,6 +92,14 @@ class LocalPlace:
         """Never: there is no queue to say so."""
         return False
 
+    def taken(self) -> bool | None:
+        """Never known: nobody takes this machine away."""
+        return None
+
+    def enough_without(self, exclude: Sequence[str]) -> bool:
+        """Never: there is one machine."""
+        return False
+
     def requeue(self, exclude: Sequence[str]) -> None:
         """Raises PlaceError: there is no queue."""
         raise PlaceError(f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}")

@@ -15,11 +15,12 @@ from launch.layout import launch_folder, write_json
 from launch.supervise import attempt as attempts
 from launch.supervise.attempt import Record
 from launch.supervise.classify import Observed, classify, fresh, last_step
-from launch.supervise.cordon import cordon, cordoned
+from launch.supervise.cordon import cordon, cordon_file, cordoned
 from launch.supervise.journal import Journal
-from launch.supervise.place import Attempt, Place, PlaceError
+from launch.supervise.place import Attempt, Place, PlaceError, Unreachable
 from launch.supervise.policy import (
     KEEP_SECONDS,
+    MISPLACED_TIMES,
     Decision,
     Situation,
     back_off,
@@ -27,14 +28,18 @@ from launch.supervise.policy import (
     describe,
     failures_since_progress,
     limits_of,
+    misplaced,
     since_stop,
 )
 from launch.supervise.sight import Sight, look, read
 from launch.supervise.signals import Signals
-from launch.supervise.watching import POLL_SECONDS, Watch
+from launch.supervise.verdict import is_lasting
+from launch.supervise.watching import POLL_SECONDS, Watch, taken_away
 
 REQUEUE_TRIES = 30
 REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
+REQUEUE_MAX_SECONDS = 60.0  # ... and be away for long
+PASSING_SECONDS = 6 * 3600.0  # a node is kept from all runs for what may pass: a full disk, a busy GPU, a mount that is missing
 HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
 OK, STOPPED, WRONG_INPUT = 0, 1, 2  # exit codes
 
@@ -117,21 +122,40 @@ class Supervisor:
         try:
             nodes = self.place.nodes()
         except PlaceError as error:
-            return self._close(record, Observed(None, before, before, refused=str(error), cancelled=self._stop_wish() is not None))
+            return self._refused(record, before, error)
         record = replace(record, nodes=nodes)
         record.save()
         self.journal.nodes = nodes
+        if unwanted := self._unwanted(nodes):
+            self.journal.say(f"{', '.join(unwanted)} of this allocation: cordoned or excluded")
+            return self._close(record, Observed(None, before, before), outcome="misplaced")
         attempt = Attempt(number, folder, self.job, self.item, nodes, environment)
         try:
             faults = self._check(attempt)
         except PlaceError as error:
-            return self._close(record, Observed(None, before, before, refused=str(error), cancelled=self._stop_wish() is not None))
+            return self._refused(record, before, error)
         if faults:
-            return self._close(record, Observed(None, before, before, faults=faults))
+            cancelled = self._stop_wish() is not None
+            taken = not cancelled and taken_away(self.place, self.signals)
+            return self._close(record, Observed(None, before, before, faults=faults, cancelled=cancelled, taken=taken))
         if self.signals.any:  # while the nodes were checked
             return self._close(record, Observed(0, before, before, told=True), outcome="saved" if not self._stop_wish() else "cancelled")
         self._tell_start(attempt, before)
         return self._close(record, Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(show=self.show))
+
+    def _refused(self, record: Record, before: Sight, error: PlaceError) -> Outlook:
+        """Close an attempt that could not be begun."""
+        cancelled, queue = self._stop_wish() is not None, self.place.can_requeue
+        taken = not cancelled and taken_away(self.place, self.signals)
+        return self._close(record, Observed(None, before, before, refused=str(error), cancelled=cancelled, taken=taken, queue=queue))
+
+    def _unwanted(self, nodes: tuple[str, ...]) -> list[str]:
+        """Those of the allocation's nodes that the item is not to run on, where a requeue can get others; not for ever."""
+        if not self.place.can_requeue or misplaced([record.end for record in self.records]) >= MISPLACED_TIMES:
+            return []
+        excluded = self._excluded()
+        unwanted = [node for node in nodes if node in excluded]
+        return unwanted if unwanted and self.place.enough_without(excluded) else []
 
     def _check(self, attempt: Attempt) -> dict[str, list[str]]:
         """The pre-flight check: the nodes that fail it -> their faults."""
@@ -168,14 +192,17 @@ class Supervisor:
         record.save()
         self.records.append(record)
         self._tell_end(record, seen)
-        return Outlook({node: faults[0] for node, faults in seen.faults.items()}, seen.down)
+        if kind != "unhealthy":
+            return Outlook(down=seen.down)
+        return Outlook({node: next(filter(is_lasting, faults), faults[0]) for node, faults in seen.faults.items()}, seen.down)
 
     def _tell_end(self, record: Record, seen: Observed) -> None:
         said = seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
         about = describe(record.failure) if record.failure else said
         at = f" at step {record.step_end}" if record.step_end is not None and not record.failure else ""
         self.journal.say(f"attempt {record.attempt} {record.outcome}{at}" + (f": {about}" if about else ""))
-        event = {"saved": "saved", "hang": "hang", "finished": None, "cancelled": None}.get(str(record.outcome), "failed")
+        quiet = dict.fromkeys(("finished", "cancelled", "interrupted", "misplaced"))
+        event = {**quiet, "saved": "saved", "hang": "hang"}.get(str(record.outcome), "failed")
         if event is not None:
             self.journal.event(event, about or str(record.outcome), step=record.step_end)
 
@@ -192,13 +219,14 @@ class Supervisor:
             down=outlook.down,
             unhealthy=outlook.unhealthy,
             nodes=max(1, len(self.records[-1].nodes)),
+            checkpoints=self.job.kind == "run",
         )
         history = [record.end for record in self.records]
         decision = decide(history, self.limits, situation)
         self.records[-1] = self.records[-1].decided(decision)
         recent = since_stop(history)
         self.journal.failures = failures_since_progress(recent)
-        self._cordon(decision)
+        self._cordon(decision, outlook)
         if decision.action == "finish":
             self.journal.state("finished")
             self.journal.event("finished", decision.reason, step=self.records[-1].step_end)
@@ -229,19 +257,24 @@ class Supervisor:
 
     def _requeue(self, reason: str) -> int:
         """Put the job back into the queue. Returns only where that cannot be done."""
-        told = f"back to the queue: {reason}"
-        for number in range(REQUEUE_TRIES):
-            if self._stop_wish() is not None:
-                return self._end_without_attempt()
+        told, number, pause = f"back to the queue: {reason}", 0, REQUEUE_SECONDS
+        while number < REQUEUE_TRIES:
+            if (stop := self._stop_wish(ask=True)) is not None:
+                return self._end_without_attempt(stop)
             self.journal.state("requeued", reason)
             self.journal.say(told)
             self.journal.settle(0.0 if self.signals.ends else HOOK_SECONDS)
             try:
                 self.place.requeue(self._excluded())
-                told = "Slurm took the requeue, but this process goes on"
+                number, told = number + 1, "Slurm took the requeue, but this process goes on"
+            except Unreachable as error:
+                told = f"the requeue has to wait: {error}"
+                number += bool(self.signals.ends)
+                pause = min(1.5 * pause, REQUEUE_MAX_SECONDS)
             except PlaceError as error:
-                told = f"the requeue failed ({number + 1} of {REQUEUE_TRIES}): {error}"
-            time.sleep(REQUEUE_SECONDS)
+                number += 1
+                told = f"the requeue failed ({number} of {REQUEUE_TRIES}): {error}"
+            time.sleep(REQUEUE_SECONDS if self.signals.ends else pause)
         self.journal.say(told)
         self.journal.state("stopped", told)
         self.journal.event("stopped", told)
@@ -256,17 +289,21 @@ class Supervisor:
 
     def _cordon_file(self) -> list[str]:
         try:
-            return list(cordoned(self._cordon_path))
+            return list(cordoned(cordon_file(self.job)))
         except OSError as error:
             self.journal.say(f"the cordon file cannot be read: {error}")
             return []
 
-    def _cordon(self, decision: Decision) -> None:
-        """Tell all runs of nodes that failed: for good where the node's check failed, else for as long as failures are held against it."""
-        path = self._cordon_path
+    def _cordon(self, decision: Decision, outlook: Outlook) -> None:
+        """Tell all runs of nodes that failed: for good where the hardware has a fault, for hours where it may pass, else for some days."""
+        path = cordon_file(self.job)
         for node, why in decision.cordon.items():
-            failure = self.records[-1].failure
-            until = None if failure is not None and failure.kind == "health" else time.time() + KEEP_SECONDS
+            if node in outlook.unhealthy:
+                until = None if is_lasting(why) else time.time() + PASSING_SECONDS
+            else:
+                failure = self.records[-1].failure
+                passing = failure is not None and failure.exit == WRONG_INPUT
+                until = time.time() + (PASSING_SECONDS if passing else KEEP_SECONDS)
             try:
                 added = cordon(path, [node], why, self.directory, until)
             except OSError as error:
@@ -275,12 +312,6 @@ class Supervisor:
             if added:
                 self.journal.say(f"{node} is cordoned in {path}: {why}")
                 self.journal.event("cordoned", f"{node}: {why}", node=node)
-
-    @property
-    def _cordon_path(self) -> Path:
-        """The profile's cordon file, or the one beside the job's directory, as whoever submits has it."""
-        named = (self.job.profile.get("paths") or {}).get("cordon")
-        return Path(named) if named else Path(self.job.directory).parent / "cordon.jsonl"
 
     # --- between attempts --------------------------------------------------------------------------------------------------------
 
@@ -296,8 +327,8 @@ class Supervisor:
 
     def _leave_early(self) -> int | None:
         """Before an attempt: the exit code where none is to be made."""
-        if self._stop_wish() is not None:
-            return self._end_without_attempt()
+        if (stop := self._stop_wish()) is not None:
+            return self._end_without_attempt(stop)
         if not self.signals.any:
             return None
         if self.place.can_requeue:
@@ -310,18 +341,17 @@ class Supervisor:
         self.journal.state("stopped", message)
         return OK
 
-    def _end_without_attempt(self) -> int:
+    def _end_without_attempt(self, message: str) -> int:
         """Someone asked the item to stop."""
-        message = str(self._stop_wish())
         self.journal.say(f"not started: {message}")
         self.journal.state("cancelled", message)
         return STOPPED
 
-    def _stop_wish(self) -> str | None:
-        """Why someone asked this item to stop, or None."""
+    def _stop_wish(self, *, ask: bool = False) -> str | None:
+        """Why someone asked this item to stop, or None; the queue is asked after SIGTERM, or where it is to be (``ask``)."""
         stop = read(launch_folder(self.directory) / "stop.json")
         if stop is not None:
             return f"{stop.get('why') or 'stopped'}: {stop.get('message') or 'no reason given'}"
-        if self.place.can_requeue and self.signals.ends and self.place.cancelled():
+        if self.place.can_requeue and (ask or self.signals.ends) and self.place.cancelled():
             return "cancelled: the queue says so"
         return None

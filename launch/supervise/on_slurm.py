@@ -6,6 +6,7 @@ Standard library alone: it runs inside jobs, from the snapshot.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,8 @@ from launch.layout import launch_folder
 from launch.node_check import check_command, read_reports
 from launch.slurm import SlurmError, call, node_names
 from launch.supervise.command import agent_command
-from launch.supervise.place import Attempt, PlaceError
+from launch.supervise.place import Attempt, PlaceError, Unreachable
+from launch.supervise.verdict import cancelled, has_features, is_away, taken
 
 # What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
 # node's number from PET_NODE_RANK.
@@ -34,8 +36,8 @@ STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inva
 class SlurmPlace:
     """The allocation that this process was started in. Implements `launch.supervise.place.Place`."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        """environ: the batch script's environment. Raises PlaceError where it is not that of a Slurm job."""
+    def __init__(self, environ: Mapping[str, str], exclude: Sequence[str] = ()) -> None:
+        """environ: the batch script's; exclude: nodes that the profile excludes. Raises PlaceError where it is not that of a Slurm job."""
         raw = environ.get("SLURM_JOB_ID")
         if not raw:
             raise PlaceError("SLURM_JOB_ID is not set: this is not a Slurm job")
@@ -45,6 +47,7 @@ class SlurmPlace:
         self._job = f"{array}_{task}" if array and task is not None else raw
         self._number = int(raw)
         self._restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        self._own = tuple(exclude)
         self._guard: subprocess.Popen[bytes] | None = None
 
     @property
@@ -93,16 +96,23 @@ class SlurmPlace:
         seconds = float(health.get("timeout_seconds") or 180.0)
         while step.poll() is None and time.time() - began < seconds:
             time.sleep(0.1)
-        if step.poll() is None:
+        code = step.poll()
+        if code is None:
             step.kill(10.0)
         reports = read_reports(folder, attempt.nodes)
         said = _last_line(folder / "srun.log")
+        if code and not any(report.time for report in reports.values()):  # no node is to blame for what srun could not do
+            silence = next(fault for report in reports.values() for fault in report.faults)
+            raise PlaceError(f"the nodes cannot be checked: {f'srun: {said}' if said else silence}")
         return {node: [*report.faults, *([f"srun: {said}"] if said and not report.time else [])] for node, report in reports.items()}
 
     def _step(self, attempt: Attempt, name: str, command: Sequence[str], options: Sequence[str], log: Path) -> SlurmRunning:
         """Start one task a node that runs the command."""
         profile, nodes = attempt.job.profile, attempt.nodes
-        cpus = self._environ.get("SLURM_CPUS_PER_TASK") or str((profile.get("nodes") or {}).get("cpus") or 1)
+        taken = profile.get("nodes") or {}
+        # The number is all that the step gets of a node: of nodes that are the job's own, all (192, where the profile takes 96 cores).
+        whole = re.findall(r"(?:^|,)(\d+)", self._environ.get("SLURM_JOB_CPUS_PER_NODE") or "") if taken.get("exclusive") else []
+        cpus = min(whole, key=int, default=self._environ.get("SLURM_CPUS_PER_TASK") or str(taken.get("cpus") or 1))
         # --overlap --mem=0: beside another step, such as the guard, for which Slurm would let this one wait, or refuse it, otherwise.
         srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--overlap"]
         srun += ["--mem=0", f"--cpus-per-task={cpus}", "--mpi=none", "--export=ALL", "--input=none", *options]
@@ -146,11 +156,27 @@ class SlurmPlace:
     def cancelled(self) -> bool:
         """Whether this job was cancelled: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
         try:
-            job = self._shown()
+            return cancelled(self._shown(), self._restarts)
         except SlurmError:
             return False
-        over = job.get("JobState") == "COMPLETING" and job.get("Reason") == "None" and job.get("ExitCode") == "0:0"
-        return job.get("JobState") == "CANCELLED" or (over and job.get("Restarts") == str(self._restarts))
+
+    def taken(self) -> bool | None:
+        """Whether this job was preempted, requeued, or lost a node; see `launch.supervise.verdict.taken`."""
+        try:
+            return taken(self._shown(), self._restarts)
+        except SlurmError:
+            return None
+
+    def enough_without(self, exclude: Sequence[str]) -> bool:
+        """Whether the partition has nodes enough besides these, of the job's features: Slurm would let it wait for ever otherwise."""
+        try:
+            job = self._shown()
+            partition = ["--partition", job["Partition"]] if job.get("Partition", "(null)") != "(null)" else []
+            rows = [line.strip().split("|", 1) for line in call("sinfo", "--noheader", "--Node", *partition, "--format=%N|%f").splitlines()]
+        except SlurmError:
+            return False
+        left = {row[0] for row in rows if row[0] not in exclude and has_features(row[-1], job.get("Features", ""))}
+        return len(left) >= int(self._environ.get("SLURM_JOB_NUM_NODES") or 1)
 
     def requeue(self, exclude: Sequence[str]) -> None:
         """Put this job back into the queue, never again on ``exclude``, and end this process (SystemExit). Raises PlaceError if it cannot.
@@ -163,6 +189,8 @@ class SlurmPlace:
             try:
                 call("scontrol", "requeue", self._job, timeout=ANSWER_SECONDS)
             except SlurmError as error:
+                if is_away(str(error)):
+                    raise Unreachable(f"Slurm does not answer: {error}") from None
                 if "pending" not in str(error):  # Slurm was faster: it is requeued
                     raise PlaceError(f"Slurm refuses the requeue: {error}") from None
             if exclude:
@@ -185,12 +213,20 @@ class SlurmPlace:
         return False
 
     def _exclude(self, exclude: Sequence[str]) -> None:
-        """Add to the nodes that the waiting job must not get. What Slurm refuses is told in the log, and the job waits without."""
+        """Add to the nodes that the waiting job must not get. What Slurm refuses is told in the log, and the job waits without.
+
+        Where too few nodes would be left (the job waits for ever then: BadConstraints), only the profile's own are excluded.
+        """
         try:
             # Slurm refuses the whole list for one name that it does not know any more.
             known = node_names()
             had = self._shown().get("ExcNodeList", "(null)")
-            wanted = [*([had] if had != "(null)" else []), *(node for node in exclude if node in known)]
+            before = call("scontrol", "show", "hostnames", had, timeout=ANSWER_SECONDS).split() if had != "(null)" else []
+            wanted = list(dict.fromkeys([*before, *(node for node in exclude if node in known)]))
+            if not self.enough_without(wanted):
+                print(f"launch: too few nodes are left without {','.join(wanted)}: the profile's own are excluded alone", flush=True)
+                own = call("scontrol", "show", "hostnames", ",".join(self._own), timeout=ANSWER_SECONDS).split() if self._own else []
+                wanted = [node for node in own if node in known]
             call("scontrol", "update", f"JobId={self._job}", f"ExcNodeList={','.join(wanted)}", timeout=ANSWER_SECONDS)
         except SlurmError as error:
             print(f"launch: nodes {', '.join(exclude)} cannot be excluded: {error}", flush=True)
@@ -213,8 +249,7 @@ class SlurmRunning:
 
     def __init__(self, srun: subprocess.Popen[bytes], job: str, name: str, attempt: Attempt) -> None:
         self._srun, self._job, self._name, self._attempt = srun, job, name, attempt
-        self._telling: subprocess.Popen[bytes] | None = None
-        self._told = 0.0  # when telling began, on the monotonic clock
+        self._telling: dict[int, tuple[subprocess.Popen[bytes], float]] = {}  # a signal's number -> who tells, since when (monotonic)
         self._over: float | None = None  # when srun ended, on the monotonic clock
         self._gone = False
 
@@ -237,21 +272,20 @@ class SlurmRunning:
 
     def signal(self, number: int) -> None:
         """Have the signal sent to every rank's keeper, on its node; does not wait. Who does not keep a rank yet gets nothing: repeat it."""
-        if self._telling is not None:
-            code = self._telling.poll()
-            if code is None and time.monotonic() - self._told < ANSWER_SECONDS:
+        if number in self._telling:
+            telling, since = self._telling[number]
+            code = telling.poll()
+            if code is None and time.monotonic() - since < ANSWER_SECONDS:
                 return
-            self._telling.kill()
-            self._telling.wait()
-            self._telling = None
+            telling.kill()
+            telling.wait()
+            del self._telling[number]
             if code:  # Slurm starts no step beside: every process of the step gets it, then
                 self._scancel(signal.Signals(number).name.removeprefix("SIG"))
                 return
-        self._told, folder = time.monotonic(), self._attempt.folder
+        folder, words = self._attempt.folder, ["launch.supervise.tell", str(self._attempt.folder), str(number)]
         with suppress(OSError):
-            self._telling = beside(
-                self._attempt.nodes, "tell", ["launch.supervise.tell", str(folder), str(number)], folder / "logs" / "signals.log"
-            )
+            self._telling[number] = beside(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"), time.monotonic()
 
     def kill(self, seconds: float = END_SECONDS) -> None:
         """End every process with SIGKILL on all nodes; returns once they are gone, or after so many seconds."""

@@ -29,6 +29,10 @@ class PlaceError(Exception):
     """The place could not do what it was asked (no allocation, Slurm refused): one line. The loop treats it as a failure of the attempt."""
 
 
+class Unreachable(PlaceError):
+    """The queue does not answer: this passes."""
+
+
 class Running(Protocol):
     """The ranks of an attempt, between their start and their end."""
 
@@ -78,8 +82,17 @@ class Place(Protocol):
     def cancelled(self) -> bool:
         """Whether the queue says that a person cancelled this job; asked after SIGTERM. Never raises; False where nothing is known."""
 
+    def taken(self) -> bool | None:
+        """Whether the queue takes the allocation away (preemption, a requeue, a lost node); asked once after a bad end. Never raises.
+
+        False: the job ends for a reason of its own, such as its time limit; None: nothing is known of an end.
+        """
+
+    def enough_without(self, exclude: Sequence[str]) -> bool:
+        """Whether the job could still get its nodes if it were never given those. Never raises; False where nothing is known."""
+
     def requeue(self, exclude: Sequence[str]) -> None:
-        """Put this job back into the queue, never again on the nodes `exclude`. Raises PlaceError.
+        """Put this job back into the queue, never again on the nodes `exclude`, if enough are left. Raises PlaceError, Unreachable.
 
         Ends this process (Slurm kills it): it returns, or raises, only where that failed.
         """

@@ -5,26 +5,40 @@ The rules, in the order in which they hold:
     someone asked the item to stop        stop
     finished                              finish
     wrong input                           stop: another attempt says the same; unless one made progress with it: then a folder may be
-                                          missing on a node, and it is a failure as any other
+                                          missing on a node, and it is a failure as any other. On one host of several alone it is that
+                                          node's failure; on another host, too, later: wrong input
+    the loss stayed non-finite            stop with the diagnosis: another attempt computes the same
     too many attempts                     stop
-    saved at a signal                     requeue; without a queue: stop, or go on here if only a restart was asked for
-    the run directory is in use           wait and restart; nobody's fault, not counted
-    the same failure same_failure times in a row; more failures without progress than max_failures        stop with the diagnosis
+    the allocation was taken away         requeue: no failure, not counted
+    an excluded node was allocated        requeue without it
+    saved at a signal                     requeue; without a queue: stop, or go on here if only a restart was asked for;
+                                          more than max_failures times in a row without progress (of a run): stop with the diagnosis
+    the run directory is in use           wait and restart; not counted up to `BUSY_TIMES` in a row and `BUSY_SECONDS`, then a failure
+    the same failure same_failure times in a row at the same step (but a hang or an error of NCCL before an attempt's first step, which
+    a requeue may cure); the same at any step max_failures times in a row, within `KEEP_SECONDS`; more failures without progress than
+    max_failures                          stop with the diagnosis
     any other failure                     restart after a back-off that doubles until there is progress;
                                           on other nodes where one is down, unhealthy, or failed node_failures times
+
+What is held against a node is no failure of the program: it makes no "same failure".
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KEEP_SECONDS = 3 * 86400.0  # a node's failures are held against it for so long
 # Kinds of failure that say something of the program, so that the same one twice in a row will come again.
 OF_THE_PROGRAM = ("exit", "signal", "hang", "memory", "nccl", "config")
 OF_THE_NODE = ("node", "health", "lost")
+OF_THE_PLACES = ("hang", "nccl")  # other nodes may do better, where it was before the first step
+FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count
+BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # so long the run directory may be in use
+MISPLACED_TIMES = 3  # in a row: then the nodes are taken as they are
+_WRONG = 2  # the exit code for wrong input
 _KILLED = 137  # SIGKILL by nobody we know of: the kernel, a person, the node's end; nothing that is sure to come again
 
 
@@ -44,7 +58,7 @@ class Limits:
 class Failure:
     """Why an attempt failed: the first of its ranks that did, or its node."""
 
-    kind: str  # exit | signal | hang | node | health | config | memory | nccl | lost
+    kind: str  # exit | signal | hang | node | health | config | diverged | memory | nccl | lost | busy | place
     message: str  # one line
     rank: int | None = None
     host: str | None = None
@@ -56,11 +70,12 @@ class Failure:
 class End:
     """How an attempt ended."""
 
-    outcome: str  # finished | saved | failed | hang | unhealthy | lost | cancelled | busy
+    outcome: str  # finished | saved | interrupted | misplaced | failed | hang | unhealthy | lost | cancelled | busy
     failure: Failure | None = None
     progress: bool = False  # a later checkpoint than it started from
     time: float = 0.0  # unix time of the end
     stopped: bool = False  # the decision after it was to stop: what came before is forgiven to whoever starts it again
+    stepped: bool = True  # it did a step
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,7 @@ class Situation:
     down: Mapping[str, str] = field(default_factory=dict)  # nodes of the allocation that cannot be used -> why
     unhealthy: Mapping[str, str] = field(default_factory=dict)  # nodes that failed the pre-flight check -> the first fault
     nodes: int = 1  # of the attempt
+    checkpoints: bool = True  # progress can be seen; of a command it cannot
 
 
 @dataclass(frozen=True)
@@ -98,13 +114,20 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
         return Decision("stop", situation.stop)
     if last.outcome == "cancelled":
         return Decision("stop", "cancelled")
-    if last.failure is not None and last.failure.kind == "config" and not any(end.progress for end in recent):
+    if last.failure is not None and _is_wrong_input(recent):
         # No mark that only `requeue` removes: who has mended the input gives the same command again.
         return Decision("stop", f"the input is wrong, and stays so: {describe(last.failure)}")
+    if last.failure is not None and last.failure.kind == "diverged":
+        return _give_up(f"the loss stayed non-finite, and another attempt would compute the same: {describe(last.failure)}")
     if len(recent) >= limits.max_attempts:
         return _give_up(f"{len(recent)} attempts, as many as restarts.max_attempts allows; {describe(last.failure)}")
+    if last.outcome == "interrupted":
+        return _leave(situation, "the allocation was taken away")
+    if last.outcome == "misplaced":
+        why = "an excluded node was allocated"
+        return Decision("requeue", why) if situation.can_requeue else _leave(situation, why)
     if last.outcome == "saved":
-        return _after_save(situation)
+        return _after_save(recent, limits, situation)
     if last.outcome == "busy":
         if situation.ending:
             return _leave(situation, "the run directory is in use")
@@ -112,18 +135,33 @@ def decide(history: Sequence[End], limits: Limits, situation: Situation) -> Deci
     return _after_failure(recent, limits, situation)
 
 
+def _is_wrong_input(recent: Sequence[End]) -> bool:
+    """Whether the last attempt ended for wrong input that no attempt made progress with, and that is not one node's alone."""
+    last = recent[-1].failure
+    if last is None or any(end.progress for end in recent):
+        return False
+    hosts = {end.failure.host for end in recent if end.failure is not None and end.failure.kind == "node" and end.failure.exit == _WRONG}
+    return last.kind == "config" or (last.kind == "node" and last.exit == _WRONG and len(hosts) > 1)
+
+
 def _give_up(reason: str) -> Decision:
     return Decision("stop", reason, gave_up=True)
 
 
-def _after_save(situation: Situation) -> Decision:
+def _after_save(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
+    idle = saves_without_progress(recent)
+    if situation.checkpoints and idle > limits.max_failures and idle > 1:
+        return _give_up(
+            f"saved {idle} times in a row without a new checkpoint (restarts.max_failures: {limits.max_failures}): the time limit is too"
+            " short to reach one"
+        )
     if situation.can_requeue:
         return Decision("requeue", "saved")
     return Decision("restart", "saved") if situation.restart else Decision("stop", "saved; the same command continues")
 
 
 def _leave(situation: Situation, why: str) -> Decision:
-    """The end of the allocation, or of this process, is near: no new attempt here."""
+    """The end of the allocation, or of this process, is near, or here: no new attempt in it."""
     if situation.can_requeue:
         return Decision("requeue", why)
     return Decision("restart", why) if situation.restart else Decision("stop", f"{why}; the same command continues")
@@ -132,12 +170,15 @@ def _leave(situation: Situation, why: str) -> Decision:
 def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) -> Decision:
     failure, count = recent[-1].failure, failures_since_progress(recent)
     told = describe(failure)
-    again = repetitions(recent)
-    if limits.same_failure and again >= limits.same_failure:
+    again, anywhere = repetitions(recent), repetitions(recent, anywhere=True)
+    elsewhere = failure is not None and failure.kind in OF_THE_PLACES and not recent[-1].stepped and situation.can_requeue
+    if limits.same_failure and again >= limits.same_failure and not elsewhere:
         return _give_up(f"the same failure {again} times in a row, at the same step: {told}")
     if count > limits.max_failures:
         allowed = f"(restarts.max_failures: {limits.max_failures})"
         return _give_up(f"{count} failure{'s' * (count > 1)} without a new checkpoint {allowed}; the last: {told}")
+    if anywhere >= max(2, limits.max_failures):
+        return _give_up(f"the same failure {anywhere} times in a row: {told}")
     leave = _nodes_to_leave(recent, limits, situation)
     if not situation.can_requeue and leave.keys() & situation.unhealthy.keys():
         return _give_up(f"this machine fails its check: {told}")
@@ -145,6 +186,8 @@ def _after_failure(recent: Sequence[End], limits: Limits, situation: Situation) 
         return Decision("requeue", f"{told}; from now on without {', '.join(leave)}", exclude=tuple(leave), cordon=leave)
     if situation.down and situation.can_requeue:
         return Decision("requeue", told)
+    if elsewhere and limits.same_failure and again >= limits.same_failure:
+        return Decision("requeue", f"{told}; {again} times before the first step: other nodes may do better")
     return _leave(situation, told) if situation.ending else Decision("restart", told, back_off(count, limits))
 
 
@@ -185,43 +228,71 @@ def blamed(failure: Failure | None) -> str | None:
 
 
 def since_stop(history: Sequence[End]) -> Sequence[End]:
-    """The attempts since a person last started the item."""
-    for index in range(len(history) - 2, -1, -1):
-        if history[index].stopped:
-            return history[index + 1 :]
-    return history
+    """The attempts since a person last started the item; those that found its directory in use for too long are failures."""
+    start = next((index + 1 for index in range(len(history) - 2, -1, -1) if history[index].stopped), 0)
+    recent, row = list(history[start:]), list[End]()
+    for index, end in enumerate(recent):
+        row = [*row, end] if end.outcome == "busy" else []
+        seconds = end.time - row[0].time if row else 0.0
+        if len(row) > BUSY_TIMES or seconds >= BUSY_SECONDS:
+            waited = f"{len(row)} attempts, {seconds / 60:.0f} minutes: which process holds it?"
+            recent[index] = replace(end, outcome="failed", failure=Failure("busy", f"the run directory stays in use by another: {waited}"))
+    return recent
 
 
 def failures_since_progress(recent: Sequence[End]) -> int:
     """Failed attempts since the last one that left a later checkpoint; that one, if it failed, counts as the first."""
     count = 0
     for end in reversed(recent):
-        count += end.outcome in ("failed", "hang", "unhealthy", "lost")
+        count += end.outcome in FAILED
         if end.progress:
             break
     return count
 
 
-def repetitions(recent: Sequence[End]) -> int:
-    """How often in a row the program failed in the same way, the last time included; what says nothing of the program is passed over."""
-    count, last = 0, _signature(recent[-1])
+def saves_without_progress(recent: Sequence[End]) -> int:
+    """How often in a row, the last time included, an attempt was saved at a signal and left no later checkpoint."""
+    count = 0
+    for end in reversed(recent):
+        if end.progress or end.outcome in FAILED:
+            break
+        count += end.outcome == "saved"
+    return count
+
+
+def misplaced(history: Sequence[End]) -> int:
+    """How often in a row, the last time included, an excluded node was allocated."""
+    count = 0
+    for end in reversed(history):
+        if end.outcome != "misplaced" or end.stopped:
+            break
+        count += 1
+    return count
+
+
+def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:
+    """How often in a row the program failed in the same way, the last time included; what says nothing of the program is passed over.
+
+    ``anywhere``: at whatever step, but not longer ago than `KEEP_SECONDS`.
+    """
+    count, last = 0, _signature(recent[-1], anywhere)
     if last is None:
         return 0
     for end in reversed(recent):
-        signature = _signature(end)
-        if signature is not None and signature != last:
+        signature = _signature(end, anywhere)
+        if (signature is not None and signature != last) or (anywhere and recent[-1].time - end.time > KEEP_SECONDS):
             break
         count += signature is not None
     return count
 
 
-def _signature(end: End) -> tuple[str, str, int | None] | None:
+def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
     failure = end.failure
-    if end.outcome not in ("failed", "hang") or failure is None or failure.kind not in OF_THE_PROGRAM:
+    if end.outcome not in ("failed", "hang") or failure is None or failure.kind not in OF_THE_PROGRAM or blamed(failure):
         return None
     if failure.kind == "signal" and failure.exit == _KILLED:
         return None
-    return failure.kind, normalised(failure.message), failure.step
+    return failure.kind, normalised(failure.message), None if anywhere else failure.step
 
 
 def back_off(failures: int, limits: Limits) -> float:

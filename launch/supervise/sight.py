@@ -25,6 +25,7 @@ class Sight:
     message: str | None
     writer: tuple[Any, ...]  # who wrote progress.json, and when: tells one attempt's words from another's
     metrics: int  # bytes of metrics.jsonl
+    said: int | None = None  # the step in progress.json
 
 
 def look(directory: Path) -> Sight:
@@ -40,7 +41,14 @@ def look(directory: Path) -> Sight:
         message=message if isinstance(message, str) else None,
         writer=(progress.get("host"), progress.get("pid"), progress.get("time")),
         metrics=_size(metrics),
+        said=progress.get("step") if isinstance(progress.get("step"), int) else None,
     )
+
+
+def has_stepped(before: Sight, now: Sight) -> bool:
+    """Whether a step was done between two looks: lines of steps that an earlier attempt left do not count."""
+    ours = now.writer != before.writer and now.said is not None and now.said > (before.checkpoint or 0)
+    return ours or now.metrics != before.metrics
 
 
 def read(path: Path) -> dict[str, Any] | None:

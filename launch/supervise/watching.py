@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.failures import all_told
 from launch.follow import Source, Tail
 from launch.layout import rank_log
 from launch.supervise.classify import Observed
 from launch.supervise.journal import Journal
 from launch.supervise.place import Attempt, Place, PlaceError, Running
-from launch.supervise.sight import Sight, look
+from launch.supervise.sight import Sight, has_stepped, look
 from launch.supervise.signals import Signals
 from launch.supervise.watchdog import Patience, Watchdog
 
@@ -41,20 +42,35 @@ class Watch:
         try:
             running = self.place.start(self.attempt)
         except PlaceError as error:
-            return Observed(None, before, before, told=self.signals.any, refused=str(error), cancelled=self._stop() is not None)
+            return Observed(
+                None,
+                before,
+                before,
+                told=self.signals.any,
+                refused=str(error),
+                cancelled=self._stop() is not None,
+                taken=taken_away(self.place, self.signals),
+                queue=self.place.can_requeue,
+            )
         try:
             code, hang, cut = self._stay(running, before, Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None)
         except BaseException:
             running.kill()
             raise
+        after = look(self._directory)
+        cancelled = (cut and not self.place.can_requeue) or self._stop() is not None
+        well = code == 0 or (after.writer != before.writer and after.state in ("complete", "stopped"))
+        told = not well and self.place.can_requeue and (hang is None or cut) and all_told(self.attempt.folder)
+        taken = not well and not cancelled and (hang is None or cut) and taken_away(self.place, self.signals, told=told)
         return Observed(
             code,
             before,
-            look(self._directory),
+            after,
             told=self._told_at is not None,
             hang=hang,
             down={} if code == 0 else {node: why for node, why in self.place.down_nodes().items() if node in self.attempt.nodes},
-            cancelled=(cut and not self.place.can_requeue) or self._stop() is not None,
+            cancelled=cancelled or (told and self.place.cancelled()),
+            taken=taken,
         )
 
     def _stay(self, running: Running, before: Sight, tail: Tail | None) -> tuple[int | None, str | None, bool]:
@@ -104,9 +120,7 @@ class Watch:
         if not self._is_run:
             return watchdog.look(now, None, stepped=False, step=None)
         sight = look(self._directory)
-        ours = sight.writer != before.writer
-        stepped = sight.metrics != before.metrics or (ours and sight.step is not None and sight.step > (before.checkpoint or 0))
-        return watchdog.look(now, (sight.step, sight.metrics), stepped=stepped, step=sight.step)
+        return watchdog.look(now, (sight.step, sight.metrics), stepped=has_stepped(before, sight), step=sight.step)
 
     def _end_hang(self, running: Running, why: str) -> None:
         """Have every rank's stacks written to dumps/, then end them all."""
@@ -120,6 +134,17 @@ class Watch:
                 break
         self.journal.say(f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt")
         running.kill()
+
+
+def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
+    """Whether a bad end was the allocation's: this process was told to end, or the ranks were (``told``), or the queue says so.
+
+    Not where the queue says that it was the time limit, or a person's cancel.
+    """
+    if not place.can_requeue:
+        return False
+    said = place.taken()
+    return said is True or (said is None and (bool(signals.ends) or told))
 
 
 def _show(tail: Tail | None) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import subprocess
 import typing
 from pathlib import Path
 from typing import Any
 
 from launch import strict
 from launch.job import Item, Job
-from launch.profile import Profile
+from launch.profile import Profile, load_profile
 
 MARK = "pwned"  # a file of this name is what every one of these makes if it runs
 TEXTS = (
@@ -111,7 +114,10 @@ def job(root: Path, profile: Profile, **changes: Any) -> Job:
         "profile": profile.as_json(),
         "profile_path": "profile.yaml",
     }
-    return Job(**{**fields, **changes})
+    made = Job(**{**fields, **changes})
+    with contextlib.suppress(ValueError):  # what no path can be
+        Path(made.code).mkdir(parents=True, exist_ok=True)
+    return made
 
 
 def recorder(root: Path) -> Path:
@@ -129,3 +135,25 @@ def recorded(path: Path) -> tuple[list[str], str, dict[str, str]]:
     count, *rest = path.read_bytes().decode("utf-8").split("\0")[:-1]
     words, folder, environment = rest[: int(count)], rest[int(count)], rest[int(count) + 1 :]
     return words, folder, dict(line.split("=", 1) for line in environment)
+
+
+def make_root(tmp_path: Path) -> Path:
+    """A folder with a recorder, and a `module` that writes down what is loaded; one named absent is not there."""
+    recorder(tmp_path)
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "bash").write_text('module() { [ "$2" != absent ] && printf "%s\\0" "$@" >> modules; }\n')
+    return tmp_path
+
+
+def run(script: str, root: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a script with bash in ``root``; what the recorder writes is in root/record."""
+    path = root / "job.sh"
+    path.write_text(script, encoding="utf-8", newline="")
+    environment = {"PATH": os.environ["PATH"], "RECORD": str(root / "record"), "MODULESHOME": str(root), **environment}
+    return subprocess.run(["bash", str(path)], cwd=root, env=environment, capture_output=True, timeout=60, check=False)
+
+
+def given(root: Path, text: str) -> Profile:
+    """A profile by its YAML."""
+    (root / "profile.yaml").write_text(text, encoding="utf-8")
+    return load_profile(root / "profile.yaml")

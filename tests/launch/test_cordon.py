@@ -44,8 +44,23 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         cordoned(tmp_path)
 
 
-def test_the_file_is_the_profiles_or_lies_beside_the_run() -> None:
+def test_the_file_is_the_profiles_or_the_working_directorys() -> None:
     item = Item("/runs/a", ("-m", "pretrain"), "a")
-    job = Job("a", "run", "/runs/a", "/", "/runs/a/launch/code", "python", 1, 1, True, (item,), {"paths": {"cordon": None}}, "p.yaml")
-    assert cordon_file(job) == Path("/runs/cordon.jsonl")
+    job = Job(
+        "a",
+        "run",
+        "/project/runs/a",
+        "/project",
+        "/project/runs/a/launch/code",
+        "python",
+        1,
+        1,
+        True,
+        (item,),
+        {"paths": {"cordon": None}},
+        "p.yaml",
+    )
+    assert cordon_file(job) == Path("/project/runs/cordon.jsonl")
+    for directory in ("/project/runs/jobs/b", "/project/runs/sweeps/c/d", "/elsewhere/e"):
+        assert cordon_file(replace(job, directory=directory)) == cordon_file(job)
     assert cordon_file(replace(job, profile={"paths": {"cordon": "/shared/cordon"}})) == Path("/shared/cordon")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from launch import doctor, doctor_slurm
+from launch import doctor, doctor_slurm, profile_values
 from launch.__main__ import main
 from launch.doctor_slurm import Check, Node
 from launch.doctor_trial import Outcome
@@ -153,7 +153,7 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
     ],
 )
 def test_time_limits_are_read_as_slurm_writes_them(limit: str, seconds: float) -> None:
-    assert doctor_slurm.seconds(limit) == seconds
+    assert profile_values.seconds(limit) == seconds
 
 
 @pytest.mark.parametrize(("size", "mebibytes"), [(None, 0), ("0", 0), ("512", 512), ("1800G", 1843200), ("2T", 2097152), ("2048K", 2)])

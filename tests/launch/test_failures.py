@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.failures import Findings, failures, first_failure, kind_of
+from launch.failures import Findings, all_told, failures, first_failure, kind_of, wrong_on
 from launch.layout import rank_log
 from tests.launch.ranks import RESET, record, trace
 
@@ -102,6 +102,7 @@ def test_a_chain_is_kept_whole_and_long_ones_keep_their_end() -> None:
         ("pretrain: error: runs/x is in use by process 12", 75, None, "busy"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", 1, None, "memory"),
         ("MemoryError", 1, None, "memory"),
+        ("pretrain: error: the loss was not finite for 9 steps in a row", 3, None, "diverged"),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", 1, None, "node"),
         ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", 1, None, "node"),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, None, "exit"),
@@ -202,3 +203,31 @@ def port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def test_ranks_that_were_all_told_to_end_were_not_the_cause(tmp_path: Path) -> None:
+    told = {"SIGTERM": 1990.0}
+    assert not all_told(tmp_path)
+    record(tmp_path, 0, 2000.0, exit=0, told=told)
+    assert not all_told(tmp_path)
+    record(tmp_path, 1, 2000.0, exit=143, signal="SIGTERM", told=told)
+    record(tmp_path, 2, 0.0, ended=None, exit=None, told=told)
+    record(tmp_path, 3, 2001.0, error=RESET, told=told)
+    assert all_told(tmp_path)
+    record(tmp_path, 4, 1980.0, error="ValueError: boo", told=told)  # before it was told
+    assert not all_told(tmp_path)
+    record(tmp_path, 4, 2000.0, exit=0)
+    record(tmp_path, 5, 2002.0, error=RESET, told={"SIGUSR1": 1990.0})
+    assert not all_told(tmp_path)
+
+
+def test_the_input_is_wrong_on_hosts_where_ranks_said_so_if_others_did_not(tmp_path: Path) -> None:
+    for rank in range(6):
+        record(tmp_path, rank, 2000.0, exit=143)
+    assert wrong_on(tmp_path) == ()
+    record(tmp_path, 2, 2000.0, exit=2)
+    assert wrong_on(tmp_path) == ("node1",)
+    record(tmp_path, 5, 2000.0, exit=2)
+    assert wrong_on(tmp_path) == ("node1", "node2")
+    record(tmp_path, 0, 2000.0, exit=2)
+    assert wrong_on(tmp_path) == ()

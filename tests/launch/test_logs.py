@@ -194,6 +194,23 @@ def test_where_no_attempt_began_slurms_file_says_why(tmp_path: Path, capsys: pyt
     assert said(capsys, "logs", tmp_path) == ["[slurm] launch: module load cuda failed"]
 
 
+def test_a_task_of_an_array_has_a_file_of_slurms_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the array's id and the task's number, before and after its first attempt."""
+    job = make_job(tmp_path, items=2)
+    for index, array in enumerate(("12", "13")):
+        append_json(launch_folder(tmp_path) / "submissions.jsonl", {"time": 0, "job_id": array, "items": [index]})
+        (launch_folder(tmp_path) / f"slurm-{array}_{index}.out").write_text(f"task {index} of {array}\n")
+        (launch_folder(tmp_path) / f"slurm-{array}.out").write_text("another job's\n")
+    for _ in range(2):
+        assert [line for line in said(capsys, "logs", tmp_path) if "slurm" in line] == [
+            f"[demo[{i}] slurm] task {i} of {12 + i}" for i in (0, 1)
+        ]
+        assert [line for line in said(capsys, "logs", tmp_path, "--item", "1") if "slurm" in line] == ["[slurm] task 1 of 13"]
+        for index, array in enumerate(("12", "13")):
+            make_attempt(Path(job.items[index].directory), 1, 1.79e9, job_id=f"{array}_{index}")
+    assert said(capsys, "logs", tmp_path, "--item", "0")[0] == "[slurm] task 0 of 12"
+
+
 def test_a_hang_is_told_with_its_stacks_and_not_blamed_on_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_job(tmp_path)
     failure = {"kind": "hang", "message": "no step for 20 minutes", "step": 7}

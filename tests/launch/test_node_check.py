@@ -115,6 +115,21 @@ def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look, answer
     assert any(said in fault for fault in look({**smi.Node().answers(), smi.CORE: answer}).faults)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "container", "wanted"),
+    [({"numa": "node"}, {}, True), ({"numa": "none"}, {}, False), ({}, {}, False), ({"numa": "socket"}, {"runtime": "pyxis"}, False)],
+)
+def test_binding_ranks_takes_numactl(nodes: dict[str, Any], container: dict[str, Any], wanted: bool, tmp_path: Path) -> None:
+    """On the ranks' PATH; what a container has is not seen from outside it."""
+    profile, programs = {"nodes": nodes, "container": container}, tmp_path / "bin"
+    programs.mkdir()
+    report = run(tmp_path, {**os.environ, "PATH": str(programs)}, profile)
+    faults = ["numactl: nodes.numa = node needs this program, and it is not on PATH: install it on the nodes, or set nodes.numa: none"]
+    assert list(report.faults) == (faults if wanted else [])
+    (programs / "numactl").touch(0o755)
+    assert run(tmp_path, {**os.environ, "PATH": str(programs)}, profile).ok
+
+
 def test_missing_gpus_are_counted(look: Look) -> None:
     assert look(smi.Node(count=7).answers()).faults == ["7 GPUs are visible, the profile says 8"]
 

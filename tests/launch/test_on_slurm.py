@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +17,13 @@ from typing import Any
 import pytest
 
 from launch.job import Item, Job
+from launch.supervise import __main__ as supervisor
 from launch.supervise import guard
-from launch.supervise.on_slurm import PORTS, SlurmPlace, container_parts, rendezvous_port
-from launch.supervise.place import Attempt, PlaceError
+from launch.supervise.command import address, agent_command
+from launch.supervise.on_slurm import PORTS, SlurmPlace, SlurmRunning, container_parts, rendezvous_port
+from launch.supervise.place import Attempt, PlaceError, Unreachable
+from launch.supervise.signals import Signals
+from tests.launch.supervised import wait_for
 
 ITEM = Item("/shared/runs/a", ("-m", "pretrain", "/shared/runs/a/launch/config.yaml"), "a")
 JOB = Job("a", "run", "/shared/runs/a", "/project/work", "/shared/runs/a/launch/code", "/env/python", 2, 8, True, (ITEM,), {}, "p.yaml")
@@ -55,6 +62,21 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
         taken.bind(("", first))
         taken.listen()
         assert rendezvous_port(4711) not in (first, rendezvous_port(4712))
+
+
+def test_a_head_node_is_named_by_what_resolves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster's names need not be in any name service: Slurm knows addresses."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it NodeHostName=x" || exit 1\n'
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert address("no.such.name.invalid") == "address-of-it"
+    assert address("other.name.invalid") == "other.name.invalid"  # Slurm knows none
+    assert address("localhost") == "localhost"
+    words = agent_command(attempt(), head="no.such.name.invalid", port=1, node_rank=None)
+    assert "--master-addr=address-of-it" in words
 
 
 def test_without_a_container_nothing_is_added() -> None:
@@ -99,7 +121,15 @@ def test_the_guard_tells_a_kill_from_other_ends(job: dict[str, str], killed: boo
     assert guard.killed({**RUNNING, **job}, "1") == killed
 
 
-@pytest.mark.parametrize(("name", "content", "own"), [("state.json", {"state": "running"}, False), ("stop.json", {}, True)])
+@pytest.mark.parametrize(
+    ("name", "content", "own"),
+    [
+        ("state.json", {"state": "running"}, False),
+        ("state.json", {"state": "requeued"}, False),  # it says so before it asks Slurm
+        ("state.json", {"state": "stopped"}, True),
+        ("stop.json", {}, True),
+    ],
+)
 def test_the_guard_heeds_what_the_item_says(tmp_path: Path, name: str, content: dict[str, str], own: bool) -> None:
     assert not guard.of_its_own_will(tmp_path)
     (tmp_path / "launch").mkdir()
@@ -118,8 +148,123 @@ def test_the_guard_waits_for_the_end_of_a_process() -> None:
 
 
 def test_the_guard_does_nothing_about_a_process_that_is_no_supervisor(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()", "launch.supervise"], stdin=subprocess.PIPE) as process:
+    words = [sys.executable, "-c", "print(flush=True); input()", "launch.supervise"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
         assert guard.visible(process.pid) and not guard.visible(1)
         process.kill()
     command = [sys.executable, "-m", "launch.supervise.guard", str(tmp_path), "1", "0", str(process.pid)]
     assert "no guard" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+# --- with stand-ins for Slurm's commands, first on PATH -----------------------------------------------------------------------------
+
+
+class Commands:
+    """Scripts in place of Slurm's commands, and what they were called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "bin"
+        self.folder.mkdir()
+
+    def put(self, name: str, script: str) -> None:
+        """A command: a line of bash."""
+        path = self.folder / name
+        path.write_text(f'#!/bin/bash\necho "$@" >> "{self.folder}/{name}.calls"\n{script}\n')
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        """The arguments of each call."""
+        path = self.folder / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    made = Commands(tmp_path)
+    monkeypatch.setenv("PATH", f"{made.folder}:{os.environ['PATH']}")
+    made.put("scontrol", "[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; exit 0")
+    return made
+
+
+def here(folder: Path, **profile: Any) -> Attempt:
+    """An attempt in a folder."""
+    (folder / "logs").mkdir()
+    (folder / "launch").mkdir()
+    item = replace(ITEM, directory=str(folder))
+    job = replace(JOB, directory=str(folder), working_directory=str(folder), python=sys.executable, profile=profile)
+    return Attempt(1, folder, job, item, ("n1", "n2"), dict(os.environ))
+
+
+def test_ranks_are_asked_for_stacks_while_they_are_still_being_told_to_save(commands: Commands, tmp_path: Path) -> None:
+    commands.put("srun", "sleep 5")
+    with subprocess.Popen(["sleep", "30"]) as process:
+        running = SlurmRunning(process, "7", "launch-1", here(tmp_path))
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR2):
+            running.signal(number)
+        wait_for(lambda: len(commands.calls("srun")) == 2, 20)
+        assert sorted(call.split()[-1] for call in commands.calls("srun")) == ["10", "12"]
+        process.kill()
+
+
+def test_a_check_that_srun_cannot_start_is_no_nodes_fault(commands: Commands, tmp_path: Path) -> None:
+    commands.put("srun", 'echo "srun: error: Unable to create step for job 7: Invalid credential" >&2; exit 1')
+    place, attempt = SlurmPlace({"SLURM_JOB_ID": "7"}), here(tmp_path, health={"timeout_seconds": 20})
+    with pytest.raises(PlaceError, match="the nodes cannot be checked: srun: .*Invalid credential"):
+        place.check_nodes(attempt)
+    report = {"node": "n1", "ok": True, "faults": [], "warnings": [], "facts": {}, "time": time.time()}
+    (tmp_path / "health").mkdir(exist_ok=True)
+    (tmp_path / "health" / "n1.json").write_text(json.dumps(report))
+    faults = place.check_nodes(attempt)
+    assert not faults["n1"] and "did not answer" in faults["n2"][0]
+
+
+def test_a_controller_that_is_away_is_waited_for(commands: Commands) -> None:
+    commands.put("scontrol", 'echo "Unable to contact slurm controller (connect failure)" >&2; exit 1')
+    place = SlurmPlace({"SLURM_JOB_ID": "7"})
+    with pytest.raises(Unreachable):
+        place.requeue(())
+    assert place.taken() is None and not place.cancelled() and not place.enough_without(["n1"])
+    commands.put("scontrol", 'echo "Requested operation is presently disabled for job 7" >&2; exit 1')
+    with pytest.raises(PlaceError, match="disabled") as refused:
+        place.requeue(())
+    assert not isinstance(refused.value, Unreachable)
+
+
+SHOWN = "JobId=7 JobState=PENDING Restarts=1 Partition=main Features=fast ExcNodeList=(null)"
+
+
+@pytest.mark.parametrize(("exclude", "left"), [(["n1"], "n0,n1"), (["n1", "n2"], "n0")])
+def test_an_exclusion_that_cannot_be_is_not_asked_for(commands: Commands, exclude: list[str], left: str) -> None:
+    """Four nodes, one without the feature, and two are wanted; the profile excludes n0."""
+    commands.put("scontrol", f"[[ $2 == hostnames ]] && tr , '\\n' <<< \"$3\"; [[ $* == *job* ]] && echo '{SHOWN}'; exit 0")
+    rows = "n0|fast\\nn1|fast\\nn2|fast\\nn3|fast\\nn4|slow\\n"
+    commands.put("sinfo", f"if [[ $* == *%f* ]]; then printf '{rows}'; else printf 'n0\\nn1\\nn2\\nn3\\nn4\\n'; fi")
+    place = SlurmPlace({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, ("n0",))
+    assert place.enough_without(["n0", *exclude]) == (left == "n0,n1")
+    with pytest.raises(SystemExit):
+        place.requeue(["n0", *exclude])
+    assert [call.rpartition("=")[2] for call in commands.calls("scontrol") if call.startswith("update")] == [left]
+
+
+@pytest.mark.parametrize(("owner", "alone"), [("7", False), ("8", None)])
+def test_a_lock_that_is_left_held_stops_no_run(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, alone: bool | None
+) -> None:
+    """Held by an earlier start of this very job: the run goes on. By another job: back to the queue, and never an error of the user's."""
+    commands.put("scontrol", f"[[ $* == *job* ]] && echo '{SHOWN}'; exit 0")
+    monkeypatch.setattr(supervisor, "LOCK_SECONDS", 0.5)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "state.json").write_text(json.dumps({"job_id": owner}))
+    item, place = replace(ITEM, directory=str(tmp_path)), SlurmPlace({"SLURM_JOB_ID": "7"})
+    with (tmp_path / "launch" / "supervisor.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if alone is None:
+            with pytest.raises(SystemExit) as left, supervisor._alone(item, place, Signals()):
+                raise AssertionError
+            assert left.value.code == 0 and "requeue 7" in commands.calls("scontrol")
+        else:
+            with supervisor._alone(item, place, Signals()) as held:
+                assert held is alone
+    with supervisor._alone(item, place, Signals()) as held:
+        assert held

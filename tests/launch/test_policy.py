@@ -1,4 +1,4 @@
-"""The policy after an attempt: properties over random histories, then the table of the README, row by row."""
+"""The policy after an attempt: properties over random histories. `test_policy_table` has the README's table, row by row."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from launch.supervise.policy import (
+    BUSY_SECONDS,
+    BUSY_TIMES,
+    KEEP_SECONDS,
+    OF_THE_PLACES,
     Decision,
     End,
     Failure,
@@ -20,34 +24,28 @@ from launch.supervise.policy import (
     describe,
     failures_since_progress,
     limits_of,
+    misplaced,
     normalised,
     repetitions,
+    saves_without_progress,
+    since_stop,
 )
+from tests.launch.ends import failed, killed
 
-KINDS = ("exit", "signal", "hang", "node", "health", "config", "memory", "nccl", "lost")
+KINDS = ("exit", "signal", "hang", "node", "health", "config", "diverged", "memory", "nccl", "lost", "place")
 FAILED = ("failed", "hang", "unhealthy", "lost")
 NODES = ("n1", "n2", "n3", "n4")
 
 
-def failed(message: str = "boom", *, kind: str = "exit", step: int | None = 7, host: str | None = "n1", code: int = 1, **end: Any) -> End:
-    """An attempt that failed."""
-    return End("failed", Failure(kind, message, rank=0, host=host, step=step, exit=code), **end)
-
-
-def killed(host: str, **end: Any) -> End:
-    """An attempt one of whose ranks somebody killed."""
-    return failed("killed by SIGKILL", kind="signal", host=host, code=137, **end)
-
-
 def an_end(draw: random.Random) -> End:
     """Any end that does not settle the matter by itself."""
-    outcome = draw.choice(("failed", "failed", "hang", "unhealthy", "lost", "saved", "busy"))
+    outcome = draw.choice(("failed", "failed", "hang", "unhealthy", "lost", "saved", "busy", "interrupted", "misplaced"))
     failure = None
     if outcome in FAILED:
-        kind = draw.choice([kind for kind in KINDS if kind != "config"])
+        kind = draw.choice([kind for kind in KINDS if kind not in ("config", "diverged")])
         host, code = draw.choice((None, *NODES)), draw.choice((1, 134, 137, 135))
         failure = Failure(kind, draw.choice(("a", "b", f"c {draw.random()}")), 0, host, draw.choice((None, 3, 4, 5)), code)
-    return End(outcome, failure, progress=draw.random() < 0.2, time=draw.uniform(0, 1000))
+    return End(outcome, failure, progress=draw.random() < 0.2, time=draw.uniform(0, 1000), stepped=draw.random() < 0.7)
 
 
 def a_situation(draw: random.Random, **fixed: Any) -> Situation:
@@ -78,6 +76,7 @@ def histories(count: int) -> list[tuple[random.Random, list[End], Limits]]:
 
 
 CASES = histories(1500)
+QUEUE = Situation(can_requeue=True, nodes=4)
 
 
 def test_a_run_ends_and_fails_no_more_often_than_it_may() -> None:
@@ -89,8 +88,12 @@ def test_a_run_ends_and_fails_no_more_often_than_it_may() -> None:
             decision = decide(past, limits, a_situation(draw))
             if decision.action == "stop":
                 break
-            assert failures_since_progress(past) <= limits.max_failures
-            assert not limits.same_failure or repetitions(past) < limits.same_failure
+            assert failures_since_progress(since_stop(past)) <= limits.max_failures
+            last = past[-1]
+            elsewhere = last.failure is not None and last.failure.kind in OF_THE_PLACES and not last.stepped
+            assert not limits.same_failure or repetitions(past) < limits.same_failure or elsewhere
+            assert repetitions(past, anywhere=True) < max(2, limits.max_failures)
+            assert last.outcome != "saved" or saves_without_progress(past) <= max(1, limits.max_failures)
         assert decision.action == "stop"
         assert decision.reason and "\n" not in decision.reason
 
@@ -146,6 +149,57 @@ def test_back_off_doubles_up_to_its_limit() -> None:
     assert [back_off(number, Limits()) for number in range(1, 8)] == [30, 60, 120, 240, 480, 900, 900]
 
 
+def test_an_interrupted_end_never_counts() -> None:
+    """Neither as a failure, nor as the end of a row of them, however often: what is decided after the next failure is the same."""
+    for draw, past, limits in CASES:
+        patient, situation = replace(limits, max_attempts=500), a_situation(draw, checkpoints=draw.random() < 0.5)
+        if past[-1].outcome in FAILED:
+            place, times = draw.randrange(len(past)), draw.randrange(1, 9)
+            with_them = [*past[:place], *[End("interrupted", time=draw.uniform(0, 1000))] * times, *past[place:]]
+            assert decide(with_them, patient, situation) == decide(past, patient, situation)
+        taken = decide([*past, End("interrupted")], patient, situation)
+        if situation.can_requeue:
+            assert taken == Decision("requeue", "the allocation was taken away")
+
+
+def test_of_a_command_no_progress_is_seen_and_none_is_asked_for() -> None:
+    past = [End("saved", time=float(number)) for number in range(20)]
+    assert decide(past, Limits(), replace(QUEUE, checkpoints=False)) == Decision("requeue", "saved")
+
+
+@pytest.mark.parametrize(("spread", "free"), [(1.0, BUSY_TIMES), (BUSY_SECONDS / 3, 3)])
+def test_a_directory_that_stays_in_use_is_a_failure_in_the_end(spread: float, free: int) -> None:
+    """Twenty times, or for half an hour, it is waited for; from then on each time counts."""
+    past, told = [End("saved", progress=True)], Decision("restart", "")
+    while told.action == "restart":
+        past.append(End("busy", time=1000 + spread * len(past)))
+        told = decide(past, Limits(), QUEUE)
+    assert len(past) - 1 == free + Limits().max_failures + 1
+    assert told.action == "stop" and told.gave_up and f"the run directory stays in use by another: {len(past) - 1} attempts" in told.reason
+
+
+def test_a_repetition_long_ago_is_another_matter() -> None:
+    """Five of the same, with progress between them: within days a loop, over weeks not."""
+    for days, action in ((0.5, "stop"), (1.0, "restart")):
+        past = [failed(step=n, progress=True, time=n * days * 86400.0) for n in range(5)]
+        assert KEEP_SECONDS == 3 * 86400 and decide(past, Limits(), QUEUE).action == action
+
+
+def test_a_file_that_one_node_misses_is_held_against_it_until_another_misses_it_too() -> None:
+    def missing(host: str) -> End:
+        return failed(kind="node", host=host, code=2, step=None)
+
+    assert decide([missing("n1")], Limits(), QUEUE).action == "restart"
+    assert decide([missing("n1"), missing("n1")], Limits(), QUEUE).exclude == ("n1",)
+    wrong = decide([missing("n1"), missing("n2")], Limits(), QUEUE)
+    assert wrong.action == "stop" and not wrong.gave_up and wrong.reason.startswith("the input is wrong")
+
+
+def test_nodes_that_should_have_been_excluded_are_counted_in_a_row() -> None:
+    away = End("misplaced")
+    assert [misplaced(past) for past in ([], [away, failed()], [failed(), away, away], [away, replace(away, stopped=True)])] == [0, 0, 2, 0]
+
+
 def test_what_was_before_a_stop_is_forgiven() -> None:
     for draw, past, limits in CASES:
         again = [an_end(draw) for _ in range(draw.randrange(1, 6))]
@@ -161,140 +215,6 @@ def test_waiting_for_the_directory_counts_for_nothing() -> None:
             with_wait = [*past[:place], End("busy"), *past[place:]]
             patient, situation = replace(limits, max_attempts=500), a_situation(draw)
             assert decide(with_wait, patient, situation) == decide(past, patient, situation)
-
-
-QUEUE = Situation(can_requeue=True, nodes=4)
-HERE = Situation()
-TABLE: list[tuple[str, list[End], Situation, dict[str, Any], Decision]] = [
-    ("a first crash", [failed()], QUEUE, {}, Decision("restart", "boom (rank 0, on n1, after step 7)", 30)),
-    ("a second one, another", [failed(), failed("bang")], QUEUE, {}, Decision("restart", "bang (rank 0, on n1, after step 7)", 60)),
-    (
-        "the same twice",
-        [failed("at 0x7f00 of /a/b: 3"), failed("at 0x1e of /c: 12")],
-        QUEUE,
-        {},
-        Decision(
-            "stop", "the same failure 2 times in a row, at the same step: at 0x1e of /c: 12 (rank 0, on n1, after step 7)", gave_up=True
-        ),
-    ),
-    ("the same at another step", [failed(), failed(step=8)], HERE, {}, Decision("restart", "boom (rank 0, on n1, after step 8)", 60)),
-    (
-        "the same after progress",
-        [failed(step=6, progress=True), failed(step=7, progress=True)],
-        HERE,
-        {},
-        Decision("restart", "boom (rank 0, on n1, after step 7)", 30),
-    ),
-    (
-        "killed twice, two nodes",
-        [killed("n1"), killed("n2")],
-        QUEUE,
-        {},
-        Decision("restart", "killed by SIGKILL (rank 0, on n2, after step 7)", 60),
-    ),
-    (
-        "killed twice on a node",
-        [killed("n2"), failed("x"), killed("n2")],
-        QUEUE,
-        {},
-        Decision(
-            "requeue",
-            "killed by SIGKILL (rank 0, on n2, after step 7); from now on without n2",
-            exclude=("n2",),
-            cordon={"n2": "2 failures; the last: killed by SIGKILL (rank 0, on n2, after step 7)"},
-        ),
-    ),
-    (
-        "... days apart",
-        [killed("n2", time=0), killed("n2", time=4e5)],
-        QUEUE,
-        {},
-        Decision("restart", "killed by SIGKILL (rank 0, on n2, after step 7)", 60),
-    ),
-    (
-        "... without a queue",
-        [killed("n2"), killed("n2")],
-        HERE,
-        {},
-        Decision("restart", "killed by SIGKILL (rank 0, on n2, after step 7)", 60),
-    ),
-    (
-        "a node that is down",
-        [failed("n3 is down: DOWN", kind="node", host="n3")],
-        replace(QUEUE, down={"n3": "DOWN"}),
-        {},
-        Decision("requeue", "n3 is down: DOWN (rank 0, on n3, after step 7)"),
-    ),
-    (
-        "an unhealthy node",
-        [End("unhealthy", Failure("health", "n2: ECC", host="n2"))],
-        replace(QUEUE, unhealthy={"n2": "ECC"}),
-        {},
-        Decision("requeue", "n2: ECC (on n2); from now on without n2", exclude=("n2",), cordon={"n2": "ECC"}),
-    ),
-    (
-        "all of several unhealthy",
-        [End("unhealthy", Failure("health", "n1: no GPU", host="n1"))],
-        replace(QUEUE, nodes=2, unhealthy={"n1": "no GPU", "n2": "no GPU"}),
-        {},
-        Decision("restart", "n1: no GPU (on n1)", 30),
-    ),
-    (
-        "this machine is unhealthy",
-        [End("unhealthy", Failure("health", "here: no GPU", host="here"))],
-        replace(HERE, unhealthy={"here": "no GPU"}),
-        {},
-        Decision("stop", "this machine fails its check: here: no GPU (on here)", gave_up=True),
-    ),
-    ("saved at the time limit", [End("saved")], replace(QUEUE, ending=True), {}, Decision("requeue", "saved")),
-    ("saved at Ctrl-C", [End("saved")], replace(HERE, ending=True), {}, Decision("stop", "saved; the same command continues")),
-    ("saved to start again", [End("saved")], replace(HERE, ending=True, restart=True), {}, Decision("restart", "saved")),
-    ("crashed at the time limit", [failed()], replace(QUEUE, ending=True), {}, Decision("requeue", "boom (rank 0, on n1, after step 7)")),
-    ("cancelled", [End("cancelled")], QUEUE, {}, Decision("stop", "cancelled")),
-    ("busy", [End("busy")], QUEUE, {}, Decision("restart", "the run directory is in use by another process", 30)),
-    (
-        "too many",
-        [failed(), failed("a"), failed("b")],
-        QUEUE,
-        {"max_failures": 2},
-        Decision(
-            "stop",
-            "3 failures without a new checkpoint (restarts.max_failures: 2); the last: b (rank 0, on n1, after step 7)",
-            gave_up=True,
-        ),
-    ),
-    (
-        "not one is allowed",
-        [failed(progress=True)],
-        QUEUE,
-        {"max_failures": 0},
-        Decision(
-            "stop",
-            "1 failure without a new checkpoint (restarts.max_failures: 0); the last: boom (rank 0, on n1, after step 7)",
-            gave_up=True,
-        ),
-    ),
-    (
-        "progress in between",
-        [failed(), failed("a"), failed("b", progress=True), failed("c")],
-        QUEUE,
-        {"max_failures": 2},
-        Decision("restart", "c (rank 0, on n1, after step 7)", 60),
-    ),
-    (
-        "too many attempts",
-        [End("saved")] * 3,
-        QUEUE,
-        {"max_attempts": 3},
-        Decision("stop", "3 attempts, as many as restarts.max_attempts allows; no failure is known", gave_up=True),
-    ),
-    ("its supervisor was killed", [End("lost", Failure("lost", "gone"))] * 2, QUEUE, {}, Decision("restart", "gone", 60)),
-]
-
-
-@pytest.mark.parametrize(("history", "situation", "limits", "decision"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_the_table(history: list[End], situation: Situation, limits: dict[str, Any], decision: Decision) -> None:
-    assert decide(history, Limits(**limits), situation) == decision
 
 
 def test_a_repetition_is_seen_through_preemption_and_broken_by_another_failure() -> None:

@@ -101,6 +101,11 @@ def test_a_profile_may_write_over_another(path: Path) -> None:
     assert complaint(path, "base: site").startswith(f"{path.parent}/site.yaml:1: unknown key nodes.gpu;")
 
 
+@pytest.mark.parametrize("slurm", ["{time: 7}", "{time: 00:06:01}", "{time: 0-1, signal_seconds: 3539}", "{time: unlimited}", "{}"])
+def test_a_time_limit_that_leaves_time_is_taken(slurm: str, path: Path) -> None:
+    given(path, f"slurm: {slurm}")
+
+
 # --- mistakes ------------------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +147,11 @@ def test_a_value_of_another_type_is_refused(key: str, kind: Any, path: Path) -> 
         ("nodes: {cpus: 010}", "{path}:1: nodes.cpus = 010: expected a whole number"),
         ("watchdog: {step_minutes: 1:30}", "{path}:1: watchdog.step_minutes = 1:30: expected a number"),
         ("slurm: {time: tomorrow}", "{path}:1: slurm.time = 'tomorrow': expected 24:00:00, 3-00:00:00 or minutes"),
+        ("slurm: {time: 5}", "{path}: slurm.time = 5 must be more than slurm.signal_seconds = 300 and the 60 seconds that"),
+        ("slurm: {time: 00:06:00}", "{path}: slurm.time = 00:06:00 must be more than slurm.signal_seconds = 300"),
+        ("slurm: {time: 0-1, signal_seconds: 3540}", "{path}: slurm.time = 0-1 must be more than slurm.signal_seconds = 3540"),
+        ("notify: {command: curl https:///T}", "{path}:1: notify.command = 'curl https:///T': an address may hold a token: put the"),
+        ("notify: {command: say HTTP://x}", "{path}:1: notify.command = 'say HTTP://x': an address may hold a token: put the call"),
         ("slurm: {account: yes}", "{path}:1: slurm.account = yes: expected text or null, in quotes"),
         ("slurm: {partition: null, partition: a}", "{path}:1: key 'partition' is given twice"),
         ("nodes: {gpus: 1}\nlogs: x\nnodes: {cpus: 1}", "{path}:3: key 'nodes' is given twice"),

@@ -64,6 +64,15 @@ def test_commands_are_ours(tmp_path: Path) -> None:
     assert wanted(command("tools.hf", "export", "a", "b")).job.name.startswith("hf-export-")
 
 
+def test_no_secret_becomes_a_word_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    monkeypatch.setenv("CREDENTIALS", str(tmp_path))  # a place is no secret
+    for request in (command("data_prep", "status", "--token=hf_0123456789"), run(DEMO, "name=hf_0123456789")):
+        with pytest.raises(UserError, match=r"^a word of the command is what \$HF_TOKEN holds, and would be written to files; jobs have"):
+            wanted(request)
+    wanted(command("data_prep", "status", str(tmp_path)))
+
+
 def test_a_commands_name_is_its_own() -> None:
     names = {
         command_name(words)

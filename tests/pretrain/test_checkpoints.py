@@ -257,6 +257,53 @@ def test_asynchronous_save_writes_the_same(pretrain: Command, tmp_path: Path) ->
     assert same(weights(tmp_path / "async"), weights(pretrain.run_dir))
 
 
+RUINED = ("optimizer.lr=1e18", "optimizer.warmup_steps=0")  # the first step is finite and leaves weights that give no finite loss
+
+
+def bad_steps(checkpoints: Path) -> dict[int, int]:
+    """Step -> bad_steps_in_a_row, of every checkpoint there is."""
+    manifests = [json.loads((path / MANIFEST).read_text()) for path in checkpoints.glob("step_*")]
+    return {manifest["progress"]["step"]: manifest["progress"]["bad_steps_in_a_row"] for manifest in manifests}
+
+
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
+def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(pretrain: Command, how: str) -> None:
+    """A checkpoint at every step and one to keep: those amid bad steps push out each other, never the one from before them."""
+    for _ in range(4):
+        assert pretrain(*RUINED, how, "train.max_bad_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=1") == 3
+        good, last = (pretrain.checkpoints / f"step_0000000{step}" for step in (1, 3))
+        assert f"go back to checkpoint {good}, the newest from before them (remove the later ones, up to {last}), " in pretrain.err
+        assert bad_steps(pretrain.checkpoints) == {1: 0, 3: 2}
+    shutil.rmtree(last)
+    assert pretrain(*RUINED, how, "train.max_bad_steps=3", "checkpoint.interval=0", "checkpoint.keep_last=1") == 3
+    assert f"go back to checkpoint {good}, the newest from before them, with" in pretrain.err
+    assert bad_steps(pretrain.checkpoints) == {1: 0}
+
+
+def test_saves_at_a_signal_and_at_the_end_amid_bad_steps_keep_the_last_good_checkpoint(pretrain: Command) -> None:
+    ruined = (*RUINED, "optimizer.schedule=constant")
+    assert pretrain(*ruined, "train.steps=1") == 0
+    rest = ("train.steps=40", "train.max_bad_steps=100", "checkpoint.interval=0", "checkpoint.keep_last=1")
+    metrics = pretrain.run_dir / "metrics.jsonl"
+
+    def send_when_skipped() -> None:
+        deadline = time.monotonic() + 60
+        while '"skipped": true' not in metrics.read_text() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send_when_skipped)
+    thread.start()
+    assert pretrain(*ruined, *rest) == 0
+    thread.join()
+    kept = bad_steps(pretrain.checkpoints)
+    stopped = max(kept)
+    assert 1 < stopped < 40 and kept == {1: 0, stopped: stopped - 1}
+    assert pretrain(*ruined, *rest) == 0
+    assert bad_steps(pretrain.checkpoints) == {1: 0, 40: 39}
+
+
 def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
     assert pretrain("checkpoint.keep_last=2", "checkpoint.interval=2") == 0
     assert sorted(path.name for path in pretrain.checkpoints.iterdir()) == ["latest", "step_00000010", "step_00000012"]

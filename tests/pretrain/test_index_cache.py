@@ -360,8 +360,8 @@ def test_a_flipped_byte_is_refused_by_name(run: Run, name: str) -> None:
 
 
 def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*words: str) -> str:
-        assert run(*words) == 2
+    def refused(*words: str, code: int = 2) -> str:
+        assert run(*words) == code
         assert len(run.err.splitlines()) == 1
         return run.err
 
@@ -370,7 +370,7 @@ def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "the index cache cannot be written: " in refused("--index", f"data.index_cache={run.folder / 'file'}")
     run.write_data(seed=2, documents=20_000, length=4)
     with small_files(60_000):
-        said = refused("--index")
+        said = refused("--index", code=1)  # a full disk may have room again
     assert said.startswith("pretrain: error: the index cache cannot be written: ") and "Traceback" not in said
     assert folders(run.cache) == []
     shutil.rmtree(run.data)

@@ -126,8 +126,8 @@ def test_from_start_to_end_and_on(pretrain: Command, how: str) -> None:
 
 def test_a_failure_is_told_in_one_line(pretrain: Command) -> None:
     """What the run itself gives up on, what the configuration has wrong after the claim, and what nobody expected."""
-    assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 1
-    assert stand(pretrain.run_dir) == ("failed", 4, 12, checkpoint(4), None)
+    assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0", "checkpoint.interval=1") == 3
+    assert stand(pretrain.run_dir) == ("failed", 4, 12, checkpoint(3), None)
     assert progress(pretrain.run_dir)["message"] == pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
     assert pretrain("model.hidden_size=48") == 2
     assert progress(pretrain.run_dir)["message"].startswith("checkpoint ")
@@ -146,6 +146,78 @@ def test_a_message_is_one_line_and_other_ranks_write_nothing(tmp_path: Path) -> 
     message = progress(tmp_path)["message"]
     assert message.startswith("a bccc") and len(message) == 1000
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_file_system_that_fails_is_one_line_and_code_1(pretrain: Command) -> None:
+    """A symbolic link to itself: an OSError that no wrong path gives, here as rank 0 looks for the checkpoint, builds, and claims."""
+
+    def failed(path: Path, *overrides: str) -> str:
+        assert pretrain(*overrides) == 1
+        assert pretrain.err.count("\n") == 1 and pretrain.err.startswith("pretrain: error: ")
+        assert f"{path}: Too many levels of symbolic links" in pretrain.err
+        return pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
+
+    def circular(path: Path) -> Path:
+        path.unlink(missing_ok=True)
+        path.symlink_to(path.name)
+        return path
+
+    assert pretrain("train.steps=4") == 0
+    manifest = pretrain.run_dir / checkpoint(4) / MANIFEST
+    content = manifest.read_text()
+    told = failed(circular(manifest))
+    assert told.startswith(f"{manifest}: ") and progress(pretrain.run_dir)["message"] == told
+    assert stand(pretrain.run_dir)[0] == "failed"
+    manifest.unlink()
+    manifest.write_text(content)
+    place = circular(pretrain.run_dir / "place")
+    told = failed(place / "cache", f"data.index_cache={place / 'cache'}")
+    assert told.startswith("the index cache cannot be written: ") and progress(pretrain.run_dir)["message"] == told
+    failed(circular(pretrain.run_dir / "lock"))
+    (pretrain.run_dir / "lock").unlink()
+    assert pretrain() == 0, "the same command goes on when the file system is well"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line_and_code_1(pretrain: Command) -> None:
+    pretrain.run_dir.mkdir()
+    pretrain.checkpoints.write_text("")
+    assert pretrain() == 1
+    assert pretrain.err.startswith(f"pretrain: error: checkpoint {pretrain.checkpoints}/step_00000004 cannot be written: ")
+    assert pretrain.err.count("\n") == 1
+    assert progress(pretrain.run_dir)["message"] == pretrain.err.removeprefix("pretrain: error: ").rstrip("\n")
+
+
+CANARIES = {
+    "HUB_API_KEY": "canary-0123456789",
+    "hub_token": "canary-of-lower-case",
+    "BEARER_JWT": "canary.of.a.jwt",
+    "MY_SECRET_2": "canary-0123456789-and-longer",
+    "DB_PASSWORD_FILE": "canary of\n several lines",
+    "CREDENTIALS": "canary:credentials",
+}
+
+
+def test_a_message_holds_no_value_of_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**CANARIES, "SHORT_KEY": "a", "MONKEYS": "harmless-value"}.items():
+        monkeypatch.setenv(name, value)
+    file = ProgressFile(tmp_path, Schedule(10, 8, 32, 0, 0), 1)
+    file.tell("failed", message="at " + ", ".join(CANARIES.values()) + " and harmless-value")
+    assert progress(tmp_path)["message"] == "at ***, ***, ***, ***, ***, *** and harmless-value"
+    file.tell("failed", message="x" * 990 + CANARIES["MY_SECRET_2"])
+    assert "canary" not in (tmp_path / NAME).read_text(), "cut after what is hidden, not before"
+
+
+def test_what_a_run_leaves_holds_no_value_of_a_secret(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of a run that failed for a path with a secret in it, except what tells the configuration as the user typed it."""
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    load = pretrain.run_dir / CANARIES["HUB_API_KEY"]
+    assert pretrain("train.steps=4", f"checkpoint.load={load}") == 2
+    assert progress(pretrain.run_dir)["message"].startswith(f"{pretrain.run_dir}/***: no checkpoint there")
+    assert pretrain("train.steps=4") == 0
+    written = [path for path in pretrain.run_dir.rglob("*") if path.is_file()]
+    assert {"environment.json", "relaunch.sh", "attempts.jsonl", NAME} <= {path.name for path in written}
+    assert [path for path in written if b"canary" in path.read_bytes() and path.name != "changes.diff"] == []
 
 
 def test_signals_before_the_first_step_are_not_lost(pretrain: Command, ignored: None) -> None:

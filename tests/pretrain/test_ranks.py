@@ -13,7 +13,7 @@ from tests.pretrain.conftest import ROOT
 SCRIPT = """
 import sys
 import torch
-from pretrain.loader import ConfigError
+from pretrain.errors import ConfigError, StorageError
 from pretrain.ranks import from_rank_0
 rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2)
@@ -23,11 +23,17 @@ def compute():
         raise ConfigError("data/train.idx is another file")
     if case == "missing":
         open(store + ".missing")
+    if case == "circular":
+        open(store + ".circular")
+    if case == "input/output":
+        open("/proc/self/mem", "rb").read(1)
     return {"answer": rank}
 try:
     print(from_rank_0(compute))
 except ConfigError as error:
     print("refused:", error)
+except StorageError as error:
+    print("failed:", error)
 torch.distributed.destroy_process_group()
 """
 
@@ -38,10 +44,13 @@ torch.distributed.destroy_process_group()
         ("answered", "{'answer': 0}\n"),
         ("refused", "refused: data/train.idx is another file\n"),
         ("missing", "refused: {store}.missing: No such file or directory\n"),
+        ("circular", "failed: {store}.circular: Too many levels of symbolic links\n"),
+        ("input/output", "failed: Input/output error\n"),
     ],
 )
 def test_all_ranks_hear_the_same(tmp_path: Path, case: str, said: str) -> None:
     store = tmp_path / "store"
+    (tmp_path / "store.circular").symlink_to("store.circular")
     command = [sys.executable, "-c", SCRIPT]
     ranks = [subprocess.Popen([*command, str(rank), str(store), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)]
     try:

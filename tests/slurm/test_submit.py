@@ -19,6 +19,7 @@ from launch.layout import attempts, launch_folder, rank_log, read_json, read_jso
 from tests.slurm.mini import MiniSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "configs" / "run" / "demo.yaml")
 HELP = ("--", "data_prep", "stdlib", "--help")
 HELD = ("--set", "slurm.options=[--hold]")
 PROFILE = """
@@ -73,6 +74,12 @@ class Login:
         if not (self.folder / "config.yaml").exists():
             os.mkfifo(self.folder / "config.yaml")
         return ("--", "pretrain", "config.yaml", "--plan")
+
+    def job_that_is_over(self) -> str:
+        """What a run waits for that is not to be refused for its data, which is not there."""
+        job = self.cluster.sbatch("--mem=10", "--output=/dev/null", "--wrap=true")
+        self.cluster.wait(job, "COMPLETED")
+        return str(job)
 
     def feed(self) -> None:
         """Give the waiting command what it waits for: the plan of the demo with a vocabulary, which needs no data."""
@@ -232,11 +239,56 @@ def test_slurm_refuses_in_its_own_words(login: Login) -> None:
 
 def test_cordoned_nodes_are_left_out(login: Login) -> None:
     entries = [{"node": name, "time": 0, "reason": "ECC", "run": "x", "until": None} for name in ("node1", "of-another-cluster")]
-    (login.folder / "cordon.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (login.folder / "runs").mkdir()
+    (login.folder / "runs" / "cordon.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     job = login.submit(*HELP)
     assert login.cluster.job(job)["ExcNodeList"] == "node1"
     assert login.cluster.wait(job) == "COMPLETED"
     assert login.cluster.job(job)["NodeList"] == "node2"
+
+
+BAD = {
+    "line": "setup.lines=['[ $SLURMD_NODENAME != node1 ] || exit 1']",
+    "module": "setup.lines=['module() { [ $SLURMD_NODENAME != node1 ]; }', 'module load x || exit 2']",
+    "interpreter": "setup.lines=['[ $SLURMD_NODENAME != node1 ] || hash -p /gone/python python3']",
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login, bad: str) -> None:
+    """node1 is bad, and comes first; on node2 the run gets as far as pretrain, which misses its data."""
+    run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "job", "--dependency", login.job_that_is_over(), "--parsable")
+    job = login.launch(*run, "--set", bad, "--set", "host_python=python3").strip()
+    assert login.cluster.wait(job) == "FAILED"
+    shown = login.cluster.job(job)
+    assert (shown["Restarts"], shown["ExcNodeList"], shown["NodeList"]) == ("1", "node1", "node2")
+    assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [["node2"]]
+    told = "[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"
+    assert told in login.launch("logs", "job")
+
+
+def test_a_task_leaves_a_node_by_itself_and_tells_where(login: Login) -> None:
+    """A sweep's task is named by its array: the others stay."""
+    bad = "setup.lines=['[ $SLURMD_NODENAME,$SLURM_ARRAY_TASK_ID != node1,0 ] || exit 1']"
+    run = ("sweep", DEMO, "--grid", "train.seed=1,2", "--cluster", "mini.yaml", "--directory", "job", "--set", bad)
+    job = login.launch(*run, "--dependency", login.job_that_is_over(), "--parsable").strip()
+    assert [login.cluster.wait(f"{job}_{task}") for task in (0, 1)] == ["FAILED", "FAILED"]
+    shown = [login.cluster.job(f"{job}_{task}") for task in (0, 1)]
+    assert [(task["Restarts"], task["ExcNodeList"]) for task in shown] == [("1", "node1"), ("0", "(null)")]
+    told = [line for line in login.launch("logs", "job", "--item", "0").splitlines() if "did not start on node1" in line]
+    assert told == ["[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"]
+    assert "did not start" not in login.launch("logs", "job", "--item", "1")
+
+
+@pytest.mark.parametrize(("exclusive", "cpus"), [("true", "8"), ("false", "1")])
+def test_ranks_have_all_cpus_of_nodes_that_are_their_own(login: Login, exclusive: str, cpus: str) -> None:
+    job = login.submit(*login.waiting_command(), options=("--set", f"nodes.exclusive={exclusive}"))
+    login.reached(1)
+    steps = login.cluster.run("scontrol", "show", "step", "--oneliner", job).stdout.splitlines()
+    (ranks,) = (line for line in steps if "Name=launch-1 " in line)
+    assert f" CPUs={cpus} " in ranks
+    login.launch("cancel", "job")
+    login.cluster.wait(job)
 
 
 def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     folder = tmp_path_factory.mktemp("reference")
     call("launch", "local", DEMO, *overrides(data, folder / "run"), "--cluster", profile(folder, "local", {}), "--processes", "2")
     train, valid = losses(folder / "run")
-    assert sorted(train) == list(range(1, STEPS + 1)) and sorted(valid) == [50, 100, 150]
+    assert sorted(train) == list(range(1, STEPS + 1)) and sorted(valid) == [60, 120]
     return train, valid
 
 
@@ -80,7 +80,8 @@ def test_the_time_limits_signal_saves_and_requeues(
     cluster: MiniSlurm, make_run: MakeRun, reference: tuple[dict[int, float], dict[int, float]]
 ) -> None:
     run = make_run(cluster, slurm={"signal_seconds": 30})
-    run.submit("--time", "1")
+    run.submit()
+    cluster.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=1")  # which no profile may have with such a signal
     # Slurm looks every half a minute: until then the ranks stand still, and take the signal when they go on.
     run.until("step 10, or a signal", lambda: run.step() >= 10 or run.state().get("state") == "saving")
     ranks = run.rank_pids()
@@ -113,11 +114,11 @@ def test_a_preempted_run_saves_waits_and_goes_on(
 def test_cancel_with_save_then_requeue(cluster: MiniSlurm, make_run: MakeRun, reference: tuple[dict[int, float], dict[int, float]]) -> None:
     run = make_run(cluster)
     run.submit()
-    run.until_step(30)
+    run.until_step(45)  # after a checkpoint: who writes it must not be ended by the signal
     run.launch("cancel", "--save", run.directory)
     run.wait("FAILED", "CANCELLED")
     (attempt,) = run.attempts()
-    assert attempt["checkpoint_end"] >= 30 and run.state()["state"] == "cancelled"
+    assert attempt["checkpoint_end"] >= 45 and run.state()["state"] == "cancelled"
     assert "cancelled" in run.launch("submit", DEMO, *run.overrides, "--cluster", run.profile, "--nodes", "2", code=2)
     run.job = int(run.launch("requeue", run.directory).split(" as job ")[1].split(":")[0])
     run.wait("COMPLETED")
@@ -184,17 +185,17 @@ def test_a_crash_loop_stops_with_the_diagnosis(
     assert "rank 1" in run.launch("logs", "--errors", run.directory)
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"], ids=["batch host", "other"])
+@pytest.mark.parametrize("node", ["node1", pytest.param("node2", marks=pytest.mark.slow)], ids=["batch host", "other"])
 def test_a_node_that_dies_is_done_without(
     make_cluster: MakeCluster, make_run: MakeRun, reference: tuple[dict[int, float], dict[int, float]], node: str
 ) -> None:
     cluster = make_cluster(nodes=3, slurmd_timeout=5)
     run = make_run(cluster)
     run.submit()
-    run.until_step(30)
+    run.until_step(50)
     cluster.kill_node(node)
     run.wait("COMPLETED")
-    assert node not in run.attempts()[-1]["nodes"] and run.attempts()[-1]["checkpoint_start"] >= 25
+    assert node not in run.attempts()[-1]["nodes"] and run.attempts()[-1]["checkpoint_start"] >= 40
     assert losses(run.directory) == reference
 
 

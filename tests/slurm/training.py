@@ -25,7 +25,7 @@ from tests.slurm.mini import MiniSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "configs/run/demo.yaml"
-STEPS = 150
+STEPS = 120
 SMALL = (
     "data.seq_length=32",
     "model.hidden_size=32",
@@ -35,10 +35,10 @@ SMALL = (
     f"train.steps={STEPS}",
     "train.micro_batch_size=2",
     "train.global_batch_size=8",
-    "train.eval_interval=50",
+    "train.eval_interval=60",
     "train.eval_batches=1",
     "optimizer.warmup_steps=3",
-    "checkpoint.interval=25",
+    "checkpoint.interval=40",
     "log.diagnostics_interval=0",
     "data.test=[]",
 )
