@@ -67,13 +67,20 @@ def _title(item: Item, attempt: Path, record: dict[str, Any]) -> str:
 
 
 def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
-    """The rank that failed first, and those that followed."""
+    """The rank that is the likely cause, which failed first where no other's word is older, and the others."""
     first, *rest = failed
-    yield f"  first: rank {first.rank} on {first.host} at {_clock(first.time)}: {first.message}"
+    word = "first" if all(failure.time >= first.time for failure in rest) else "most likely"
+    yield f"  {word}: rank {first.rank} on {first.host} at {_clock(first.time)}: {first.message}"
     said = first.traceback.splitlines() if first.traceback else _last_lines(attempt, first.rank)
     yield from (f"    {line}" for line in said)
     for failure in rest[:FOLLOWERS]:
-        yield f"  then:  rank {failure.rank} on {failure.host}, {failure.time - first.time:+.1f} s: {failure.message}"
+        after = failure.time - first.time
+        when = (
+            f"then:  rank {failure.rank} on {failure.host}, {after:+.1f} s"
+            if after >= 0
+            else f"also:  rank {failure.rank} on {failure.host}"
+        )
+        yield f"  {when}: {failure.message}"
     if len(rest) > FOLLOWERS:
         yield f"  and {len(rest) - FOLLOWERS} more"
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import getpass
 import os
+import shlex
 import signal
 import socket
 import time
@@ -84,9 +85,10 @@ def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     """A line an item; of many, of the first."""
     for standing in active[:LINES]:
         told = "saves, then ends" if save and standing.state in ("RUNNING", "local") else "was cancelled"
-        print(f"{job.items[standing.index].name}: {standing.where} {told}; to go on: python -m launch requeue {_place(job, standing)}")
+        where = shlex.quote(_place(job, standing))
+        print(f"{job.items[standing.index].name}: {standing.where} {told}; to go on: python -m launch requeue {where}")
     if len(active) > LINES:
-        print(f"... and {len(active) - LINES} more; to go on with all: python -m launch requeue {job.directory}")
+        print(f"... and {len(active) - LINES} more; to go on with all: python -m launch requeue {shlex.quote(job.directory)}")
 
 
 def _end_local(pids: Sequence[int], *, save: bool) -> None:

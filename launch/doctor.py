@@ -9,6 +9,7 @@ A line a check: ok, warning or FAILED, and what to do about it. Ends with 1 when
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from launch.layout import attempts
 from launch.node_check import Report, read_reports
 from launch.node_facts import probe_folder
 from launch.profile import Profile, load_profile
-from launch.supervise.cordon import cordoned
+from launch.request import work_directory
+from launch.supervise.cordon import cordon_path, cordoned
 
 PYTHON = (3, 11)
 LOOK_SECONDS = 120.0  # for an interpreter on a cold file system to say what it is
@@ -152,9 +154,10 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
     if profile.scheduler != "slurm":
         return
     yield from doctor_slurm.checks(profile, arguments.nodes)
-    if profile.paths.cordon and (away := cordoned(profile.paths.cordon)):
+    file = cordon_path(profile.paths.cordon, work_directory())
+    if away := cordoned(file):
         told = "; ".join(f"{node} ({entry.reason})" for node, entry in list(away.items())[:LISTED])
-        yield Check("warning", "cordon", f"{len(away)} nodes: {told}", f"delete their lines in {profile.paths.cordon} once they are well")
+        yield Check("warning", "cordon", f"{len(away)} nodes: {told}", f"delete their lines in {file} once they are well")
 
 
 # --- the trial -------------------------------------------------------------------------------------------------------------------
@@ -222,7 +225,12 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     if outcome.result is None:
         unfit = any(not report.ok for report in reports.values())
         lines = "".join(f"\n{'':<23} | {line}" for line in ([] if unfit else outcome.tail))
-        yield Check("FAILED", "trial", f"{outcome.trouble}{lines}", "" if unfit else f"python -m launch logs --errors {outcome.directory}")
+        yield Check(
+            "FAILED",
+            "trial",
+            f"{outcome.trouble}{lines}",
+            "" if unfit else f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}",
+        )
         return
     yield Check("ok", "trial", f"ran on {', '.join(outcome.nodes)}")
     yield from of_folders(outcome.result)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -73,7 +74,9 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
         return Draft(merged, configs, code, asked, tuple(now), notes=tuple(notes))
     busy = next((standing for standing in known if standing.kind == "active"), None)
     if busy is not None:
-        raise UserError(f"{directory}: {busy.where} has the old settings; first: python -m launch cancel --save {directory}")
+        raise UserError(
+            f"{directory}: {busy.where} has the old settings; first: python -m launch cancel --save {shlex.quote(str(directory))}"
+        )
     sweep = job.array and job.kind == "run"
     reopened = _changed_items(before, merged, wanted.configs) if sweep else list(range(len(merged.items)))
     now = [Standing(item.index, "idle") if item.index in reopened else item for item in now]

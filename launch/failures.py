@@ -152,6 +152,11 @@ def kind_of(message: str, code: int | None, signal: str | None) -> str:
     return "signal" if signal else "exit"
 
 
+def blameless_signal(signal: str | None, traceback: str | None) -> bool:
+    """Whether a signal only followed the error: after an exception of Python's, gloo or NCCL may abort the interpreter on its way out."""
+    return signal == "SIGABRT" and "Traceback (most recent call last)" in (traceback or "")
+
+
 def is_lost_peer(message: str) -> bool:
     """Whether an error only says that another rank went away."""
     return bool(_LOST_PEER.search(message))
@@ -212,6 +217,8 @@ def last_stamp(log: Path) -> float | None:
 def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
     """The failure that a record tells of."""
     rank, error, by, code = record["rank"], record.get("error"), record.get("signal"), record.get("exit")
+    if error and blameless_signal(by, record.get("traceback")):
+        by = None
     said = {"rank": rank, "host": str(record.get("host")), "exit": code, "signal": by, "traceback": record.get("traceback")}
     if record.get("ended") is None:
         seen = last_stamp(rank_log(attempt, rank)) or record.get("started") or 0.0

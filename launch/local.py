@@ -17,12 +17,11 @@ import sys
 
 from launch.errors import UserError
 from launch.job import Job
+from launch.profile import SHIPPED
 from launch.side_by_side import run_items, supervisor_command
-from launch.snapshot import ROOT
 from launch.standing import counted, standings
 from launch.submit import add_place_arguments, prepare, request_of
 
-PROFILES = ROOT / "configs" / "cluster"
 SMI_SECONDS = 30.0
 
 
@@ -72,7 +71,7 @@ def _become_supervisor(job: Job) -> int:
 
 def default_profile() -> str:
     """The shipped profile for this machine: with its GPUs, where nvidia-smi lists some. Raises UserError where profiles are not shipped."""
-    path = PROFILES / ("local_gpu.yaml" if _has_gpus() else "local_cpu.yaml")
+    path = SHIPPED / ("local_gpu.yaml" if _has_gpus() else "local_cpu.yaml")
     if not path.is_file():
         raise UserError(f"{path} is not there; give a profile: --cluster PROFILE.yaml with scheduler: local")
     return str(path)

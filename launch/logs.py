@@ -22,6 +22,7 @@ from launch.errors import UserError
 from launch.follow import Follower, Line, Source, agent_sources, merged, rank_sources, slurm_source, supervisor_source
 from launch.job import Item, Job
 from launch.layout import attempts, launch_folder, read_json, read_json_lines
+from launch.rows import is_resubmitted
 from launch.standing import find_job
 
 FOLLOW_SECONDS = 0.5
@@ -58,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
             yield from _sources(job, item, arguments.attempt, ranks, named=len(items) > 1)
 
     if arguments.follow:
-        _follow(items, Follower(find, arguments.tail or FOLLOW_LAST), arguments.time)
+        _follow(job, items, Follower(find, arguments.tail or FOLLOW_LAST), arguments.time)
         return 0
     if arguments.tail is not None:
         lines: Iterable[Line] = Follower(find, arguments.tail).read()
@@ -131,11 +132,11 @@ def _slurm_files(job: Job, item: Item) -> list[Path]:
     return [path for job_id in ids if (path := folder / f"slurm-{job_id}.out").is_file()]
 
 
-def _follow(items: list[Item], follower: Follower, with_time: bool) -> None:
+def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) -> None:
     """Print what comes until every item is over, or until interrupted."""
     try:
         while True:
-            over = all(_is_over(Path(item.directory)) for item in items)  # before the last look
+            over = all(_is_over(job, item) for item in items)  # before the last look
             _print(follower.read(), with_time)
             if over:
                 return
@@ -144,8 +145,10 @@ def _follow(items: list[Item], follower: Follower, with_time: bool) -> None:
         return
 
 
-def _is_over(item: Path) -> bool:
-    return (read_json(launch_folder(item) / "state.json") or {}).get("state") in OVER
+def _is_over(job: Job, item: Item) -> bool:
+    """Whether nothing more will come: its supervisor is done, and it was not submitted again since."""
+    state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
+    return state.get("state") in OVER and not is_resubmitted(job, job.items.index(item), state)
 
 
 def _print(lines: Iterable[Line], with_time: bool) -> int:

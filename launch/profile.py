@@ -19,6 +19,7 @@ from launch.errors import UserError
 from launch.strict import setting
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
+SHIPPED = Path(__file__).resolve().parents[1] / "configs" / "cluster"
 SIGNAL_EARLY_SECONDS = 60  # Slurm's signal before the time limit comes up to a minute earlier than asked for
 SMI_SECONDS = 20.0  # for nvidia-smi to answer
 
@@ -215,10 +216,14 @@ class Profile:
 def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
     """The profile in a YAML file, ``slurm.partition=x`` overrides applied, variables and relative paths filled in.
 
+    A bare name that is no file here is a shipped profile's.
+
     Raises:
         UserError: the file cannot be read, a key is unknown, a value is refused, or values contradict each other.
     """
-    profile = strict.read(Profile, Path(path), overrides)
+    if not Path(path).exists() and (SHIPPED / f"{path}.yaml").is_file():
+        path = SHIPPED / f"{path}.yaml"
+    profile = strict.read(Profile, Path(path), overrides, SHIPPED)
     assert isinstance(profile, Profile)
     if profile.nodes.gpus is None and profile.scheduler == "local":
         profile = replace(profile, nodes=replace(profile.nodes, gpus=_gpus_here()))

@@ -27,14 +27,15 @@ from types import FrameType
 
 from launch import secrets, stacks
 from launch.errors import describe_os_error
-from launch.failures import Findings, kind_of
+from launch.failures import Findings, blameless_signal, kind_of
 from launch.layout import rank_log, rank_record, write_json
 from launch.scribe import Scribe
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PATIENCE_SECONDS = 5.0  # an unfinished line is written after this; what the command leaves running gets this to end
 _PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # of <linux/prctl.h>
-_FLIGHT_FOLDERS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+_FLIGHT_FOLDERS = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+_NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +58,7 @@ class Keeper:
         self.attempt, self.command = attempt, list(command)
         self.rank, self.local_rank = int(environ.get("RANK") or 0), int(environ.get("LOCAL_RANK") or 0)
         self._started = self._child_ended = time.time()
-        self._environ = {**self._defaults(), **environ}
+        self._environ = {**self._defaults(), **(self._older_defaults() if _may_have_gpus(environ) else {}), **environ}
         self._findings = Findings()
         self._scribe = Scribe(rank_log(attempt, self.rank), secrets.values(environ), self._findings)
         self._child: subprocess.Popen[bytes] | None = None
@@ -73,12 +74,14 @@ class Keeper:
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
             "TORCH_FR_BUFFER_SIZE": "2000",
-            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": flight,
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight,
             "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipe,
         }
+
+    def _older_defaults(self) -> dict[str, str]:
+        """The flight recorder's older names: older versions of torch make its pipe for these alone, and newer ones warn of them."""
+        return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(self.attempt / "flight" / "rank_")}
 
     def run(self) -> int:
         """Start the command, keep it, record its end."""
@@ -88,7 +91,7 @@ class Keeper:
             signal.signal(number, signal.SIG_IGN)
         source, sink = os.pipe()
         try:
-            for name in _FLIGHT_FOLDERS:  # torch does not make them, and a pipe without its folder ends the rank
+            for name in self._environ.keys() & _FLIGHT_FOLDERS:  # torch does not make them, and a pipe without its folder ends the rank
                 Path(self._environ[name]).parent.mkdir(parents=True, exist_ok=True)
             prepare = functools.partial(_in_the_command, os.getpid())
             quiet = subprocess.DEVNULL
@@ -188,7 +191,8 @@ class Keeper:
         by = signal.Signals(-child.returncode).name if child.returncode < 0 else None
         code = 128 - child.returncode if child.returncode < 0 else child.returncode
         found = self._findings.cause(by) if code else None
-        kind = kind_of(found.message if found else "", code, by) if code else None
+        telling = None if found and blameless_signal(by, found.traceback) else by
+        kind = kind_of(found.message if found else "", code, telling) if code else None
         self._save(
             ended=self._child_ended,
             exit=code,
@@ -226,6 +230,12 @@ class _Wakeup:
         signal.set_wakeup_fd(-1)
         os.close(self._read)
         os.close(self._write)
+
+
+def _may_have_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether the command may find an NVIDIA GPU, and so use NCCL."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return Path("/dev/nvidiactl").exists() if visible is None else visible.strip() not in _NO_GPUS
 
 
 def _die_with_parent() -> None:

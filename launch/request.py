@@ -60,7 +60,7 @@ class Wanted:
 def wanted(request: Request) -> Wanted:
     """The job that a request asks for. Raises UserError, with pretrain's own words where a configuration is refused."""
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
-        raise UserError(f"--nodes {request.nodes} --processes {request.processes}: both must be at least 1")
+        raise UserError("--nodes and --processes must be at least 1")
     _refuse_secrets(request.words)
     return _command(request) if request.is_command else _run(request)
 

@@ -53,7 +53,7 @@ def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> t
     """Restart what runs, and submit what does not: on this machine, what is to be started once the directory is let go."""
     chosen = [standing for standing in standings(job) if standing.index in items]
     begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
-    restart(job, [standing for standing in chosen if standing.kind == "active"])
+    restart(job, [standing for standing in chosen if standing.kind == "active"], arguments.exclude)
     if not begin:
         if not any(standing.kind == "active" for standing in chosen):
             print(f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update")
@@ -85,8 +85,10 @@ def _allow(job: Job, index: int) -> None:
     (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
 
 
-def restart(job: Job, active: Sequence[Standing]) -> None:
+def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> None:
     """Tell what runs to save and start again, though it may be saving in order to end; release what is held.
+
+    What waits is excluded from the nodes that are cordoned now, the profile's and those ``named``, and from no other.
 
     Raises:
         UserError: one is on a machine that is out of reach.
@@ -95,7 +97,7 @@ def restart(job: Job, active: Sequence[Standing]) -> None:
         if standing.pid is None and standing.job_id is None:
             raise UserError(f"{job.directory}: {standing.message}; requeue it there")
         _allow(job, standing.index)
-        told = _restart_here(standing.pid) if standing.pid is not None else _restart_on_slurm(job, standing, str(standing.job_id))
+        told = _restart_here(standing.pid) if standing.pid is not None else _restart_on_slurm(job, standing, str(standing.job_id), named)
         print(f"{job.items[standing.index].name}: {standing.where} {told}")
 
 
@@ -104,7 +106,7 @@ def _restart_here(pid: int) -> str:
     return "saves and starts again"
 
 
-def _restart_on_slurm(job: Job, standing: Standing, job_id: str) -> str:
+def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:
     state = read_json(launch_folder(Path(job.items[standing.index].directory)) / "state.json") or {}
     over = state.get("job_id") == job_id and state.get("state") in ("cancelled", "stopped")
     if standing.state == "COMPLETING" or (standing.state == "RUNNING" and over):
@@ -115,4 +117,7 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str) -> str:
     if "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
         slurm.release([job_id])
         return "was held, and is released"
-    return "waits in the queue already" + (f": {standing.message}" if standing.message else "")
+    away = list(dict.fromkeys([*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]))
+    slurm.exclude(job_id, away)
+    reason = f" ({standing.message})" if standing.message else ""
+    return f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"

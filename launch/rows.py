@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,14 @@ from typing import Any
 
 from launch import slurm
 from launch.alive import process_of
+from launch.follow import started
 from launch.job import Job
-from launch.layout import launch_folder, read_json, read_json_lines
+from launch.layout import attempts, launch_folder, read_json, read_json_lines
 from launch.standing import AT_WORK
 
 OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states
 LAST_SUBMISSIONS = 5  # of a job are asked for
+_STEPPING = ("running", "running?", "saving", "saving?")  # states in which steps may be made
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl
 
 
@@ -63,9 +66,9 @@ def ask(jobs: Sequence[Job]) -> Queue:
         return Queue({}, str(error))
 
 
-def rows_of(job: Job, queue: Queue, now: float) -> list[Row]:
-    """A row for each item of a job."""
-    return [_row(job, index, queue, now) for index in range(len(job.items))]
+def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
+    """A row for each item of a job, or for some of them."""
+    return [_row(job, index, queue, now) for index in (range(len(job.items)) if items is None else items)]
 
 
 def summary(job: Job, rows: Sequence[Row]) -> Row:
@@ -87,13 +90,31 @@ def summary(job: Job, rows: Sequence[Row]) -> Row:
 
 
 def _may_be_queued(job: Job) -> bool:
-    states = (_state_of(item.directory).get("state") for item in job.items)
-    return job.profile.get("scheduler") == "slurm" and any(state not in OVER for state in states)
+    if job.profile.get("scheduler") != "slurm":
+        return False
+    states = [_state_of(item.directory) for item in job.items]
+    return any(state.get("state") not in OVER or is_resubmitted(job, index, state) for index, state in enumerate(states))
+
+
+def _submissions(job: Job) -> list[dict[str, Any]]:
+    lines = read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
+    return [line for line in lines if isinstance(line, dict) and line.get("job_id")]
 
 
 def _submitted(job: Job) -> list[str]:
-    lines = read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
-    return [str(line["job_id"]) for line in lines if isinstance(line, dict) and line.get("job_id")][-LAST_SUBMISSIONS:]
+    return [str(line["job_id"]) for line in _submissions(job)[-LAST_SUBMISSIONS:]]
+
+
+def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
+    """Whether an unfinished item went to Slurm after its state was written: as another job than that, or, where that names none, later."""
+    if job.profile.get("scheduler") != "slurm" or state.get("state") == "finished":
+        return False
+    last = next((line for line in reversed(_submissions(job)) if index in (line.get("items") or (index,))), None)
+    if last is None:
+        return False
+    if state.get("job_id"):
+        return str(state["job_id"]).partition("_")[0] != str(last["job_id"])
+    return float(last.get("time") or 0.0) > float(state.get("time") or 0.0)
 
 
 def _state_of(directory: str) -> dict[str, Any]:
@@ -106,9 +127,11 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
     state = _state_of(item.directory)
     job_id, found = _queued(job, index, queue)
     stop = read_json(launch_folder(Path(item.directory)) / "stop.json")
-    word, message = _word(job, state, stop if isinstance(stop, dict) else None, job_id, found, queue.silent)
+    stop = stop if isinstance(stop, dict) else None
+    again = stop is None and state.get("state") in OVER and is_resubmitted(job, index, state)
+    word, message = _word(job, {} if again else state, stop, job_id, found, queue.silent)
     active = bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
-    numbers = _numbers(Path(item.directory), active, now) if job.kind == "run" else {}
+    numbers = _numbers(Path(item.directory), active, word in _STEPPING, now) if job.kind == "run" else {}
     return Row(
         name=item.name,
         directory=item.directory,
@@ -119,7 +142,7 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
         attempt=state.get("attempt"),
         failures=int(state.get("failures") or 0),
         since=state.get("time"),
-        message=message or str(state.get("message") or ""),
+        message=message or ("" if again else str(state.get("message") or "")),
         **numbers,
     )
 
@@ -161,9 +184,10 @@ def _word(
         return why, str((stop or {}).get("message") or "")
     if said is not None:
         gone = f"job {job_id}: {found.state}" if found else f"its supervisor (process {state.get('pid')} on {state.get('host')}) is gone"
-        return "lost", f"{gone}; `python -m launch requeue {job.directory}` continues"
+        return "lost", f"{gone}; `python -m launch requeue {shlex.quote(job.directory)}` continues"
     if found is not None:
-        return "lost", f"job {job_id}: {found.state} before the supervisor began; see: python -m launch logs {job.directory}"
+        see = f"python -m launch logs {shlex.quote(job.directory)}"
+        return "lost", f"job {job_id}: {found.state} before the supervisor began; see: {see}"
     return ("unknown?" if silent and _submitted(job) else "new"), ""
 
 
@@ -177,21 +201,25 @@ def _in_queue(said: str | None, state: Mapping[str, Any], found: slurm.QueueStat
     return found.state.lower(), ""
 
 
-def _numbers(directory: Path, active: bool, now: float) -> dict[str, Any]:
-    """What a run's own files say."""
+def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[str, Any]:
+    """What a run's own files say; the time left only where its last attempt makes steps and has made one."""
     progress = read_json(directory / "progress.json")
     progress = progress if isinstance(progress, dict) else {}
     step, valid, written = _last_lines(directory / "metrics.jsonl")
     age = now - written if active and written is not None else None
-    eta = step.get("eta_seconds")
+    seconds = step.get("step_seconds")
+    began = started(there[-1]) if (there := attempts(directory)) else 0.0
+    stepped = stepping and written is not None and written > began
     steps = [value for value in (progress.get("step"), step.get("step")) if isinstance(value, int)]
+    done, whole = max(steps, default=None), progress.get("steps")
+    left = max(0, whole - done) if isinstance(whole, int) and done is not None else None
     return {
-        "step": max(steps, default=None),
-        "steps": progress.get("steps"),
+        "step": done,
+        "steps": whole,
         "loss": step.get("loss"),
         "valid_loss": valid.get("valid_loss"),
         "tokens_per_second": step.get("tokens_per_second"),
-        "seconds_left": max(0.0, eta - (age or 0.0)) if active and isinstance(eta, int | float) else None,
+        "seconds_left": left * seconds if stepped and left is not None and isinstance(seconds, int | float) else None,
         "step_age": age,
     }
 

@@ -195,6 +195,11 @@ def release(job_ids: Sequence[str]) -> None:
         call("scontrol", "release", job)
 
 
+def exclude(job_id: str, nodes: Iterable[str]) -> None:
+    """Let a waiting job have any node but these. Raises SlurmError."""
+    call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
+
+
 def node_names() -> set[str]:
     """The cluster's nodes. Raises SlurmError."""
     return set(call("sinfo", "--noheader", "--Node", "--format=%N").split())

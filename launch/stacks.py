@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+_STOPPED = re.compile(r"=== .* rank (\d+), process \d+: [Tt] ")
 SECONDS = 20.0  # for py-spy: a process in a system call that never ends cannot be looked at
 
 
@@ -36,6 +38,12 @@ def append(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
+
+
+def stopped_ranks(folder: Path) -> list[int]:
+    """The ranks that their dumps in a folder show as stopped: by SIGSTOP, or by a debugger."""
+    found = (_STOPPED.match(text) for path in folder.glob("rank_*.txt") for text in _read(str(path)).splitlines())
+    return sorted({int(match[1]) for match in found if match})
 
 
 def _read(path: str) -> str:

@@ -16,8 +16,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from launch.errors import UserError
@@ -65,9 +66,10 @@ def main(arguments: argparse.Namespace) -> int:
 def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     """The text, and whether anything is active."""
     now = time.time()
-    jobs = [job for directory in arguments.directories or [ROOT] for job in _jobs(Path(directory), asked=bool(arguments.directories))]
-    queue = ask(jobs)
-    found = [(job, rows_of(job, queue, now)) for job in jobs]
+    asked = bool(arguments.directories)
+    jobs = _once(found for directory in arguments.directories or [ROOT] for found in _jobs(Path(directory), asked=asked))
+    queue = ask([job for job, _ in jobs])
+    found = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
     hidden = 0
     if not arguments.all and not arguments.directories:
         shown = [(job, rows) for job, rows in found if not _is_old(rows, now)]
@@ -75,7 +77,8 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     active = any(row.active for _, rows in found for row in rows)
     if arguments.json:
         return json.dumps([asdict(row) for _, rows in found for row in rows], indent=1), active
-    lines = [line for job, rows in found for line in _lines(job, rows, items=arguments.items)]
+    names = Counter(_head(job, rows).name for job, rows in found)
+    lines = [line for job, rows in found for line in _lines(job, rows, names, items=arguments.items)]
     text = _table([HEADER, *lines]) if lines else ["no job here that did not end more than a day ago" if hidden else "no job here yet"]
     if hidden:
         text.append(f"{hidden} that ended more than a day ago: --all")
@@ -88,13 +91,20 @@ def _is_old(rows: Sequence[Row], now: float) -> bool:
     return not any(row.active or row.since is None or now - row.since < RECENT_SECONDS for row in rows)
 
 
-def _jobs(directory: Path, *, asked: bool) -> list[Job]:
-    """The jobs in a folder or below it, by name of their folder; a job of which the folder is one task counts with that task alone."""
+def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
+    """The jobs in a folder or below it, by name of their folder, with their items; of a task's folder, the job and that item alone."""
     found = [job for path in _job_folders(directory, DEPTH) if (job := load_job(path)) is not None]
     if found or not asked:
-        return found
-    job, items = find_job(directory)
-    return [replace(job, items=tuple(job.items[index] for index in items))]
+        return [(job, list(range(len(job.items)))) for job in found]
+    return [find_job(directory)]
+
+
+def _once(found: Iterable[tuple[Job, list[int]]]) -> list[tuple[Job, list[int]]]:
+    """Each job once, with all of its items that were found."""
+    jobs: dict[Path, tuple[Job, set[int]]] = {}
+    for job, items in found:
+        jobs.setdefault(Path(job.directory).resolve(), (job, set()))[1].update(items)
+    return [(job, sorted(items)) for job, items in jobs.values()]
 
 
 def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
@@ -112,15 +122,26 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
             yield from _job_folders(directory / name, depth - 1)
 
 
-def _lines(job: Job, rows: Sequence[Row], *, items: bool) -> Iterator[tuple[str, ...]]:
-    if not job.array or len(rows) == 1:
-        yield from map(_cells, rows)
-        return
-    yield _cells(summary(job, rows))
-    if items:
+def _head(job: Job, rows: Sequence[Row]) -> Row:
+    """The row that stands for a job: its only one, or a summary of all."""
+    return rows[0] if len(rows) == 1 else summary(job, rows)
+
+
+def _lines(job: Job, rows: Sequence[Row], names: Counter[str], *, items: bool) -> Iterator[tuple[str, ...]]:
+    """A job's lines; where other jobs have its name, too, its directory instead."""
+    head = _head(job, rows)
+    name, *cells = _cells(head)
+    yield (_place(head.directory) if names[name] > 1 else name, *cells)
+    if items and len(rows) > 1:
         for row in rows:
             name, *cells = _cells(row)
             yield (f"  {name}", *cells)
+
+
+def _place(directory: str) -> str:
+    """A directory, relative to the working directory where it lies below it."""
+    path, here = Path(directory), Path.cwd()
+    return str(path.relative_to(here)) if path != here and path.is_relative_to(here) else directory
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -55,13 +55,15 @@ def spec(item: Field[Any]) -> Spec:
     return said
 
 
-def read(cls: type, path: Path, overrides: Sequence[str] = ()) -> Any:
+def read(cls: type, path: Path, overrides: Sequence[str] = (), shipped: Path | None = None) -> Any:
     """An instance of ``cls`` from the YAML file ``path``, with ``section.key=value`` overrides in order.
+
+    A ``base`` that is a name is the file of that name beside its own file, else the one in the folder ``shipped``.
 
     Raises:
         UserError: the file cannot be read, a key is unknown or written twice, a value has the wrong type or is refused.
     """
-    tree = _file(path, ())
+    tree = _file(path, (), shipped)
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip() or key.startswith("-"):
@@ -126,7 +128,7 @@ class _Node:
     quoted: bool = False
 
 
-def _file(path: Path, chain: tuple[str, ...]) -> _Node:
+def _file(path: Path, chain: tuple[str, ...], shipped: Path | None) -> _Node:
     """A file's tree, over its base's."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -147,12 +149,17 @@ def _file(path: Path, chain: tuple[str, ...]) -> _Node:
         return node
     if not isinstance(base.value, str) or base.tag == "null":
         raise UserError(f"{base.where}: base = {show(base)}: expected the name of a file beside this one, or a path")
-    below = path.parent / (base.value if base.value.endswith((".yaml", ".yml")) else f"{base.value}.yaml")
+    by_name = not base.value.endswith((".yaml", ".yml"))
+    below = path.parent / (f"{base.value}.yaml" if by_name else base.value)
+    if by_name and shipped is not None and not below.is_file():
+        below = shipped / below.name
     if os.path.abspath(below) in chain:
         raise UserError(f"{base.where}: base = {show(base)} goes round in a circle")
     if not below.is_file():
-        raise UserError(f"{base.where}: base = {show(base)}: there is no file {below}")
-    return _merged(_file(below, chain), node)
+        near = difflib.get_close_matches(below.stem, [other.stem for other in below.parent.glob("*.yaml")], 1, 0.4)
+        hint = f"did you mean {near[0]}?" if near else "name a shipped profile, or a file from this one's folder on"
+        raise UserError(f"{base.where}: base = {show(base)}: there is no file {below}; {hint}")
+    return _merged(_file(below, chain, shipped), node)
 
 
 def _parse(text: str, where: str) -> _Node:

@@ -148,7 +148,11 @@ def send(job: Job, profile: Profile, items: Sequence[int], *, at_once: int | Non
     write_text(script, render(job, profile, dependency=after, array=array, exclude=exclude))
     if profile.logs:
         Path(profile.logs).mkdir(parents=True, exist_ok=True)
-    job_id = slurm.submit(script)
+    try:
+        job_id = slurm.submit(script)
+    except slurm.SlurmError as error:
+        kept = f" (keeping away from {', '.join(exclude)}: {cordon_file(job)}, --exclude)" if exclude else ""
+        raise UserError(f"{error}{kept}") from None
     hidden = secrets.values(os.environ)
     command = shlex.join(["launch", *(secrets.hide(word, hidden) for word in sys.argv[1:])])
     line = {"time": round(time.time(), 3), "job_id": job_id, "items": list(items), "command": command}
@@ -210,10 +214,11 @@ def _why_not(draft: Draft) -> str:
     stopped = next((item for item in chosen if item.kind == "stopped"), None)
     if stopped is not None:
         where = draft.job.items[stopped.index].directory
-        return f"{where}: {stopped.message}; to go on: python -m launch requeue {where}"
+        return f"{where}: {stopped.message}; to go on: python -m launch requeue {shlex.quote(where)}"
     active = next(item for item in chosen if item.kind == "active")
     where = draft.job.items[active.index].directory
-    return f"{where} has {active.where}; see: python -m launch status {where}, or end it: python -m launch cancel {where}"
+    quoted = shlex.quote(where)
+    return f"{where} has {active.where}; see: python -m launch status {quoted}, or end it: python -m launch cancel {quoted}"
 
 
 def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Namespace) -> None:
@@ -228,5 +233,6 @@ def _tell(draft: Draft, job_id: str, after: str | None, arguments: argparse.Name
         print(f"  {note}")
     stopped = [draft.standings[index] for index in draft.asked if draft.standings[index].kind == "stopped"]
     for item in stopped:
-        print(f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch requeue {job.items[item.index].directory}")
-    print(f"  directory {job.directory}\n  follow it: python -m launch logs -f {job.directory}")
+        where = shlex.quote(job.items[item.index].directory)
+        print(f"  left out: {draft.job.items[item.index].name}: {item.message}; python -m launch requeue {where}")
+    print(f"  directory {job.directory}\n  follow it: python -m launch logs -f {shlex.quote(job.directory)}")

@@ -27,8 +27,12 @@ class Entry:
 
 def cordon_file(job: Job) -> Path:
     """The cordon file that a job heeds: the profile's, else the one of all jobs that were submitted from its working directory."""
-    named = (job.profile.get("paths") or {}).get("cordon")
-    return Path(named) if named else Path(job.working_directory) / "runs" / "cordon.jsonl"
+    return cordon_path((job.profile.get("paths") or {}).get("cordon"), job.working_directory)
+
+
+def cordon_path(named: str | None, working_directory: str) -> Path:
+    """The cordon file that a profile names, or else that of a working directory."""
+    return Path(named) if named else Path(working_directory) / "runs" / "cordon.jsonl"
 
 
 def cordoned(path: Path | str, now: float | None = None) -> dict[str, Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from launch.supervise.policy import (
     misplaced,
     since_stop,
 )
-from launch.supervise.sight import Sight, look, read
+from launch.supervise.sight import Sight, has_stepped, look, read
 from launch.supervise.signals import Signals
 from launch.supervise.verdict import is_lasting
 from launch.supervise.watching import POLL_SECONDS, Watch, taken_away
@@ -200,11 +201,14 @@ class Supervisor:
         said = seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
         about = describe(record.failure) if record.failure else said
         at = f" at step {record.step_end}" if record.step_end is not None and not record.failure else ""
-        self.journal.say(f"attempt {record.attempt} {record.outcome}{at}" + (f": {about}" if about else ""))
+        ended = f"{record.outcome}{at}"
+        if record.outcome == "saved" and self.job.kind == "run" and not record.progress:
+            ended = f"ended{at}, nothing new saved" if has_stepped(seen.before, seen.after) else "ended before its first step"
+        self.journal.say(f"attempt {record.attempt} {ended}" + (f": {about}" if about else ""))
         quiet = dict.fromkeys(("finished", "cancelled", "interrupted", "misplaced"))
         event = {**quiet, "saved": "saved", "hang": "hang"}.get(str(record.outcome), "failed")
         if event is not None:
-            self.journal.event(event, about or str(record.outcome), step=record.step_end)
+            self.journal.event(event, about or ended, step=record.step_end)
 
     # --- what then ---------------------------------------------------------------------------------------------------------------
 
@@ -246,10 +250,12 @@ class Supervisor:
             write_json(launch_folder(self.directory) / "stop.json", why)
         cancelled = cancelled or last.outcome == "cancelled"
         self.journal.state("cancelled" if cancelled else "stopped", decision.reason)
-        self.journal.say(f"{'cancelled' if cancelled else 'stopped'}: {decision.reason}")
+        word = "cancelled" if cancelled else "stopped"
+        self.journal.say(decision.reason if decision.reason.startswith(f"{word}: ") else f"{word}: {decision.reason}")
         if decision.gave_up:
-            self.journal.say(f"what failed first: python -m launch logs --errors {self.directory}")
-            self.journal.say(f"when it is mended: python -m launch requeue {self.directory}")
+            self.journal.say(f"what failed first: python -m launch logs --errors {shlex.quote(str(self.directory))}")
+            self.journal.say(f"again, with the same code and settings: python -m launch requeue {shlex.quote(str(self.directory))}")
+            self.journal.say("with what you mended in them: the command that started it, with --update")
         self.journal.event("stopped", decision.reason, step=last.step_end)
         if last.outcome == "saved" and not cancelled:
             return OK

@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.failures import all_told
 from launch.follow import Source, Tail
 from launch.layout import rank_log
+from launch.stacks import stopped_ranks
 from launch.supervise.classify import Observed
 from launch.supervise.journal import Journal
 from launch.supervise.place import Attempt, Place, PlaceError, Running
@@ -86,8 +87,8 @@ class Watch:
                 looked = now
                 hang = self._look(watchdog, before, now)
                 if hang:
-                    self._end_hang(running, hang)
-                    return running.poll(), hang, False
+                    stopped = self._end_hang(running, hang)
+                    return running.poll(), f"{hang}; {stopped}" if stopped else hang, False
             _show(tail)
             time.sleep(POLL_SECONDS)
         _show(tail)
@@ -122,8 +123,8 @@ class Watch:
         sight = look(self._directory)
         return watchdog.look(now, (sight.step, sight.metrics), stepped=has_stepped(before, sight), step=sight.step)
 
-    def _end_hang(self, running: Running, why: str) -> None:
-        """Have every rank's stacks written to dumps/, then end them all."""
+    def _end_hang(self, running: Running, why: str) -> str | None:
+        """Have every rank's stacks written to dumps/, then end them all: the ranks that were stopped, in words."""
         self.journal.say(f"hang: {why}; every rank is asked for its stacks")
         running.signal(signal.SIGUSR2)
         ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
@@ -134,6 +135,10 @@ class Watch:
                 break
         self.journal.say(f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt")
         running.kill()
+        stopped = stopped_ranks(self.attempt.folder / "dumps")
+        if not stopped:
+            return None
+        return f"{'rank' if len(stopped) == 1 else 'ranks'} {', '.join(map(str, stopped))} stopped: by SIGSTOP, or a debugger"
 
 
 def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:

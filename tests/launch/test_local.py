@@ -198,6 +198,6 @@ def test_the_profile_is_that_of_the_machine(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_profile_that_is_not_shipped_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "PROFILES", tmp_path)
+    monkeypatch.setattr(local, "SHIPPED", tmp_path)
     with pytest.raises(UserError, match="--cluster PROFILE.yaml"):
         local.default_profile()

@@ -170,6 +170,18 @@ def test_a_rank_without_a_traceback_is_told_with_its_last_lines(tmp_path: Path, 
     assert "killed by SIGKILL" in lines[1] and lines[2:] == [f"    attempt 1 step {step}" for step in range(3)]
 
 
+def test_no_rank_follows_at_a_time_before_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The likely cause is not always the oldest word."""
+    make_job(tmp_path)
+    attempt = make_attempt(tmp_path, 1, 1.79e9, ended=1.79e9 + 9, outcome="failed")
+    record(attempt, 1, 1.79e9 + 5, exit=137, signal="SIGKILL")
+    record(attempt, 0, 1.79e9 + 1.6, error=RESET)
+    lines = said(capsys, "logs", tmp_path, "--errors")
+    assert any(line.startswith("  most likely: rank 1 on node0 at ") for line in lines)
+    assert any(line.startswith("  also:  rank 0 on node0: ") and "Connection closed" in line for line in lines)
+    assert not any("first:" in line or "then:" in line or "-3.4" in line for line in lines)
+
+
 def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     append_json(launch_folder(crashed) / "submissions.jsonl", {"time": 0, "job_id": "12"})
     stamp = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1.79e9 + at)) for at in (2, 41)]

@@ -95,7 +95,12 @@ def test_a_profile_may_write_over_another(path: Path) -> None:
     assert (profile.nodes.gpus, profile.nodes.cpus, profile.slurm.exclude, profile.slurm.partition) == (4, 8, ("n2",), "p")
     assert profile.environment == {"A": "1", "C": "x"}
     assert given(path, f"base: {ROOT}/configs/cluster/slurm_h100_ib.yaml").nodes.gpus == 8
-    assert "there is no file" in complaint(path, "base: nothing")
+    assert "there is no file" in complaint(path, "base: slurm_genric") and "did you mean slurm_generic?" in complaint(
+        path, "base: slurm_genric"
+    )
+    path.write_text("base: slurm_generic\nslurm: {partition: mine}\n")  # a shipped one, from any folder
+    assert load_profile(path).slurm.partition == "mine" and load_profile(path).nodes.gpus == 8
+    assert load_profile("slurm_generic") == load_profile(ROOT / "configs/cluster/slurm_generic.yaml")
     assert "circle" in complaint(path, "base: profile")
     (path.parent / "site.yaml").write_text("nodes: {gpu: 4}\n")
     assert complaint(path, "base: site").startswith(f"{path.parent}/site.yaml:1: unknown key nodes.gpu;")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from launch import stacks
 from launch.failures import Findings
 from launch.layout import rank_log, rank_record
 from launch.scribe import Scribe
@@ -322,6 +323,7 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Callable[..., Kept]
     kept.says("up")
     kept.process.send_signal(signal.SIGUSR2)
     until(lambda: "SIGUSR2 was sent" in dumps(kept), "a dump")
+    assert stacks.stopped_ranks(kept.attempt / "dumps") == []
     assert "waits_for_peers" in dumps(kept) and "S (sleeping)" in dumps(kept) and SECRET not in dumps(kept)
     assert kept.wait() == 0 and "went on ***" in kept.log()
     assert "most recent call first" in kept.log() and "in waits_for_peers" in kept.log()
@@ -343,6 +345,7 @@ def test_a_stopped_command_is_dumped_too(keep: Callable[..., Kept]) -> None:
     kept.process.send_signal(signal.SIGUSR2)
     until(lambda: "sits" in dumps(kept), "a dump")
     assert "T (stopped)" in dumps(kept) and state_of(kept.child()) == "T"
+    assert stacks.stopped_ranks(kept.attempt / "dumps") == [3]
 
 
 def test_nccls_flight_recorder_is_asked_and_has_its_folders(keep: Callable[..., Kept]) -> None:
@@ -363,6 +366,28 @@ open(prefix + os.environ["RANK"], "w").write("recorded")
     assert kept.wait() == 0
     assert (kept.attempt / "flight" / "rank_3").read_text() == "recorded" and "flight recorder writes" in dumps(kept)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(("visible", "older"), [("0,1", True), ("", False), ("-1", False)])
+def test_older_names_of_the_recorder_are_set_where_there_may_be_gpus(
+    visible: str, older: bool, keep: Callable[..., Kept], tmp_path: Path
+) -> None:
+    """torch warns of them in every rank's log."""
+    names = ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    kept = python(keep, f"import os; print([os.environ.get(name) for name in {names}])", CUDA_VISIBLE_DEVICES=visible)
+    assert kept.wait() == 0
+    assert texts(kept.log()) == [str(["2000", f"{kept.attempt}/flight/rank_"] if older else [None, None])]
+
+
+def test_a_rank_without_gpus_gets_no_warning_of_torch(keep: Callable[..., Kept], tmp_path: Path) -> None:
+    code = f"""
+import torch.distributed as d
+d.init_process_group("gloo", store=d.FileStore("{tmp_path / "store"}", 1), rank=0, world_size=1)
+d.barrier()
+d.destroy_process_group()
+"""
+    kept = python(keep, code, CUDA_VISIBLE_DEVICES="")
+    assert kept.wait(120) == 0 and texts(kept.log()) == []
 
 
 def test_what_the_user_set_is_kept(keep: Callable[..., Kept], tmp_path: Path) -> None:

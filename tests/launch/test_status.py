@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from launch import __main__ as command_line
 from launch.job import Item, Job
 from launch.layout import append_json, launch_folder, write_json
-from launch.rows import Queue, Row, rows_of, summary
+from launch.rows import Queue, Row, ask, rows_of, summary
 from launch.slurm import QueueState
 
 NOW = 1_800_000_000.0
@@ -45,7 +46,7 @@ def make_job(directory: Path, scheduler: str = "slurm", items: int = 1, kind: st
     job.save()
     if scheduler == "slurm":
         for job_id in ("7", "12"):
-            append_json(launch_folder(directory) / "submissions.jsonl", {"time": NOW, "job_id": job_id})
+            append_json(launch_folder(directory) / "submissions.jsonl", {"time": 1.7e9, "job_id": job_id})
     return job
 
 
@@ -121,6 +122,44 @@ def test_the_queues_word_counts_before_the_supervisors(
         assert "launch requeue" in found.message or "launch logs" in found.message
 
 
+@pytest.mark.parametrize("state", ["cancelled", "stopped"])
+@pytest.mark.parametrize("known", [{"job_id": "7"}, {"job_id": None, "time": 1.6e9}])
+def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(state: str, known: dict[str, Any], tmp_path: Path) -> None:
+    """Slurm is asked, whatever the supervisor of the job before wrote last."""
+    job = make_job(tmp_path / "demo")
+    says(job, state, message="of old", **known)
+    assert ask([job]) != Queue({})  # here is no Slurm that knows them, or none at all
+    waits = row(job, slurm_says("PENDING", "Priority"))
+    assert (waits.state, waits.active, waits.message) == ("queued", True, "waits: Priority")
+    assert row(job, slurm_says("RUNNING")).state == "starting"
+    failed = row(job, slurm_says("FAILED"))
+    assert failed.state == "lost" and "job 12: FAILED before the supervisor began" in failed.message
+    assert row(job, Queue({}, "squeue: cannot be reached")).state == "unknown?"
+    stops(job, "cancelled")
+    assert row(job, slurm_says("CANCELLED")).state == "cancelled"
+
+
+def test_what_ended_in_its_last_job_is_not_asked_for(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "demo")
+    for values in ({"job_id": "12"}, {"job_id": None}):
+        says(job, "stopped", **values)
+        assert ask([job]) == Queue({}) and row(job).state == "stopped"
+    array = make_job(tmp_path / "sweep", items=2)
+    append_json(launch_folder(tmp_path / "sweep") / "submissions.jsonl", {"time": 1.7e9, "job_id": "13", "items": [1]})
+    says(array, "stopped", 0, job_id="12_0")
+    says(array, "stopped", 1, job_id="12_1")
+    found = rows_of(array, Queue({"12_0": QueueState("FAILED"), "13_1": QueueState("PENDING")}), NOW)
+    assert [one.state for one in found] == ["stopped", "queued"]
+
+
+def test_printed_commands_survive_a_shell(tmp_path: Path, dead: int) -> None:
+    job = make_job(tmp_path / "my runs; rm", "local")
+    says(job, "running", pid=dead)
+    assert shlex.split(row(job).message.split("`")[1])[-1] == job.directory
+    job = make_job(tmp_path / "it's")
+    assert shlex.split(row(job, slurm_says("FAILED")).message.partition("see: ")[2])[-1] == job.directory
+
+
 def test_a_queued_job_says_why_it_waits_and_why_it_came_back(tmp_path: Path) -> None:
     job = make_job(tmp_path / "demo")
     assert row(job, slurm_says("PENDING", "Resources")).message == "waits: Resources"
@@ -168,7 +207,7 @@ def trained(job: Job, age: float = 5.0) -> None:
     """A run's own files, with a last line that is not whole yet."""
     directory = Path(job.directory)
     write_json(directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000})
-    lines = [{"step": step, "loss": 10.0 - step / 100, "tokens_per_second": 1.5e6, "eta_seconds": 7200.0} for step in range(98, 103)]
+    lines = [{"step": step, "loss": 10.0 - step / 100, "tokens_per_second": 1.5e6, "step_seconds": 0.5} for step in range(98, 103)]
     text = "".join(json.dumps(line) + "\n" for line in [*lines[:3], {"step": 100, "valid_loss": 8.5}, *lines[3:]])
     (directory / "metrics.jsonl").write_text(text + '{"step": 103, "lo')
     os.utime(directory / "metrics.jsonl", (NOW - age, NOW - age))
@@ -181,9 +220,22 @@ def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
     found = row(job, slurm_says("RUNNING"))
     assert (found.step, found.steps, found.loss, found.valid_loss) == (102, 40000, 10.0 - 1.02, 8.5)
     assert (found.tokens_per_second, found.step_age, found.attempt, found.failures) == (1.5e6, 5.0, 2, 1)
-    assert found.seconds_left == 7195.0
+    assert found.seconds_left == (40000 - 102) * 0.5
     over = row(job, slurm_says("FAILED"))
     assert (over.step, over.loss) == (102, 10.0 - 1.02) and over.seconds_left is None and over.step_age is None
+
+
+def test_no_time_is_left_where_no_step_is_made(tmp_path: Path) -> None:
+    """Neither of lines that an earlier attempt left, nor while the run waits, or its nodes are checked."""
+    job = make_job(tmp_path / "demo")
+    trained(job, age=100.0)
+    for started, left in ((NOW - 1000, (40000 - 102) * 0.5), (NOW - 50, None)):
+        write_json(tmp_path / "demo" / "attempts" / "0001" / "attempt.json", {"started": started})
+        says(job, "running", job_id="12")
+        assert row(job, slurm_says("RUNNING")).seconds_left == left
+        for state, queue in (("waiting", "RUNNING"), ("checking", "RUNNING"), ("running", "PENDING")):
+            says(job, state, job_id="12")
+            assert row(job, slurm_says(queue)).seconds_left is None, state
 
 
 def test_commands_have_no_numbers(tmp_path: Path) -> None:
@@ -245,6 +297,33 @@ def test_items_and_single_directories(runs: Path, capsys: pytest.CaptureFixture[
     one = board(capsys, runs / "sweeps" / "lr" / "tasks" / "0001")
     assert len(one) == 2 and one[1].startswith("lr[1]") and "TypeError" in one[1]
     assert board(capsys, runs / "jobs" / "merge-1")[1].split()[:2] == ["merge-1", "finished"]
+
+
+def test_runs_of_one_name_are_told_by_their_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("here/a/demo", "here/b/demo", "here/c/other", "far/demo"):
+        make_job(tmp_path / folder, "local")
+    monkeypatch.chdir(tmp_path / "here")
+    lines = board(capsys, "a", tmp_path / "here", tmp_path / "far", "a/demo")
+    assert [line.split()[0] for line in lines] == ["NAME", "a/demo", "b/demo", "other", str(tmp_path / "far" / "demo")]
+
+
+def test_a_task_and_its_array_are_one_job_and_a_task_alone_is_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path / "lr", "local", items=3)
+    says(job, "finished", 1)
+    task = tmp_path / "lr" / "tasks" / "0001"
+    assert board(capsys, task)[1].split() == ["lr[1]", "finished", "2"]
+    assert board(capsys, task, tmp_path / "lr")[1:] == board(capsys, tmp_path / "lr")[1:]
+    assert [line.split()[0] for line in board(capsys, task, tmp_path / "lr" / "tasks" / "0002", "--items")] == [
+        "NAME",
+        "lr",
+        "lr[1]",
+        "lr[2]",
+    ]
+    slurm = make_job(tmp_path / "wd", items=3)
+    (only,) = rows_of(slurm, Queue({"12_0": QueueState("RUNNING"), "12_2": QueueState("PENDING")}), NOW, [2])
+    assert (only.name, only.state, only.job_id) == ("wd[2]", "queued", "12_2")
 
 
 def test_json_has_every_item(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

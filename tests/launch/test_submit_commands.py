@@ -130,14 +130,13 @@ def test_a_run_that_saves_in_order_to_end_goes_on_when_it_is_requeued(tmp_path: 
         ("COMPLETING", "cancelled", "is just ending; if it does not come back to the queue, give this command again"),
         ("COMPLETING", "requeued", "is just ending"),
         ("RUNNING", "cancelled", "is just ending"),
-        ("PENDING", "requeued", "waits in the queue already: Resources"),
     ],
 )
 def test_a_requeue_tells_what_becomes_of_a_job(state: str, supervisor: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     job = prepare(command("data_prep", "status", "a", profile="slurm.yaml"))
     write_json(launch_folder(Path(job.directory)) / "state.json", {"state": supervisor, "job_id": "12"})
     write_json(launch_folder(Path(job.directory)) / "stop.json", {"why": "cancelled"})
-    restart(job, [Standing(0, "active", "12", state, message="Resources" if state == "PENDING" else "")])
+    restart(job, [Standing(0, "active", "12", state)])
     assert f"job 12 ({state}) {told}" in capsys.readouterr().out
     assert not (launch_folder(Path(job.directory)) / "stop.json").exists()
 

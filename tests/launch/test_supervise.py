@@ -130,7 +130,8 @@ def test_a_hang_is_dumped_and_restarted(tmp_path: Path) -> None:
     assert supervisor.returncode == 0, said
     assert case.outcomes == ["hang", "finished"]
     nowhere = {"rank": None, "host": None, "exit": None}
-    assert case.attempts[0]["failure"] == {"kind": "hang", "message": "no step for 1.8 s after step 3", "step": 3, **nowhere}
+    message = "no step for 1.8 s after step 3; rank 0 stopped: by SIGSTOP, or a debugger"
+    assert case.attempts[0]["failure"] == {"kind": "hang", "message": message, "step": 3, **nowhere}
     assert (tmp_path / "attempts/0001/dumps/rank_00000.txt").stat().st_size > 0
     assert "stacks of 1 of 1 ranks are in" in said
     assert not alive(pid)
@@ -161,6 +162,15 @@ def test_the_end_of_the_supervisor_saves_and_the_same_command_goes_on(tmp_path: 
     assert case.run()[0] == 0 and case.outcomes == ["saved", "finished"]
 
 
+def test_a_save_before_the_first_step_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    case = Case(tmp_path, [{"to": 3, "checkpoint": [3], "end": "exit 1"}, {"end": "wait"}])
+    supervisor = case.start()
+    wait_for(lambda: case.state.get("attempt") == 2 and case.state["state"] == "running" and case.pids())
+    code, said = end(supervisor)
+    assert code == 0 and case.outcomes == ["failed", "saved"], said
+    assert "attempt 2 ended before its first step" in said and "saved at step" not in said
+
+
 def test_usr1_saves_and_starts_again(tmp_path: Path) -> None:
     case = Case(tmp_path, [{"to": 3, "end": "wait"}, {"to": 5}])
     with case.start() as supervisor:
@@ -183,6 +193,7 @@ def test_a_cancelled_run_ends_and_stays_so(tmp_path: Path, number: int, outcome:
     code, said = end(supervisor, number)
     assert code == 1 and case.outcomes == [outcome], said
     assert case.state["state"] == "cancelled" and case.state["message"] == "cancelled: by someone"
+    assert "launch: cancelled: by someone" in said and "cancelled: cancelled" not in said
     assert not alive(pid)
 
 

@@ -247,6 +247,20 @@ def test_cordoned_nodes_are_left_out(login: Login) -> None:
     assert login.cluster.job(job)["NodeList"] == "node2"
 
 
+def test_a_waiting_job_heeds_the_cordon_file_anew_when_it_is_requeued(login: Login) -> None:
+    cordon = login.folder / "runs" / "cordon.jsonl"
+    cordon.parent.mkdir()
+    cordon.write_text(json.dumps({"node": "node1"}) + "\n")
+    before = login.cluster.sbatch("--hold", "-o", os.devnull, "--wrap", "true")
+    job = login.submit(*HELP, options=("--dependency", str(before)))
+    assert login.cluster.job(job)["ExcNodeList"] == "node1"
+    cordon.unlink()
+    assert "waits in the queue already (Dependency), from now on for any node\n" in login.launch("requeue", "job")
+    assert login.cluster.job(job)["ExcNodeList"] in ("", "(null)")
+    assert "for any node but node2" in login.launch("requeue", "job", "--exclude", "node2")
+    assert login.cluster.job(job)["ExcNodeList"] == "node2"
+
+
 BAD = {
     "line": "setup.lines=['[ $SLURMD_NODENAME != node1 ] || exit 1']",
     "module": "setup.lines=['module() { [ $SLURMD_NODENAME != node1 ]; }', 'module load x || exit 2']",
