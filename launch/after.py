@@ -50,7 +50,8 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
     chosen = [item for item in standings(job, ask=ask) if item.index in items and item.kind != "finished"]
     for item in chosen:
         if item.kind != "active" or item.job_id is None:
-            told = f"runs as {item.where}, which Slurm knows nothing of" if item.kind == "active" else f"is {item.kind} ({item.message})"
+            kind = "not under way" if item.kind == "idle" else item.kind
+            told = f"runs as {item.where}, which Slurm knows nothing of" if item.kind == "active" else f"is {kind} ({item.message})"
             where = job.items[item.index].directory
             raise UserError(
                 f"--dependency {directory}: {where} {told.removesuffix(' ()')}; a job after it would wait for ever: submit it first"

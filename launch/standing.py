@@ -30,7 +30,7 @@ class Standing:
     job_id: str | None = None  # active on Slurm: the id that scancel knows, ID or ID_TASK
     state: str | None = None  # active: PENDING, RUNNING, ..., or "local"
     pid: int | None = None  # active here: the supervisor
-    message: str = ""  # active: why it waits; stopped: why
+    message: str = ""  # active: why it waits; stopped: why; idle: why it ended, where the same command may start it again
 
     @property
     def where(self) -> str:
@@ -61,7 +61,7 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
     stop = read_json(launch / "stop.json")
     if stop is not None:
         return Standing(index, "stopped", message=f"{stop.get('why', 'stopped')}: {stop.get('message') or 'no reason given'}")
-    return Standing(index, "idle")
+    return Standing(index, "idle", message=str(state.get("message") or "") if state.get("state") == "stopped" else "")
 
 
 def _elsewhere(state: Mapping[str, Any]) -> bool:

@@ -135,7 +135,7 @@ def test_dependencies_in_words() -> None:
         with pytest.raises(UserError, match="neither a job's id"):
             dependency([word])
     job = prepare(command("data_prep", "status", "a", directory="d"))
-    with pytest.raises(UserError, match=r"is idle; submit that first|is idle; .*submit it first"):
+    with pytest.raises(UserError, match=r"is not under way; .*submit it first"):
         dependency(["d"])
     finish(job, 0)
     assert dependency(["d"]) is None

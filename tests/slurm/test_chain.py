@@ -83,8 +83,12 @@ def test_a_broken_chain(chain: Chain, cluster: MiniSlurm, tmp_path: Path) -> Non
     assert cluster.wait(broken) == "FAILED"
     assert cluster.wait(after) == "CANCELLED"
     assert attempts(tmp_path / "after") == []
-    assert (read_json(launch_folder(tmp_path / "broken") / "stop.json"))["why"] == "gave up"
-    for named, told in ((tmp_path / "broken", "is stopped (gave up: "), (broken, "that job is FAILED"), ("99999", "knows no such job")):
+    assert read_json(launch_folder(tmp_path / "broken") / "stop.json") is None, "whoever mends the input gives the same command again"
+    for named, told in (
+        (tmp_path / "broken", "is not under way (the input is wrong, and stays so: "),
+        (broken, "that job is FAILED"),
+        ("99999", "knows no such job"),
+    ):
         assert told in chain.submit("after", "data_prep", "stdlib", "--help", after=named, code=2)
     assert len(read_json_lines(launch_folder(tmp_path / "after") / "submissions.jsonl")) == 1
     again = chain.submit("after", "data_prep", "stdlib", "--help")
