@@ -106,7 +106,9 @@ def find_job(path: str | Path) -> tuple[Job, list[int]]:
 
 
 def counted(standing: Sequence[Standing]) -> str:
-    """So many of each kind, in words."""
+    """So many of each kind, in words; of one alone its kind."""
     words = {"finished": "finished", "active": "under way", "stopped": "stopped", "idle": "to do"}
+    if len(standing) == 1:
+        return words[standing[0].kind]
     counts = {kind: sum(item.kind == kind for item in standing) for kind in words}
     return ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)

@@ -161,7 +161,7 @@ def test_a_command_of_several_tasks_is_run_side_by_side(tmp_path: Path, tiny_dat
     finish(launch(tmp_path, *words))
     states = [read_json(tmp_path / f"job/tasks/{task:04}/launch/state.json") for task in range(2)]
     assert [(state["state"], state["array_task"]) for state in states] == [("finished", 0), ("finished", 1)]
-    assert "nothing to do: finished" in finish(launch(tmp_path, *words))
+    assert "nothing to do: 2 finished" in finish(launch(tmp_path, *words))
 
 
 def test_a_command_that_is_refused_ends_with_2(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_command_that_is_refused_ends_with_2(tmp_path: Path) -> None:
     [
         (["--cluster", str(ROOT / "configs/cluster/slurm_generic.yaml")], "is a profile of Slurm; to run there: python -m launch submit"),
         (["--nodes", "2"], "--nodes 2: this is one machine; --processes says how many ranks"),
-        (["--processes", "0"], "--processes 0"),
+        (["--processes", "0"], "--processes must be at least 1"),
         (["--set", "watchdog.step_minute=1"], "step_minute"),
     ],
 )

@@ -104,7 +104,7 @@ def test_local_jobs_are_requeued_and_cancelled_here(tmp_path: Path) -> None:
             supervisor.kill()
             supervisor.wait()
     assert read_json(launch_folder(Path(job.directory)) / "stop.json")["why"] == "cancelled"
-    assert "nothing to cancel: 1 stopped" in launch("cancel", job.directory).stdout
+    assert "nothing to cancel: stopped" in launch("cancel", job.directory).stdout
     (tmp_path / "config.yaml").unlink()
     (tmp_path / "config.yaml").write_text("{}")  # which pretrain refuses
     assert "attempt 2 failed" in launch("requeue", job.directory, code=2).stdout
