@@ -42,7 +42,7 @@ demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alon
 test: lint  ## static checks, the tests and the compile gate: about 30 minutes on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10
 
-test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, which root gets installed on Debian; elsewhere skipped, with the reason
+test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in ten minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m 'slurm and not slow' tests/slurm
 

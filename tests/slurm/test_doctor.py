@@ -158,6 +158,7 @@ def test_a_hung_node_is_named_and_not_waited_for(examine: Examine, make_cluster:
     assert said["node node1"][0][0] == "ok" and time.monotonic() - began < 90
 
 
+@pytest.mark.slow
 def test_a_hung_head_node_is_named_and_not_waited_for(examine: Examine, make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make_cluster(slurmd_timeout=300)
     cluster.freeze_node("node1")

@@ -167,7 +167,9 @@ def test_a_hang_is_dumped_and_restarted(
     ("number", "restarts", "diagnosis"),
     [
         (signal.SIGXCPU, {"same_failure": 2}, "the same failure 2 times in a row"),
-        (signal.SIGKILL, {"max_failures": 1, "node_failures": 0}, "2 failures without a new checkpoint"),
+        pytest.param(
+            signal.SIGKILL, {"max_failures": 1, "node_failures": 0}, "2 failures without a new checkpoint", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_crash_loop_stops_with_the_diagnosis(
