@@ -28,7 +28,7 @@ and a whole section can be swapped, which comes before single keys: `model=trans
 path starts at the working directory. A key that is not on this page, a value of another type or outside its choices stops the program with
 one line and exit code 2. Numbers may be written `1e-4`, whole ones also `15_000_000_000` or `15e9`.
 `python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing; `--resolve` prints its whole configuration, parts and
-overrides written out; `--index` builds its index cache, no more.
+overrides written out; `--check` says what is wrong with it or its data; `--index` builds its index cache, no more.
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -13,24 +12,8 @@ from tests.slurm.mini import MiniSlurm
 HERE = Path(__file__).parent
 
 
-class MakeCluster(Protocol):
-    """``make_cluster(nodes=3, ...)``: a started MiniSlurm with these arguments."""
-
-    def __call__(
-        self,
-        nodes: int = 2,
-        cpus: int = 8,
-        gpus: int = 8,
-        memory_mb: int = 16000,
-        grace_seconds: int = 10,
-        root: Path | str | None = None,
-        slurmd_timeout: int = 10,
-        max_time: str = "INFINITE",
-    ) -> MiniSlurm: ...
-
-
-class Clusters:
-    """The clusters of a test; calling it makes another."""
+class MakeCluster:
+    """``make_cluster(nodes=3, ...)``: a started MiniSlurm with these arguments; those of a test end with it."""
 
     def __init__(self) -> None:
         self.made: list[MiniSlurm] = []
@@ -52,11 +35,6 @@ class Clusters:
         return cluster
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """The marker, for those who run this folder alone."""
-    config.addinivalue_line("markers", "slurm: runs against a private Slurm; skipped where none can be started")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test below this folder."""
@@ -74,7 +52,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         for value in item.funcargs.values():
-            for cluster in value.made if isinstance(value, Clusters) else [value] if isinstance(value, MiniSlurm) else []:
+            for cluster in value.made if isinstance(value, MakeCluster) else [value] if isinstance(value, MiniSlurm) else []:
                 report.sections.append((f"Slurm's logs in {cluster.root}", cluster.logs()))
     return report
 
@@ -89,7 +67,7 @@ def cluster() -> Iterator[MiniSlurm]:
 @pytest.fixture
 def make_cluster() -> Iterator[MakeCluster]:
     """Clusters of a test's own, to be broken by it; stopped at its end."""
-    clusters = Clusters()
+    clusters = MakeCluster()
     yield clusters
     for made in clusters.made:
         made.stop()
