@@ -32,14 +32,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt tests/oldest-transformers.txt
 	@$(BASE) -c 'import ensurepip, venv' 2>/dev/null || $(call refuse,$(BASE),it has no venv; install that (Debian and Ubuntu: python3-venv) or name another with PYTHON_BASE=/path/to/python)
 	$(BASE) -m venv $(VENV)
 	@# --no-compile: Python does it at the first import, and most of these modules are never imported
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,eval]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,eval,deepspeed]'
 	rm -rf $(VENV)/oldest
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --target $(VENV)/oldest -r tests/oldest-transformers.txt
 	@touch $@
 
 check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
-	@$(PYTHON) -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null || $(call refuse,$(PYTHON),megatron-core is not installed there; leave PYTHON out or run $(PYTHON) -m pip install -c constraints.txt -e .[dev,eval])
+	@$(PYTHON) -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null || $(call refuse,$(PYTHON),megatron-core is not installed there; leave PYTHON out or run $(PYTHON) -m pip install -c constraints.txt -e .[dev,eval,deepspeed])
 
 demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: about 7 minutes on two cores
 	$(PYTHON) -m tools.demo

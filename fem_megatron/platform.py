@@ -129,15 +129,17 @@ def prepare() -> str:
 
 
 def initialize_distributed(timeout_minutes: float = 30) -> None:
-    """Start the default process group from the launcher's environment; alone, a group of one."""
-    backend = prepare()
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(key, value)
+    """Start the default process group from the launcher's environment; alone, a group of one, of which no other library learns."""
+    backend, timeout = prepare(), timedelta(minutes=timeout_minutes)
     if has_cuda():
         # Megatron overlaps tensor-parallel collectives with matrix products only where the device takes kernels in one order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
 def peak_memory_bytes() -> int:

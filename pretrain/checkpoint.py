@@ -125,7 +125,7 @@ class Checkpoints:
             temporary.mkdir(parents=True)
 
         from_rank_0(lambda: _written(final, make_room))
-        state = {**engine.sharded_state(loading=False), "rng": _rng_tensors(self.config)}
+        state = {**engine.sharded_state(), "rng": _rng_tensors(self.config)}
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"), parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
@@ -165,14 +165,13 @@ class Checkpoints:
         """
         check_identity(found, self.config, model_only=model_only)
         read_metadata(found.path / ".metadata")  # Megatron's reader below builds whatever the pickle names
-        state = engine.sharded_state(loading=True, model_only=model_only)
-        same_layout = found.manifest["layout"] == _layout(self.config)
-        if same_layout and not model_only:
-            state["rng"] = _rng_tensors(self.config)
-        state = dist_checkpointing.load(_without_objects(state), str(found.path), strict=StrictHandling.RAISE_UNEXPECTED)
-        engine.load_sharded_state(state, model_only=model_only)
-        if "rng" in state:
-            _restore_rng(state["rng"])
+
+        def read(state: dict[str, Any]) -> dict[str, Any]:
+            return dist_checkpointing.load(_without_objects(state), str(found.path), strict=StrictHandling.RAISE_UNEXPECTED)
+
+        engine.restore(read, model_only=model_only)
+        if found.manifest["layout"] == _layout(self.config) and not model_only:
+            _restore_rng(read({"rng": _rng_tensors(self.config)})["rng"])
 
 
 def check_identity(found: Found, config: RunConfig, *, model_only: bool = False) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from fem_megatron.config import ModelConfig
-from pretrain.errors import MISTAKES, ConfigError, StorageError, reason
+from pretrain.errors import MISTAKES, ConfigError, StorageError, reason, told
 
 MANIFEST = "manifest.json"
 NOT_WEIGHTS = ("optimizer.", "rng.")
@@ -274,6 +274,23 @@ def read_metadata(path: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise ConfigError(f"checkpoint {path.parent}: {path.name} is damaged (it holds a {type(metadata).__name__})")
     return metadata
+
+
+def read_common(step: Path) -> dict[str, Any]:
+    """What ``common.pt`` of a step's folder says: the optimizer's groups and steps.
+
+    Raises:
+        ConfigError: it is missing or damaged. StorageError: a file system failed.
+    """
+    try:
+        common = torch.load(step / "common.pt", map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise told(error, f"checkpoint {step}: ") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"checkpoint {step}: common.pt is damaged ({type(error).__name__})") from None
+    if not isinstance(common, dict):
+        raise ConfigError(f"checkpoint {step}: common.pt is damaged (it holds a {type(common).__name__})")
+    return common
 
 
 def sha256(path: Path) -> str:

@@ -54,6 +54,44 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class DeepSpeedConfig:
+    """DeepSpeed's own keys, under its names. null: DeepSpeed's default. What the run's other sections say is theirs alone."""
+
+    reduce_bucket_size: int | None = setting(None, "Elements reduced at a time; null: 5e8, and no more than the model has.")
+    allgather_bucket_size: int | None = setting(None, "Stages 1 and 2: elements gathered at a time; null: as reduce_bucket_size.")
+    reduce_scatter: bool | None = setting(None, "Stages 1 and 2: reduce-scatter instead of all-reduce.")
+    contiguous_gradients: bool | None = setting(None, "Copy gradients into one buffer as they come.")
+    round_robin_gradients: bool | None = setting(None, "Stages 1 and 2 with offload: spread the copies to the host over the ranks.")
+    sub_group_size: int | None = setting(None, "Stage 3: elements that the optimizer updates at a time.")
+    prefetch_bucket_size: int | None = setting(None, "Stage 3: elements gathered ahead of their use.")
+    param_persistence_threshold: int | None = setting(None, "Stage 3: parameters with fewer elements stay whole on every rank.")
+    model_persistence_threshold: int | None = setting(None, "Stage 3: elements that may stay whole at most.")
+    max_live_parameters: int | None = setting(None, "Stage 3: gathered elements that a rank holds at most.")
+    max_reuse_distance: int | None = setting(None, "Stage 3: a parameter used again within so many elements is kept.")
+    pin_memory: bool | None = setting(None, "Offload into page-locked memory; null: where there is a GPU.")
+    communication_data_type: str | None = setting(None, "Type of reduced gradients; null: fp32.", ("fp32", "bf16"))
+    wall_clock_breakdown: bool = setting(False, "DeepSpeed's own timers on the console.")
+    file: str | None = setting(
+        None, "A DeepSpeed configuration (JSON) for keys that are not here; where it contradicts the run, the run wins and says so."
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Who owns gradients, optimizer and schedule. Data, learning rates, logs and checkpoints are the same with both."""
+
+    name: str = setting("megatron", "megatron: Megatron-core's DDP, optimizer and pipelines; deepspeed: ZeRO.", ("megatron", "deepspeed"))
+    zero_stage: int = setting(
+        1,
+        "deepspeed: what is split over the DP ranks: 1 the optimizer, 2 gradients too, 3 parameters too; 0 nothing (fp32 alone).",
+        (0, 1, 2, 3),
+    )
+    offload_optimizer: bool = setting(False, "deepspeed: optimizer state and its update on the CPU (DeepSpeedCPUAdam).")
+    offload_parameters: bool = setting(False, "deepspeed, stage 3: parameters on the CPU until they are used.")
+    deepspeed: DeepSpeedConfig = setting(DeepSpeedConfig, "DeepSpeed's own keys.")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Length, batch, precision."""
 
@@ -169,6 +207,7 @@ class RunConfig:
     model: ModelConfig = setting(ModelConfig, "The model.")
     data: DataConfig = setting(DataConfig, "The data.")
     parallel: ParallelConfig = setting(ParallelConfig, "The layout.")
+    engine: EngineConfig = setting(EngineConfig, "Who owns gradients, optimizer and schedule.")
     train: TrainConfig = setting(TrainConfig, "Length, batch, precision.")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "Optimizer and schedule.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")

@@ -44,7 +44,8 @@ from fem_megatron.shapes.mlp import SwiGluShape
 from fem_megatron.shapes.priors.aft import AftShape
 from fem_megatron.shapes.priors.base import SoftmaxShape
 from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
-from pretrain.config import RunConfig
+from pretrain.config import EngineConfig, RunConfig
+from pretrain.zero_memory import variants, zero_memory
 
 WIDE = 4  # bytes of fp32
 
@@ -75,16 +76,19 @@ class StageMemory:
     optimizer: int
     activations: int
     workspace: int
+    host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads
 
     @property
     def total(self) -> int:
-        """The peak: all at once."""
+        """The peak: all at once, without the host's."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
 
 def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
     """Memory of a rank of pipeline stage ``stage`` that holds ``parameters`` parameters."""
     layout, bf16 = config.parallel, config.train.precision == "bf16"
+    if config.engine.name == "deepspeed":
+        return _zero_stage_memory(config, config.engine, parameters, data_parallel, cuda=cuda)
     sharded = -(-parameters // data_parallel) if layout.use_distributed_optimizer else parameters
     activations = stage_activations(config, stage, data_parallel, cuda=cuda)
     # Torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); by then the activations are gone.
@@ -98,6 +102,25 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
         activations=activations,
         workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations),
     )
+
+
+def _zero_stage_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
+    kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda)
+    return StageMemory(
+        stage=0,
+        parameters=parameters,
+        weights=kept.weights,
+        gradients=kept.gradients,
+        optimizer=kept.optimizer,
+        activations=stage_activations(config, 0, data_parallel, cuda=cuda),
+        workspace=backward_workspace(config, 0, cuda=cuda) + kept.buckets,
+        host=kept.host,
+    )
+
+
+def zero_variants(config: RunConfig, parameters: int, data_parallel: int, *, cuda: bool) -> dict[str, StageMemory]:
+    """The memory of every ZeRO stage and offload that the run could have, by name."""
+    return {name: _zero_stage_memory(config, engine, parameters, data_parallel, cuda=cuda) for name, engine in variants(config)}
 
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:

@@ -17,8 +17,9 @@ from fem_megatron.shapes.attention import AttentionConfig
 from fem_megatron.shapes.base import Weights
 from fem_megatron.shapes.mup import outer_weights, width_ratio
 from pretrain.config import RunConfig
-from pretrain.memory import StageMemory, is_estimated, stage_memory
+from pretrain.memory import StageMemory, is_estimated, stage_memory, zero_variants
 from pretrain.schedule import Schedule
+from pretrain.zero_memory import zero_name
 
 if TYPE_CHECKING:
     from pretrain.data_facts import DataFacts
@@ -277,7 +278,7 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
     words = [
         f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP {layout.tensor_model_parallel_size}",
         f"x PP {layout.pipeline_model_parallel_size}" + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
-        f"x DP {plan.data_parallel}" + (" (distributed optimizer)" if layout.use_distributed_optimizer else ""),
+        f"x DP {plan.data_parallel}" + _split_words(plan.config),
     ]
     yield "layout"
     yield "  " + " ".join(words) + (", sequence parallel" if layout.sequence_parallel else "")
@@ -287,15 +288,39 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
     )
 
 
+def _split_words(config: RunConfig) -> str:
+    if config.engine.name == "deepspeed":
+        return f" (DeepSpeed, {zero_name(config.engine)})"
+    return " (distributed optimizer)" if config.parallel.use_distributed_optimizer else ""
+
+
 def _memory_lines(plan: Plan) -> Iterator[str]:
     estimated = "; activations estimated, to about 25%" if is_estimated(plan.config.model) else ""
     yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:
-        sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace, stage.total)
-        yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + "".join(_gib(size).rjust(14) for size in sizes)
+        yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + _sizes(stage)
+    if plan.config.engine.name == "deepspeed":
+        yield from _zero_lines(plan)
     yield f"checkpoint on disk: {_gib(plan.checkpoint_bytes)}; {plan.config.checkpoint.keep_last} kept"
+
+
+def _zero_lines(plan: Plan) -> Iterator[str]:
+    """The same rank under every stage and offload, the run's own marked."""
+    (own,) = plan.memory
+    host = plan.cuda
+    yield "under DeepSpeed's stages"
+    titles = ("weights", "gradients", "optimizer", "activations", "workspace", "peak", *(("host",) if host else ()))
+    yield "  " + " " * 30 + "".join(title.rjust(14) for title in titles)
+    for name, memory in zero_variants(plan.config, own.parameters, plan.data_parallel, cuda=plan.cuda).items():
+        mark = "* " if name == zero_name(plan.config.engine) else "  "
+        yield mark + name.ljust(30) + _sizes(memory) + (_gib(memory.host).rjust(14) if host else "")
+
+
+def _sizes(stage: StageMemory) -> str:
+    sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace, stage.total)
+    return "".join(_gib(size).rjust(14) for size in sizes)
 
 
 def _si(value: float) -> str:

@@ -18,7 +18,8 @@ from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, Found, Progress, che
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
 from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
-from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+from pretrain.engines.building import initialize_model_parallel, make_engine
+from pretrain.engines.deepspeed_ops import check_ops
 from pretrain.errors import ConfigError, StorageError
 from pretrain.evaluations import Evaluations, check_suite
 from pretrain.loggers import Callback, Console, make_callbacks
@@ -107,12 +108,23 @@ def _check_packages(config: RunConfig) -> None:
         platform.check_kernel_overrides()
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if config.engine.name == "deepspeed":
+        _check_deepspeed(config)
     for name in dict.fromkeys(catalogue.mixer_names(config.model)):
         package = catalogue.describe(name).package
         if package is not None and not platform.has_cuda():
             raise ConfigError(f"model.mixer: {name} needs a GPU, and there is none; deltanet, gated_deltanet and mamba2 run without")
         if package is not None and find_spec(package) is None:
             raise ConfigError(f"model.mixer: {name} needs a package that is not installed: pip install -c constraints.txt -e .[gpu]")
+
+
+def _check_deepspeed(config: RunConfig) -> None:
+    """It must be installed, and what it compiles for itself must be possible to compile."""
+    if find_spec("deepspeed") is None:
+        raise ConfigError("engine.name = deepspeed needs a package that is not installed: pip install -c constraints.txt -e .[deepspeed]")
+    obstacle = check_ops(config.engine.offload_optimizer)
+    if obstacle:
+        raise ConfigError(f"engine.name = deepspeed: {obstacle}")
 
 
 @contextmanager
@@ -186,7 +198,7 @@ def _trainer(
     plan = make_plan(config, world_size, facts, cuda=platform.has_cuda())
     data = _data(config, facts, contents, progress.order_samples, folder, say)
     try:
-        engine = MegatronEngine(config, schedule)
+        engine = make_engine(config, schedule, say)
     except ValueError as error:
         if any(block.mixer.external for block in config.model.blocks()):  # what another package says of its layer's options
             raise ConfigError(str(error)) from None
@@ -211,11 +223,20 @@ def _trainer(
         ),
         progress=progress,
         content_key=contents.key,
-        watch=Observer(engine.models, config.log.diagnostics_interval),
+        watch=Observer(engine.models, _diagnostics_interval(config, say)),
         stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, file.folder),
         progress_file=file,
         received=received,
     )
+
+
+def _diagnostics_interval(config: RunConfig, say: Callable[[str], None]) -> int:
+    """Under ZeRO-3 a layer's weights are gone again when it could be looked at."""
+    engine, interval = config.engine, config.log.diagnostics_interval
+    if interval and engine.name == "deepspeed" and engine.zero_stage == 3:
+        say("engine.zero_stage = 3: no layer diagnostics (log.diagnostics_interval)")
+        return 0
+    return interval
 
 
 def _callbacks(config: RunConfig, schedule: Schedule, checkpoints: Checkpoints, received: list[int], step: int) -> list[Callback]:

@@ -14,6 +14,7 @@ from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
+from pretrain.deepspeed_settings import check_engine
 from pretrain.errors import ConfigError, files_told
 from pretrain.loader import nearest
 from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
@@ -26,11 +27,14 @@ _AT_LEAST_ONE = (
     "model.attention.rope_original_length data.seq_length parallel.world_size "
     "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size train.steps train.tokens train.micro_batch_size "
     "train.global_batch_size train.eval_batches train.max_bad_steps optimizer.decay_steps optimizer.decay_tokens checkpoint.keep_last "
-    "log.interval log.straggler_ratio evaluate.limit"
+    "log.interval log.straggler_ratio evaluate.limit engine.deepspeed.reduce_bucket_size engine.deepspeed.allgather_bucket_size "
+    "engine.deepspeed.sub_group_size"
 ).split()
 _NOT_NEGATIVE = (
     "train.seed train.eval_interval optimizer.min_lr optimizer.weight_decay optimizer.clip_grad optimizer.warmup_steps "
-    "optimizer.warmup_tokens checkpoint.interval log.diagnostics_interval log.straggler_interval evaluate.interval"
+    "optimizer.warmup_tokens checkpoint.interval log.diagnostics_interval log.straggler_interval evaluate.interval "
+    "engine.deepspeed.prefetch_bucket_size engine.deepspeed.param_persistence_threshold engine.deepspeed.model_persistence_threshold "
+    "engine.deepspeed.max_live_parameters engine.deepspeed.max_reuse_distance"
 ).split()
 _DECAYS = "optimizer.beta1 optimizer.beta2 model.hyperset.beta1 model.hyperset.beta2".split()
 _POSITIVE = "model.norm_eps model.init_std optimizer.lr optimizer.eps parallel.collective_timeout_minutes evaluate.timeout_minutes".split()
@@ -91,6 +95,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         ConfigError: the first contradiction, with the nearest value that would do.
     """
     _check_ranges(config)
+    check_engine(config)
     _check_model(config.model)
     _check_mixer_limits(config)
     _check_tensor_parallel(config, world_size)

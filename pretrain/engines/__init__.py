@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,11 +40,15 @@ class Engine(Protocol):
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
         """Mean loss over ``global_batches`` global batches, nats a token; no gradients."""
 
-    def sharded_state(self, *, loading: bool, model_only: bool = False) -> dict[str, Any]:
-        """Model (and optimizer) as megatron.core.dist_checkpointing's sharded tensors."""
+    @property
+    def models(self) -> list[Any]:
+        """This rank's bare model chunks."""
 
-    def load_sharded_state(self, state: dict[str, Any], *, model_only: bool = False) -> None:
-        """Take over a state loaded into :meth:`sharded_state`'s shape."""
+    def sharded_state(self) -> dict[str, Any]:
+        """Model and optimizer as megatron.core.dist_checkpointing's sharded tensors: the same names and shapes from every engine."""
+
+    def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False) -> None:
+        """Take over a checkpoint; ``read`` gives a dictionary of sharded tensors back with their values, as often as it is called."""
 
     def close(self) -> None:
         """After the last use: gives up what would keep the model, and with it its process groups and their threads, alive."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from fem_megatron import model as fem_model
@@ -21,36 +19,12 @@ from fem_megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data import Batch
 from pretrain.engines import StepResult, StepTimes
+from pretrain.engines.building import LearningRates, mean_loss, model_layout, optimizer_settings, summed_loss
 from pretrain.engines.parameter_groups import group_overrides
 from pretrain.schedule import Schedule
 
 # Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
 SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
-
-
-def initialize_model_parallel(config: RunConfig) -> None:
-    """Megatron's process groups and random states for the run's layout; after the default group exists."""
-    layout = config.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=layout.collective_timeout_minutes,
-    )
-    torch.manual_seed(config.train.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-
-
-def model_layout(config: RunConfig) -> fem_model.Layout:
-    """The part of the run's configuration that shapes the built model."""
-    return fem_model.Layout(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        recompute=config.train.recompute == "full",
-    )
 
 
 class MegatronEngine:
@@ -64,7 +38,7 @@ class MegatronEngine:
         self.settings = bare[0].config
         self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]
         self.optimizer = self._optimizer()
-        self.scheduler = self._scheduler(schedule)
+        self.rates = LearningRates(config, schedule, self.optimizer)
         self.reduction: list[platform.Moment] | None = None  # its beginning and end, noted where it is a list
         self._connect_schedule()
 
@@ -80,14 +54,11 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.scheduler.num_steps = samples_after
-        self.scheduler.step(0)
+        lr = self.rates.set(samples_after)
         loss = self._run(batches, self.micro_batches, forward_only=False)
         times = self._times(started)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        # The schedule's own: muP's groups have others beside it, and every rank has every group.
-        lr = max(group["lr"] for group in self.optimizer.param_groups if group["lr_mult"] == 1.0)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return StepResult(loss, grad_norm, lr, skipped=True, times=times)
         self._clip(grad_norm)
@@ -104,20 +75,13 @@ class MegatronEngine:
             chunk.train()
         return loss
 
-    def sharded_state(self, *, loading: bool, model_only: bool = False) -> dict[str, Any]:
+    def sharded_state(self) -> dict[str, Any]:
         """Sharded tensors named layer by layer, so that any layout can read them."""
-        if self.config.parallel.overlap_param_gather:
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
-        metadata = {**SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        state: dict[str, Any] = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
-        if not model_only:
-            model_state = state["model0"] if len(self.models) == 1 else dict(state)
-            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
-        return state
+        return self._sharded_state(loading=False, model_only=False)
 
-    def load_sharded_state(self, state: dict[str, Any], *, model_only: bool = False) -> None:
+    def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False) -> None:
         """Weights first, then the optimizer; without its state, its main parameters are copied from the weights."""
+        state = read(self._sharded_state(loading=True, model_only=model_only))
         for i, model in enumerate(self.models):
             model.load_state_dict(state[f"model{i}"], strict=True)
         if model_only:
@@ -128,6 +92,17 @@ class MegatronEngine:
     def close(self) -> None:
         """Takes this engine out of the model's configuration: DDP's hooks hold that from C++, where no collector sees the circle."""
         self.settings.finalize_model_grads_func = None
+
+    def _sharded_state(self, *, loading: bool, model_only: bool) -> dict[str, Any]:
+        if self.config.parallel.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        metadata = {**SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        state: dict[str, Any] = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
+        if not model_only:
+            model_state = state["model0"] if len(self.models) == 1 else dict(state)
+            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        return state
 
     def _wrap(self, chunk: GPTModel, *, first: bool) -> DistributedDataParallel:
         layout = self.config.parallel
@@ -141,42 +116,9 @@ class MegatronEngine:
         return DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=not first)
 
     def _optimizer(self) -> Any:
-        ours = self.config.optimizer
-        bf16 = self.config.train.precision == "bf16"
-        settings = MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=ours.lr,
-            min_lr=ours.min_lr,
-            weight_decay=ours.weight_decay,
-            adam_beta1=ours.beta1,
-            adam_beta2=ours.beta2,
-            adam_eps=ours.eps,
-            clip_grad=ours.clip_grad,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=self.config.parallel.use_distributed_optimizer,
-            overlap_param_gather=self.config.parallel.overlap_param_gather,
-        )
+        settings = optimizer_settings(self.config)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
         return get_megatron_optimizer(settings, self.chunks, group_overrides(self.config.model, parameters, settings))
-
-    def _scheduler(self, schedule: Schedule) -> OptimizerParamScheduler:
-        ours = self.config.optimizer
-        return OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=ours.lr,
-            min_lr=ours.min_lr,
-            lr_warmup_steps=schedule.warmup_samples,
-            lr_decay_steps=schedule.total_samples,
-            lr_decay_style="WSD" if ours.schedule == "wsd" else ours.schedule,
-            wsd_decay_steps=schedule.decay_samples,
-            lr_wsd_decay_style="linear",
-            start_wd=ours.weight_decay,
-            end_wd=ours.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
 
     def _connect_schedule(self) -> None:
         """Megatron's pipeline schedules find their hooks in the model's configuration."""
@@ -223,13 +165,7 @@ class MegatronEngine:
             micro_batch_size=self.config.train.micro_batch_size,
             forward_only=forward_only,
         )
-        total = torch.zeros(2, dtype=torch.float64, device=platform.device())
-        # The last pipeline stage knows the loss, its tensor-parallel ranks know the same one: one of them speaks.
-        if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
-            for report in reports:
-                total += report["loss"].double()
-        torch.distributed.all_reduce(total)
-        return (total[0] / total[1]).item()
+        return mean_loss(report["loss"] for report in reports)
 
     def _clip(self, grad_norm: float) -> None:
         limit = self.config.optimizer.clip_grad
@@ -257,11 +193,10 @@ class _Replay:
 def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
     output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_loss, batch["loss_mask"])
+    return output, partial(_loss, batch)
 
 
-def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum of losses, number of tokens, report): Megatron divides gradients by the tokens of the whole step, whatever the layout."""
-    total = (losses.float() * mask).sum()
-    tokens = mask.sum().to(torch.int)
-    return total, tokens, {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+    total, tokens = summed_loss(losses, batch)
+    return total, tokens.to(torch.int), {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}

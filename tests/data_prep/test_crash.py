@@ -115,7 +115,7 @@ def nothing_partial(out: Path, reference: Reference) -> int:
     return done
 
 
-@pytest.mark.parametrize("moment", [*range(6), *(pytest.param(moment, marks=pytest.mark.slow) for moment in range(6, 26))])
+@pytest.mark.parametrize("moment", [*range(2), *(pytest.param(moment, marks=pytest.mark.slow) for moment in range(2, 26))])
 def test_sigkill_at_random_moments(tmp_path: Path, reference: Reference, moment: int) -> None:
     """Of the parent, of a worker, of both; while units are in work, and a little before and after."""
     chance = random.Random(moment)
@@ -144,7 +144,7 @@ def test_sigkill_at_random_moments(tmp_path: Path, reference: Reference, moment:
     assert len(begun) == UNITS and begun.total() - UNITS <= 2
 
 
-@pytest.mark.parametrize("moves", [0, 1, 4, 6, 9, 23])
+@pytest.mark.parametrize("moves", [0, 6, 23, *(pytest.param(moves, marks=pytest.mark.slow) for moves in (1, 4, 9))])
 def test_sigkill_between_any_two_moves_of_files(tmp_path: Path, reference: Reference, moves: int) -> None:
     out, log = tmp_path / "out", str(tmp_path / "log")
     result = cli(*reference.command(out), "--workers", "1", LOG=log, DELAY="0", MOVES=str(moves))

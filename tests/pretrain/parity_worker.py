@@ -37,7 +37,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     from pretrain.checkpoint import Checkpoints, Progress, find
     from pretrain.data import batches, build_datasets
     from pretrain.data_facts import check_contents
-    from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+    from pretrain.engines.building import initialize_model_parallel, make_engine
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule
 
@@ -47,8 +47,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     assert facts is not None and config.model.vocab_size is not None
     initialize_model_parallel(config)
     schedule = Schedule.of(config)
-    engine = MegatronEngine(config, schedule)
-    initial = weights_digest(engine)
+    engine = make_engine(config, schedule)
+    initial = weights_digest(engine) if config.engine.name == "megatron" else {}  # ZeRO-3 holds slices
     checkpoints = Checkpoints(run_directory(config) / "checkpoints", config, lambda text: None)
     progress = Progress(0, 0, schedule.total_samples)
     if job.get("load"):
@@ -76,6 +76,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("save"):
         checkpoints.save(engine, progress, contents.key)
     checkpoints.close()
+    engine.close()
     parallel_state.destroy_model_parallel()
     return {"steps": steps, "initial": initial}
 

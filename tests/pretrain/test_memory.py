@@ -46,7 +46,7 @@ def kept_bytes(config: RunConfig) -> float:
     import torch
 
     from fem_megatron import model as fem_model
-    from pretrain.engines.megatron import model_layout
+    from pretrain.engines.building import model_layout
 
     class Kept:
         def __init__(self, tensor: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ def kept_bytes(config: RunConfig) -> float:
 def measure() -> dict[str, list[float]]:
     """Case and precision -> bytes a token of one layer, and of all that is not a layer."""
     from fem_megatron import platform
-    from pretrain.engines.megatron import initialize_model_parallel
+    from pretrain.engines.building import initialize_model_parallel
 
     platform.initialize_distributed()
     initialize_model_parallel(case("fem", 1, "fp32"))
@@ -95,7 +95,8 @@ def measure_peak(precision: str) -> dict[str, list[float]]:
     import torch
 
     from fem_megatron import platform
-    from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.engines.megatron import MegatronEngine
     from pretrain.schedule import Schedule
 
     config = training(precision)

@@ -35,7 +35,8 @@ def engine_of(settings: list[str], *overrides: str) -> Iterator[Any]:
     from megatron.core import parallel_state
 
     from fem_megatron import platform
-    from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.engines.megatron import MegatronEngine
     from pretrain.schedule import Schedule
 
     config = prepare(load_run(DEMO, [*settings, *overrides]), 1).config

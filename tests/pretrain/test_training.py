@@ -101,7 +101,8 @@ def engine(settings: list[str]) -> Iterator[Any]:
     from megatron.core import parallel_state
 
     from fem_megatron import platform
-    from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.engines.megatron import MegatronEngine
     from pretrain.schedule import Schedule
 
     config = prepare(load_run(DEMO, settings), 1).config
@@ -147,7 +148,7 @@ def test_vectors_are_not_decayed(engine: Any) -> None:
         1.0: sum(weight.numel() for weight in weights if weight.ndim > 1),
         0.0: sum(weight.numel() for weight in weights if weight.ndim == 1),
     }
-    engine.scheduler.step(0)
+    engine.rates.set(0)
     assert {group["weight_decay"] for group in groups} == {0.0, engine.config.optimizer.weight_decay}
 
 

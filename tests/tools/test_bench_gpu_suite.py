@@ -15,6 +15,7 @@ import torch
 
 from kernels.fem_attention import table
 from tests.test_house import ROOT
+from tools.bench.engines.variants import VARIANTS, Job
 from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.gpu_suite import plan, worker
 from tools.bench.gpu_suite.plan import PARTS, Task, tasks
@@ -68,6 +69,7 @@ def test_the_most_important_comes_first() -> None:
 
 def test_parts_and_operations_can_be_chosen() -> None:
     assert {task.kind for task in tasks(("models",), (), None)[0]} == {"roofs", "model"}
+    assert [task.arguments["variant"] for task in tasks(("engines",), (), None)[0]] == list(VARIANTS)
     chosen = tasks(("ops",), ("time_decay_scan",), None)[0]
     assert {task.arguments.get("workload", "time_decay_scan") for task in chosen} == {"time_decay_scan"}
     checks = tasks(("correctness",), ("time_decay_scan",), None)[0]
@@ -78,6 +80,7 @@ def test_parts_and_operations_can_be_chosen() -> None:
 def test_what_a_machine_cannot_run_is_named() -> None:
     planned, cannot = tasks(PARTS, (), CPU)
     assert cannot["attention: SDPA cudnn"] == "no GPU"
+    assert cannot["engine stage0"].startswith("engine.zero_stage = 0 is for train.precision=fp32 alone")
     assert not any("SDPA" in task.name for task in planned)
 
 
@@ -101,7 +104,10 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         "op": {"workload": "fem_attention", "implementation": "auto", "size": size, "budget": 0.0},
         "baseline": {"baseline": "attention: torch's choice", "size": size, "budget": 0.0},
         "model": {"scale": "table 5", "variant": "FEM-SM, C L T G", "batch": 2, "recompute": False, "budget": 0.0},
+        "engine": Job("megatron", 1, "bf16", "gpu", 2, 2).as_json(),
     }
+    said = {"rank": 0, "seconds": [1.0, 3.0], "peak_bytes": 7, "host_bytes": 5, "loss": 6.0}
+    monkeypatch.setattr(worker, "launch", lambda job: [said])  # tests/tools/test_bench_engines.py starts real ranks
     assert asked.keys() == worker.DOES.keys()
     found = {kind: worker.answer(json.dumps({"kind": kind, "arguments": arguments})) for kind, arguments in asked.items()}
     assert all(sane for _, sane in found.values())
@@ -110,6 +116,7 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(results["roofs"]) == {"matmul_flops", "copy_bytes"}
     pairs = 2 * 16 * 17 / 2
     assert results["op"]["flops"] == [2 * pairs * 32, 7 * pairs * 32]
+    assert results["engine"]["steps"] == [2.0] and results["engine"]["peaks"] == [7]
     assert results["model"]["batch"] == 2 and results["model"]["tokens"] == 16
     for outcome in (Outcome(Task(kind, kind, asked[kind], 0, 1), results[kind]) for kind in asked):
         Results([outcome], "cpu")  # takes it

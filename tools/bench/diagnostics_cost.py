@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.quiet_libraries()  # before anything imports Megatron-core
     platform.initialize_distributed()
-    from pretrain.engines.megatron import initialize_model_parallel
+    from pretrain.engines.building import initialize_model_parallel
 
     started, rows = False, []
     try:

@@ -19,7 +19,8 @@ from fem_megatron.layers.cem import CemAttention, CemMlp
 from fem_megatron.layers.update import Context, Update, rms_norm
 from pretrain.config import RunConfig
 from pretrain.data import Batch
-from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+from pretrain.engines.building import initialize_model_parallel
+from pretrain.engines.megatron import MegatronEngine
 from pretrain.observer import blocks_of
 from pretrain.schedule import Schedule
 from tools.scaling.flatness import Record

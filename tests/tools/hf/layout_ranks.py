@@ -91,7 +91,8 @@ def _run(job: dict[str, Any], folder: Path) -> None:
     from megatron.core import parallel_state
 
     from pretrain.checkpoint import Checkpoints, Progress
-    from pretrain.engines.megatron import MegatronEngine, initialize_model_parallel
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.engines.megatron import MegatronEngine
     from pretrain.loader import load_run
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule

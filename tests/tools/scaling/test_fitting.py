@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from tools.scaling.__main__ import main
+from tools.scaling.fits.points import NotConverged
 from tools.scaling.results import load_fit
 
 from .laws_known import loss, runs
@@ -105,6 +106,25 @@ def test_a_law_that_the_data_do_not_hold_is_refused(tmp_path: Path, capsys: pyte
     frame["loss"] = 2 + 0.1 * np.log(frame["parameters"] * frame["tokens"] / 1e17)
     line = refused(tmp_path, frame, capsys)
     assert "transformer" in line and ("not identified" in line or "does not converge" in line)
+
+
+def test_a_law_that_does_not_converge_is_a_note_beside_one_that_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made not to converge: the parabolas stand, no number of the other law is given, and alone it is the end of the fit."""
+
+    def never(*_: object) -> None:
+        raise NotConverged("the parametric fit does not converge: 1 of 12 starts")
+
+    monkeypatch.setattr("tools.scaling.fits.whole.fit_parametric", never)
+    code, out, _ = fit(tmp_path, table(), capsys)
+    assert code == 0
+    assert "note: transformer: the parametric fit does not converge: 1 of 12 starts; it is left out" in out
+    written = load_fit(tmp_path / "results" / "fit.json").variants["transformer"]
+    assert written.isoflop is not None and written.parametric is None
+    (tmp_path / "results" / "fit.json").unlink()
+    (tmp_path / "results").rmdir()
+    assert "does not converge" in refused(tmp_path, table().drop(columns="budget"), capsys)
 
 
 def test_runs_too_few_for_any_law_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

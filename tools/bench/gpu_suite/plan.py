@@ -12,16 +12,18 @@ import torch
 
 import tools.bench.cases
 from tools.bench.check import WITHOUT_GRADIENTS, Suite
+from tools.bench.engines import variants as engines
 from tools.bench.speed import implementations, lacks
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
-PARTS = ("correctness", "ops", "models")
+PARTS = ("correctness", "ops", "models", "engines")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS_A_CALL = 16384
 TYPES = ("bfloat16", "float32")
 FIRST = "fem_attention"
 OURS = ("triton", "decode")
+ENGINE_LIMIT = 100  # seconds; less than a worker has, which would leave the ranks behind
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def tasks(parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | N
         made += _operations(ops)
     if "models" in parts:
         made += _models()
+    if "engines" in parts:
+        made += _engines()
     if "ops" in parts or "models" in parts:
         made.append(Task("roofs", "roofs", {}, 0, 8))
     kept, gaps = [], {}
@@ -72,6 +76,8 @@ def tasks(parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | N
 def _cannot(task: Task, device: torch.device) -> str | None:
     if task.kind == "baseline":
         return BASELINES[task.arguments["baseline"]].lacks(device)
+    if task.kind == "engine":
+        return engines.lacks(engines.Job.from_json(task.arguments))
     implementation = task.arguments.get("implementation", "auto")
     if implementation == "auto":
         return None
@@ -83,6 +89,8 @@ def _what(task: Task) -> str:
     """The side of a task, without its size or case: it cannot run at any of them."""
     if task.kind == "baseline":
         return str(task.arguments["baseline"])
+    if task.kind == "engine":
+        return task.name
     op = task.arguments["op"] if task.kind == "correctness" else WORKLOADS[task.arguments["workload"]].op
     return f"{op}: {task.arguments['implementation']}"
 
@@ -166,3 +174,10 @@ def _models() -> Iterator[Task]:
             yield Task("model", f"{scale} {variant}", {**arguments, "recompute": False}, rank, 15 if large else 6)
             if large and variant in urgent:
                 yield Task("model", f"{scale} {variant}, recomputing", {**arguments, "recompute": True}, 9, 15)
+
+
+def _engines() -> Iterator[Task]:
+    """Every engine and ZeRO stage on one rank: without peers to split over, what DeepSpeed itself and its offload cost."""
+    for number, variant in enumerate(engines.VARIANTS):
+        job = engines.Job(variant, ranks=1, precision="bf16", size="gpu", warmup=3, steps=8, limit=ENGINE_LIMIT)
+        yield Task("engine", f"engine {variant}", job.as_json(), 8.9 + number / 1000, 40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tools.bench import environment
+from tools.bench.engines import figures
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, Task
 from tools.bench.gpu_suite.pool import Outcome
 from tools.bench.gpu_suite.results import Results
@@ -32,6 +33,8 @@ def report(results: Results, machine: dict[str, Any], cannot: dict[str, str], le
         engines(results),
         "## Whole models, a training step",
         models(results),
+        "## Engines, a training step on one rank",
+        figures.table(results.engines) if results.engines else "None was timed.",
         "## Gaps",
         _gaps(gaps, cannot, left_out),
     ]

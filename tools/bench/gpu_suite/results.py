@@ -9,6 +9,7 @@ from typing import Any
 from kernels.fem_attention.engines import ENGINES
 from kernels.fem_attention.table import Entry
 from pretrain.plan import peak_tflops
+from tools.bench.engines.figures import Figures
 from tools.bench.gpu_suite.plan import FIRST, LENGTHS, TOKENS_A_CALL
 from tools.bench.gpu_suite.pool import Outcome
 from tools.bench.whole_model import BASELINE
@@ -57,6 +58,7 @@ class Results:
         self.ops: dict[tuple[str, str, int], Side] = {}
         self.baselines: dict[tuple[str, Size], Side] = {}
         self.models: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        self.engines: dict[str, Figures] = {}
         self.findings: list[dict[str, Any]] = []
         self.roofs: dict[str, float] | None = None
         for outcome in outcomes:
@@ -70,6 +72,8 @@ class Results:
             self.baselines[asked["baseline"], Size(**asked["size"])] = Side.of(result)
         elif kind == "model":
             self.models[asked["scale"], asked["variant"], asked["recompute"]] = result
+        elif kind == "engine":
+            self.engines[asked["variant"]] = Figures(**result)
         elif kind == "roofs":
             self.roofs = result
         elif kind == "correctness":

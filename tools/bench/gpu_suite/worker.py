@@ -16,6 +16,9 @@ import torch
 
 from fem_megatron import platform
 from tools.bench.check import check
+from tools.bench.engines import figures
+from tools.bench.engines.launch import launch
+from tools.bench.engines.variants import Job
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, suites
 from tools.bench.speed import time_baseline, time_workload
 from tools.bench.timing import measure
@@ -87,6 +90,12 @@ def _model(arguments: dict[str, Any]) -> dict[str, Any]:
     raise AssertionError("unreachable")
 
 
+def _engine(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A training run of an engine, in processes of its own."""
+    job = Job.from_json(arguments)
+    return asdict(figures.of(job, [launch(job)], cuda=platform.has_cuda()))
+
+
 DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "correctness": _correctness,
     "compile": _compile,
@@ -94,6 +103,7 @@ DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "op": _op,
     "baseline": _baseline,
     "model": _model,
+    "engine": _engine,
 }
 
 

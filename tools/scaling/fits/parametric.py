@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize, nnls
 
-from pretrain.errors import ConfigError
-
 from ..laws import Estimate, percentiles, rounded
 from ..results import LeftOut, ParametricFit, Residual
 from . import huber
 from .bootstrap import weights_of
 from .config import FitConfig
-from .points import Array, NotIdentified, Points
+from .points import Array, NotConverged, NotIdentified, Points
 
 FEWEST_RUNS = 7  # five parameters, and something left to judge them by
 FEWEST_VALUES = 3  # different N, and different D: E, A and alpha (E, B and beta) are three numbers
@@ -39,7 +37,7 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
 
     Raises:
         NotIdentified: too few runs, sizes or lengths, or a parameter runs to its bound: the data do not determine it.
-        ConfigError: the minimisation does not converge.
+        NotConverged: the minimisation does not.
     """
     _enough(points)
     data = huber.Data.of(points.n, points.d, points.loss)
@@ -100,7 +98,7 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
             warm = data.centred(whole.plain(start))
             end, _, _, _ = descend(data, delta, warm)
             _check_inside(end, data)
-        except (NotIdentified, ConfigError) as error:
+        except (NotIdentified, NotConverged) as error:
             notes.append(f"left out {budget:.3g} FLOPs: {error}")
             continue
         e, a, b, alpha, beta = data.plain(end)[0]
@@ -114,7 +112,7 @@ def descend(data: huber.Data, delta: float, warm: Array | None = None) -> tuple[
     """From the grid of starts, and ``warm`` ones beside it: (best parameters ``[1, 5]``, centred; objective; starts; starts that agree).
 
     Raises:
-        ConfigError: no start, or too few, ended in the least value with a vanishing gradient.
+        NotConverged: no start, or too few, ended in the least value with a vanishing gradient.
     """
     lower, upper = data.bounds()
     weights = np.ones((1, len(data.x)))
@@ -133,7 +131,7 @@ def descend(data: huber.Data, delta: float, warm: Array | None = None) -> tuple[
     best = int(np.lexsort((~settled, values.round(15)))[0])
     agreeing = int((settled & (values <= values[best] * (1 + SAME) + 1e-15)).sum())
     if not settled[best] or agreeing < FEWEST_AGREEING:
-        raise ConfigError(
+        raise NotConverged(
             f"the parametric fit does not converge: {agreeing} of {len(starts)} starts ended in the least objective with no gradient left; "
             "look for a run with an odd loss, or leave this law out with fit.approaches: [isoflop]"
         )

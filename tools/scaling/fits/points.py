@@ -19,6 +19,10 @@ class NotIdentified(ValueError):
     """The runs do not determine a law; the message says what is missing. A note of the fit, not its end."""
 
 
+class NotConverged(ConfigError):
+    """A minimisation found no minimum: the end of the fit, unless another law stands beside it; then a note."""
+
+
 @dataclass(frozen=True)
 class Points:
     """Final losses of one variant's runs; arrays ``[r]``, NaN where a run has no such thing (budget, width, rate, seed)."""

@@ -16,7 +16,7 @@ from .config import FitConfig
 from .isoflop import fit_isoflop
 from .learning_rate import fit_learning_rates
 from .parametric import fit_parametric, leave_out, residuals
-from .points import NotIdentified, Points, best_rates, points_of
+from .points import NotConverged, NotIdentified, Points, best_rates, points_of
 
 
 def fit_study(
@@ -33,7 +33,8 @@ def fit_study(
     do not depend on the others and pairs of draws are independent.
 
     Raises:
-        ConfigError: runs that no law may be fitted to, a fit that does not converge, a variant without a fit; it names source and variant.
+        ConfigError: runs that no law may be fitted to, a fit that does not converge and has none beside it, a variant without a fit; it
+            names source and variant.
     """
     found: dict[str, VariantFit] = {}
     notes = []
@@ -79,6 +80,10 @@ def fit_variant(name: str, points: Points, config: FitConfig, rng: np.random.Gen
             fit = _with_parametric(fit, chosen, config, rng)
         except NotIdentified as error:
             fit = replace(fit, notes=[*fit.notes, str(error)])
+        except NotConverged as error:
+            if fit.isoflop is None:
+                raise
+            fit = replace(fit, notes=[*fit.notes, f"{error}; it is left out"])
     if (fit.isoflop, fit.parametric, fit.learning_rate) == (None, None, None):
         raise ConfigError("nothing could be fitted: " + "; ".join(fit.notes))
     return fit

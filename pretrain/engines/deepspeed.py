@@ -1,0 +1,215 @@
+"""DeepSpeed's ZeRO over a Megatron-core model: stages 0 to 3, offload, tensor and sequence parallelism; no pipeline.
+
+DeepSpeed owns gradients, their reduction, clipping and the update. What stays Megatron's or ours: the model and its tensor parallelism, the
+groups of parameters, the learning rate, and the checkpoint, which is the Megatron engine's own (``zero_state``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import _get_param_groups
+
+from fem_megatron import model as fem_model
+from fem_megatron import platform
+from pretrain.config import RunConfig
+from pretrain.data import Batch
+from pretrain.deepspeed_settings import deepspeed_config
+from pretrain.engines import StepResult, StepTimes
+from pretrain.engines.building import LearningRates, mean_loss, model_layout, optimizer_settings, summed_loss
+from pretrain.engines.deepspeed_ops import prepare_environment
+from pretrain.engines.megatron import SHARDING
+from pretrain.engines.parameter_groups import group_overrides
+from pretrain.engines.zero_state import ZeroState, sharded_weights
+from pretrain.errors import ConfigError
+from pretrain.schedule import Schedule
+
+
+class MegatronGroups:
+    """Megatron's process groups as DeepSpeed asks a "model parallel unit" for them; its ZeRO group is the data-parallel one."""
+
+    get_tensor_model_parallel_group = get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_tensor_model_parallel_rank = get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+
+    @staticmethod
+    def get_data_parallel_group() -> torch.distributed.ProcessGroup:
+        """Over it gradients are averaged and ZeRO splits."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    @staticmethod
+    def get_data_parallel_world_size() -> int:
+        """Its size."""
+        return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+    @staticmethod
+    def get_data_parallel_rank() -> int:
+        """This process in it."""
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+
+class DeepSpeedEngine:
+    """The run's model under DeepSpeed. See :class:`pretrain.engines.Engine`."""
+
+    def __init__(self, config: RunConfig, schedule: Schedule, say: Callable[[str], None] = lambda text: None) -> None:
+        prepare_environment()
+        import deepspeed
+
+        self.config = config
+        self.data_parallel = MegatronGroups.get_data_parallel_world_size()
+        self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * self.data_parallel)
+        (self.model,) = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
+        if config.parallel.sequence_parallel:
+            _sum_over_sequence_slices(self.model)
+        metadata = {**SHARDING, "dp_cp_group": MegatronGroups.get_data_parallel_group()}
+        weights = sharded_weights(self.model, metadata)
+        numel = sum(parameter.numel() for parameter in self.model.parameters())
+        settings, told = deepspeed_config(config, self.data_parallel, parameters=numel, cuda=platform.has_cuda())
+        for line in told:
+            say(line)
+        if not deepspeed.comm.is_initialized():
+            # Its shared-memory collectives for CPUs serve inference; they would be compiled here, and their ranks wait by spinning.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            deepspeed.init_distributed()
+        self.engine = _initialized(deepspeed, self.model, self._adam(), settings)
+        self.state = ZeroState(self.engine, weights)
+        self.rates = LearningRates(config, schedule, self.engine.optimizer)
+        self.norm = math.nan  # of stage 0's last step
+        if config.engine.zero_stage == 0:
+            self.engine.clip_fp32_gradients = self._clip
+
+    @property
+    def models(self) -> list[GPTModel]:
+        """This rank's bare model."""
+        return [self.model]
+
+    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False) -> StepResult:
+        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
+        lr = self.rates.set(samples_after)
+        step = list(itertools.islice(batches, self.micro_batches))
+        scale = self._loss_scale(step)
+        reports, times = [], None
+        for number, batch in enumerate(step):
+            started = platform.Moment() if timed and number == 0 and self.config.engine.zero_stage < 3 else None
+            total, tokens = self._forward(batch)
+            times = self._times(started) if started is not None else times
+            reports.append(torch.stack([total.detach(), tokens]))
+            # A loss that is not finite makes this rank's gradients so, and the norm of all with them.
+            finite = torch.where(total.detach().isfinite(), 1.0, torch.nan)
+            self.engine.backward(total * (scale * finite))
+            self.engine.step()
+        loss = mean_loss(reports)
+        grad_norm = self._grad_norm()
+        return StepResult(loss, grad_norm, lr, skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)), times=times)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
+        """Mean loss in nats a token over ``global_batches`` global batches."""
+        self.engine.eval()
+        reports = [torch.stack(self._forward(batch)) for batch in itertools.islice(batches, global_batches * self.micro_batches)]
+        self.engine.train()
+        return mean_loss(reports)
+
+    def sharded_state(self) -> dict[str, Any]:
+        """What the Megatron engine would write of the same weights and moments."""
+        weights, states = self.state.saved()
+        optimizer = {
+            "optimizer": {"param_groups": self.state.groups()},
+            "param_state": dict(enumerate(states)),
+            "param_state_sharding_type": SHARDING["distrib_optim_sharding_type"],
+        }
+        return {"model0": weights, "optimizer": optimizer}
+
+    def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False) -> None:
+        """Weights and optimizer from a checkpoint of either engine, at any layout."""
+        self.state.restore(read, model_only=model_only)
+
+    def close(self) -> None:
+        """Takes DeepSpeed's hooks off the model."""
+        self.engine.destroy()
+
+    def _adam(self) -> torch.optim.Optimizer:
+        """AdamW over Megatron's own groups of parameters."""
+        settings, offload = optimizer_settings(self.config), self.config.engine.offload_optimizer
+        groups = _get_param_groups([self.model], settings, group_overrides(self.config.model, list(self.model.parameters()), settings))
+        groups = [group for group in groups if group["params"]]
+        for group in groups:
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        ours = self.config.optimizer
+        arguments: dict[str, Any] = {"lr": ours.lr, "betas": (ours.beta1, ours.beta2), "eps": ours.eps, "weight_decay": ours.weight_decay}
+        if offload:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            return DeepSpeedCPUAdam(groups, adamw_mode=True, **arguments)  # type: ignore[no-any-return]
+        return torch.optim.AdamW(groups, fused=platform.has_cuda() or None, **arguments)
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = self.engine(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        total, tokens = summed_loss(losses, batch)
+        return total, tokens.to(total.dtype)
+
+    def _loss_scale(self, step: list[Batch]) -> torch.Tensor:
+        """The factor of a micro-batch's summed loss: DeepSpeed averages over micro-batches and ranks, a step means over tokens."""
+        tokens = torch.stack([batch["loss_mask"].sum() for batch in step]).sum().double()
+        torch.distributed.all_reduce(tokens, group=MegatronGroups.get_data_parallel_group())
+        return (self.data_parallel * self.micro_batches / tokens).float()
+
+    def _grad_norm(self) -> float:
+        if self.config.engine.zero_stage == 0:
+            return self.norm
+        if self.engine.optimizer.overflow:
+            return math.nan
+        return float(self.engine.get_global_grad_norm())
+
+    def _clip(self) -> None:
+        """Stage 0: DeepSpeed clips there without telling the norm. A step that is not finite has no gradient left to update by."""
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        limit = self.engine.gradient_clipping()
+        self.norm = float(clip_grad_norm_(parameters=self.model.parameters(), max_norm=limit, mpu=self.engine.mpu))
+        if not math.isfinite(self.norm):
+            self.engine.zero_grad()
+
+    @staticmethod
+    def _times(started: platform.Moment) -> StepTimes:
+        """From the step's start to here, and the wait for the others: by its end the ranks have met in many reductions."""
+        ready = platform.Moment()
+        torch.distributed.barrier()
+        return StepTimes(busy=started.seconds_until(ready), waiting=ready.seconds_until(platform.Moment()))
+
+
+def _initialized(deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
+    split = [parameter for parameter in model.parameters() if getattr(parameter, "tensor_model_parallel", False)]
+    # Its gradient norm counts what is not marked once, on the first tensor-parallel rank.
+    assert split or MegatronGroups.get_tensor_model_parallel_world_size() == 1
+    os.environ.setdefault("LOCAL_RANK", "0")  # which it insists on
+    try:
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adam, mpu=MegatronGroups(), config=settings, dist_init_required=False)
+    except (ValueError, AssertionError) as error:  # pydantic's among them: a key or value that DeepSpeed does not take
+        raise ConfigError(f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}") from None
+    return engine
+
+
+def _sum_over_sequence_slices(model: GPTModel) -> None:
+    """Under sequence parallelism each rank has the gradient of its slice alone where a weight works on slices: norms, mostly.
+
+    Megatron sums these after the backward pass; DeepSpeed has split and reduced them by then, so each is summed as it comes.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def sum_(gradient: torch.Tensor) -> torch.Tensor:
+        whole = gradient.float()
+        whole = whole.clone() if whole is gradient else whole
+        torch.distributed.all_reduce(whole, group=group)
+        return whole.to(gradient.dtype)
+
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False):
+            parameter.register_hook(sum_)

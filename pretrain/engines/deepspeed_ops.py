@@ -1,0 +1,362 @@
+"""What DeepSpeed compiles for itself, where, and in which state that is: told before a run fails by it or waits for it for ever.
+
+Of DeepSpeed's C++ operations ("ops") training needs one, ``cpu_adam``, where the optimizer is offloaded. It is not CUDA: it asks for a C++
+compiler, no nvcc. torch.utils.cpp_extension compiles it at its first use into ``$TORCH_EXTENSIONS_DIR/<op>``, for this very CPU
+(-march=native). Compiled or not, every start then runs ninja there and holds the file ``lock`` meanwhile, open as long as its owner lives
+(torch.utils.file_baton). A process that is killed then leaves the file, and whoever comes later waits until it is gone. This file itself
+imports no torch and no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> the class that DeepSpeed builds it with
+QUIET_SECONDS = 1800.0  # either compiles in minutes even on two busy cores, and each file that is done changes the folder
+FIX, BUILD = "python -m tools.doctor --fix", "python -m tools.doctor --build"
+INSTALL = "python -m pip install -c constraints.txt -e .[deepspeed]"
+
+State = Literal["built", "missing", "locked"]
+
+_NETWORK = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "fuse.",
+    "9p",
+    "virtiofs",
+    "afs",
+    "panfs",
+    "weka",
+    "pvfs",
+    "orangefs",
+    "gfs",
+)
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own, outside all containers
+# SIGTERM as an exception, so that torch's `finally` removes the lock.
+_LOAD = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
+"""
+
+
+class OpError(RuntimeError):
+    """An op that cannot be compiled or loaded, told in one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+# --- the environment -------------------------------------------------------------------------------------------------------------
+
+
+def prepare_environment() -> None:
+    """Tell DeepSpeed, before it is imported, by the environment: which accelerator there is, where ops lie, where ninja is.
+
+    What is set already stays, ninja's folder comes last on PATH. DeepSpeed's logger says warnings alone by itself.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", _accelerator())  # by itself it tries seven kinds, and warns where it ends at the CPU
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default_directory()))
+    beside = Path(sys.executable).parent  # a virtual environment that was not activated is not on PATH
+    if shutil.which("ninja") is None and os.access(beside / "ninja", os.X_OK):
+        os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), str(beside)])
+
+
+def default_directory() -> Path:
+    """Where ops go unless TORCH_EXTENSIONS_DIR says otherwise: in the user's cache, a folder for each kind of machine and each environment.
+
+    What another CPU, libc, Python or torch compiled may crash here; ninja compiles anew whenever the paths of the sources are others.
+
+    Raises:
+        OpError: the user has no home.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):
+        cache = os.path.expanduser("~/.cache")
+    if not os.path.isabs(cache):
+        raise OpError("this user has no home directory: set TORCH_EXTENSIONS_DIR to a folder for DeepSpeed's compiled operations")
+    facts = [cpu_identity(), *platform.libc_ver(), str(sys.implementation.cache_tag)]
+    for package in ("torch", "deepspeed"):
+        found = find_spec(package)
+        facts += [_version(package), (found.origin if found else None) or ""]
+    return Path(cache, "fem_megatron", "torch_extensions", hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12])
+
+
+def extensions_directory() -> Path:
+    """The folder of compiled ops: TORCH_EXTENSIONS_DIR, or what `prepare_environment` makes of it."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(given) if given else default_directory()
+
+
+def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What -march=native depends on: the architecture and the instruction sets of the first core, sorted."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    core = re.split(r"\n\s*\n", text)[0]
+    words = {word for line in re.findall(r"^(?:flags|Features)\s*:(.*)$", core, re.MULTILINE) for word in line.split()}
+    model = re.findall(r"^CPU (?:implementer|part)\s*:(.*)$", core, re.MULTILINE)  # Arm's
+    return " ".join(
+        [platform.machine(), *(word.strip() for word in model), *sorted(words)] if text else [platform.machine(), platform.processor()]
+    )
+
+
+def file_system(path: Path) -> tuple[str, bool]:
+    """(type, whether other machines may see it, too) of the file system that will hold ``path``; ("unknown", True) without /proc."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "unknown", True
+    real, kind, longest = os.path.realpath(path), "unknown", -1
+    for mount in mounts:
+        fields, _, rest = mount.partition(" - ")
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields.split()[4])
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= longest:
+            kind, longest = rest.split()[0], len(point)
+    return kind, kind == "unknown" or kind.startswith(_NETWORK)
+
+
+def _accelerator() -> str:
+    from fem_megatron.platform import has_cuda
+
+    return "cuda" if has_cuda() else "cpu"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+# --- the ops and their state -----------------------------------------------------------------------------------------------------
+
+
+def needed_ops(offload_optimizer: bool) -> list[str]:
+    """The ops that training loads."""
+    return ["cpu_adam"] * offload_optimizer
+
+
+def op_state(name: str) -> State:
+    """Whether an op is compiled. ``locked``: somebody compiles or loads it, or was killed doing so (`stale_lock` tells which)."""
+    folder = extensions_directory() / name
+    if _came_with_deepspeed(name):
+        return "built"
+    if (folder / "lock").exists():
+        return "locked"
+    return "built" if _linked(folder, f"{name}.so") else "missing"
+
+
+def stale_lock(name: str) -> Path | None:
+    """The op's lock file where its owner is gone, else None.
+
+    Sure where the owner could be seen, were it there: a process of ours on this machine would have the file open. Where it may live on
+    another machine or in another container, a lock counts as left behind when nothing in the folder has changed for `QUIET_SECONDS`.
+    """
+    lock = extensions_directory() / name / "lock"
+    for _ in range(3):  # torch closes the file a moment before it removes it
+        if not lock.exists() or lock_holders(name):
+            return None
+        time.sleep(0.05)
+    try:
+        newest = max(path.stat().st_mtime for path in (lock, lock.parent, *lock.parent.iterdir()))
+        return lock if _owner_would_be_seen(lock) or time.time() - newest > QUIET_SECONDS else None
+    except FileNotFoundError:  # it went meanwhile
+        return None
+
+
+def lock_holders(name: str) -> list[int]:
+    """The processes of this machine that have the op's lock file open, as far as this user may see."""
+    try:
+        held = (extensions_directory() / name / "lock").stat()
+    except FileNotFoundError:
+        return []
+    found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it ended, or is another's
+            if os.readlink(descriptor).endswith("/lock") and os.path.samestat(descriptor.stat(), held):
+                found.add(int(descriptor.parts[2]))
+    return sorted(found)
+
+
+def remove_stale_lock(name: str) -> Path | None:
+    """Remove the op's lock file where `stale_lock` finds its owner gone; the file, or None where nothing was removed."""
+    lock = stale_lock(name)
+    if lock is not None:
+        lock.unlink(missing_ok=True)
+    return lock
+
+
+def _owner_would_be_seen(lock: Path) -> bool:
+    if os.geteuid() not in (0, lock.stat().st_uid) or not Path("/proc/self/fd").exists():
+        return False
+    kind, shared = file_system(lock)
+    # An overlay is one container's own; any other file system may be seen from several.
+    return not shared and (kind == "overlay" or os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE)
+
+
+def _linked(folder: Path, library: str) -> bool:
+    """Whether ninja finished the library: one that was killed halfway leaves the file, too, but no entry in its log."""
+    try:
+        log = (folder / ".ninja_log").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return (folder / library).is_file() and any(line.split("\t")[3:4] == [library] for line in log.splitlines())
+
+
+def _came_with_deepspeed(name: str) -> bool:
+    """Whether DeepSpeed was installed with the op compiled (DS_BUILD_OPS=1), for the accelerator that it would take here."""
+    found = find_spec("deepspeed")
+    if found is None or found.origin is None:
+        return False
+    try:
+        text = Path(found.origin).with_name("git_version_info_installed.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    accelerator = re.search(r"^accelerator_name='(\w*)'", text, re.MULTILINE)
+    return f"'{name}': True" in text and accelerator is not None and accelerator[1] == os.environ.get("DS_ACCELERATOR", _accelerator())
+
+
+# --- what stands in the way, and compiling -----------------------------------------------------------------------------------------
+
+
+def check_ops(offload_optimizer: bool) -> str | None:
+    """One line about what would keep training from starting, and what to do about it; None where nothing does.
+
+    An op that is merely not compiled yet is no obstacle: the first start compiles it, in one to five minutes. Nor is another version of the
+    CUDA toolkit than torch's: of the ops needed here none is compiled by nvcc.
+    """
+    if find_spec("deepspeed") is None:
+        return f"DeepSpeed is not installed: {INSTALL}"
+    try:
+        return next(filter(None, map(_obstacle, needed_ops(offload_optimizer))), None)
+    except OpError as error:
+        return str(error)
+
+
+def compiler() -> str:
+    """The C++ compiler that torch calls."""
+    return (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
+
+
+def lacks_compiler() -> str | None:
+    """What is missing for compiling C++ for Python, and what to do; None where all is there."""
+    if shutil.which(compiler()) is None:
+        return f"there is no C++ compiler ({compiler()}): install one (Debian and Ubuntu: g++) or name one with CXX=/path/to/g++"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        return f"there is no {header}: install Python's headers (Debian and Ubuntu: python3-dev)"
+    return None
+
+
+def lacks_ninja() -> str | None:
+    """What to do where there is no ninja, on PATH or beside this interpreter; None where there is."""
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") or os.access(beside / "ninja", os.X_OK):
+        return None
+    return f"there is no ninja on PATH nor in {beside}: python -m pip install ninja"
+
+
+def cannot_write(directory: Path) -> str | None:
+    """Why the folder of ops cannot be used, and what to do; None where it can: it is made where it is not there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"{directory}: {error.strerror}: set TORCH_EXTENSIONS_DIR to a folder that can be written"
+
+
+def build_op(name: str, waiting: Callable[[float], None] = lambda seconds: None) -> float:
+    """Compile an op and load it once, in a process of its own; seconds, a few where it was compiled already.
+
+    waiting: called about once a second with the seconds so far.
+
+    Raises:
+        OpError: what stands in the way; the compiler's first error, and where all that it said is.
+    """
+    obstacle = check_ops(offload_optimizer=False) if find_spec("deepspeed") is None else _obstacle(name)
+    if obstacle:
+        raise OpError(obstacle)
+    prepare_environment()
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _LOAD, BUILDERS[name]], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait(child, name, lambda: waiting(time.monotonic() - start))
+        finally:
+            _end(child)
+        output.seek(0)
+        said = output.read()
+    if child.returncode == 0:
+        return time.monotonic() - start
+    log = extensions_directory() / f"{name}.log"
+    log.write_text(said, encoding="utf-8")
+    raise OpError(f"DeepSpeed's {name} does not compile or load: {_reason(said, child.returncode)} (all of it: {log})")
+
+
+def _obstacle(name: str) -> str | None:
+    if _came_with_deepspeed(name):
+        return None
+    fault = lacks_ninja() or (lacks_compiler() if op_state(name) == "missing" else None) or cannot_write(extensions_directory())
+    if fault:
+        return f"DeepSpeed's {name}: {fault}"
+    lock = stale_lock(name)
+    return f"{lock} was left by a process that was killed, and DeepSpeed would wait for it for ever: {FIX}" if lock else None
+
+
+def _wait(child: subprocess.Popen[bytes], name: str, waiting: Callable[[], None]) -> None:
+    for second in itertools.count(1):
+        try:
+            child.wait(1)
+            return
+        except subprocess.TimeoutExpired:
+            waiting()
+        if second % 10 == 0 and stale_lock(name):  # another build was first, and was killed
+            raise OpError(f"another process that compiled DeepSpeed's {name} was killed: {FIX}, then {BUILD}")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Interrupted: let the child remove its lock."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _reason(said: str, code: int) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b(fatal )?error: |command not found|undefined reference", line)]
+    if code < 0:
+        return f"{signal.Signals(-code).name}" + (", as of code compiled for another CPU" if -code == signal.SIGILL else "")
+    return (errors or lines[-1:] or ["it says nothing"])[0]

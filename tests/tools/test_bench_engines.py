@@ -1,0 +1,191 @@
+"""The benchmark of engines: real ranks of the smallest run, what it makes of their answers, what it says no to; not how fast they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench.engines import __main__ as bench
+from tools.bench.engines.figures import Figures, as_json, of, table, time_ratio
+from tools.bench.engines.launch import Answer, CannotRun, _answers
+from tools.bench.engines.variants import BASELINE, SIZES, VARIANTS, Job, configuration, lacks, planned
+
+TINY = [
+    *("model.hidden_size=32", "model.num_layers=1", "model.num_attention_heads=2", "model.ffn_hidden_size=64", "model.vocab_size=128"),
+    *("data.seq_length=16", "train.micro_batch_size=1"),
+]
+JOB = Job(BASELINE, ranks=2, precision="fp32", size="cpu", warmup=2, steps=3)
+
+
+def answer(rank: int, *seconds: float, peak: int = 100) -> Answer:
+    return {"rank": rank, "seconds": list(seconds), "peak_bytes": peak, "host_bytes": None, "loss": 6.5, "threads": 1}
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def test_two_engines_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "engines.json"
+    words = [*TINY, "--ranks", "2", "--steps", "2", "--rounds", "1", "--precision", "fp32", "--variants", "stage2", "--out", str(path)]
+    assert bench.main(words) == 0
+    said, content = capsys.readouterr(), json.loads(path.read_text())
+    assert {key: content[key] for key in ("suite", "ranks", "precision", "steps", "warmup", "rounds", "baseline", "overrides")} == {
+        "suite": "engines",
+        "ranks": 2,
+        "precision": "fp32",
+        "steps": 2,
+        "warmup": 2,
+        "rounds": 1,
+        "baseline": "megatron",
+        "overrides": TINY,
+    }
+    assert set(content["machine"]["packages"]) >= {"megatron-core", "deepspeed"} and content["machine"]["date"]
+    base, other = content["rows"]
+    assert (base["variant"], other["variant"]) == ("megatron", "stage2")
+    for row in (base, other):
+        assert row["step_seconds"] > 0 and len(row["rounds"]) == 1 and row["tokens_per_second"] == 2 * 16 / row["step_seconds"]
+        assert len(row["peak_bytes"]) == 2 and min(row["peak_bytes"]) > 0 and row["host_bytes"] is None and row["plan_bytes"] > 0
+    assert (base["step_ratio"], base["peak_ratio"]) == (1.0, 1.0)
+    assert other["step_ratio"] == other["step_seconds"] / base["step_seconds"]
+    # Both took the same steps on the same tokens; 1e-6: an fp32 sum in another order.
+    assert other["loss"] == pytest.approx(base["loss"], rel=1e-6)
+    assert "| megatron | " in said.out and "| stage2 " in said.out
+    assert "megatron, round 1 of 1: " in said.err and "min to go" in said.err
+
+
+# --- a mistake is one line --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--ranks", "0"], "--ranks: 0 is not a whole number of 1 or more"),
+        (["--steps", "x"], "--steps: x is not a whole number"),
+        (["--warmup", "1"], "--warmup: at least 2"),
+        (["--variants", "stage4"], "invalid choice: 'stage4'"),
+        (["--rank", "2"], "unrecognized arguments: --rank"),
+        (["model.hiden_size=8"], "unknown key model.hiden_size; did you mean model.hidden_size?"),
+        (["engine.zero_stage=2"], "choose by --variants"),
+        (["train.global_batch_size=3"], "train.global_batch_size"),
+        (["model.vocab_size=null"], "model.vocab_size"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = bench.main(words)
+    except SystemExit as error:
+        code = int(str(error.code))
+    said = capsys.readouterr()
+    assert code == 2 and said.out == "" and said.err.count("\n") == 1 and told in said.err
+
+
+def test_it_takes_json_as_every_benchmark_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    assert "--json PATH" in capsys.readouterr().out
+
+
+# --- the runs that are compared ---------------------------------------------------------------------------------------------------
+
+
+def test_variants_differ_in_the_engine_alone() -> None:
+    runs = {name: configuration(replace(JOB, variant=name)) for name in VARIANTS}
+    assert all(replace(run, engine=runs[BASELINE].engine) == runs[BASELINE] for run in runs.values())
+    assert len({run.engine for run in runs.values()}) == len(VARIANTS) == 7
+    assert runs["stage3-offload"].engine.offload_parameters and runs[BASELINE].parallel.use_distributed_optimizer
+    assert runs[BASELINE].train.global_batch_size == 4
+
+
+def test_parameters_make_the_memory() -> None:
+    memory = planned(JOB, cuda=False)
+    assert 30e6 < memory.parameters < 60e6 and memory.activations + memory.workspace < memory.total / 5
+    for name in VARIANTS:
+        assert name == "stage0" or lacks(Job(name, 1, "bf16", "gpu", 2, 2)) is None  # the GPU suite's
+    assert set(SIZES) == {"cpu", "gpu"}
+
+
+def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "fp32 alone" in str(lacks(replace(JOB, variant="stage0", precision="bf16")))
+    monkeypatch.setattr("tools.bench.engines.variants.find_spec", lambda name: None if name == "deepspeed" else find_spec(name))
+    assert lacks(replace(JOB, variant="stage1")) == "DeepSpeed is not installed"
+    assert lacks(JOB) is None
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_take_turns_and_go_on_without_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[str] = []
+
+    def launched(job: Job) -> list[Answer]:
+        started.append(job.variant)
+        if job.variant == "stage1":
+            raise CannotRun("no compiler")
+        return [answer(0, 1.0), answer(1, 1.0)]
+
+    monkeypatch.setattr(bench, "launch", launched)
+    run = bench.Bench(JOB, ("megatron", "stage1", "stage3"), 2, cuda=False)
+    run.run()
+    assert started == ["megatron", "stage1", "stage3", "megatron", "stage3"]
+    assert run.cannot == {"stage1": "no compiler"} and run.figures()["stage1"] == "no compiler"
+    assert "stage1 cannot run: no compiler" in capsys.readouterr().err
+
+
+def test_without_the_baseline_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def launched(job: Job) -> list[Answer]:
+        raise CannotRun("out of memory")
+
+    monkeypatch.setattr(bench, "launch", launched)
+    assert bench.main(["--variants", "stage1"]) == 1
+    assert "megatron, which the others are held against, cannot run: out of memory" in capsys.readouterr().err
+
+
+def test_the_first_rank_to_fail_has_the_reason(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("starting\nsome rank: exitcode: -9\n")
+    with pytest.raises(CannotRun, match="without an answer: some rank: exitcode: -9"):
+        _answers(JOB, tmp_path, log)
+    for rank in (1, 0):
+        (tmp_path / f"answer{rank}.json").write_text(json.dumps(answer(rank, 1.0)))
+    assert [each["rank"] for each in _answers(JOB, tmp_path, log)] == [0, 1]
+    for rank, gap in ((0, "a peer is gone"), (1, "no such op")):
+        (tmp_path / f"answer{rank}.json").write_text(json.dumps({"gap": gap}))
+    for first, gap in ((1, "no such op"), (0, "a peer is gone")):
+        os.utime(tmp_path / f"answer{first}.json", (1, 1))
+        os.utime(tmp_path / f"answer{1 - first}.json", (2, 2))
+        with pytest.raises(CannotRun, match=f"^{gap}$"):
+            _answers(JOB, tmp_path, log)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_the_slowest_ranks_and_ratios_of_one_round() -> None:
+    # Steps end with their last rank: 2, 3, 4 and, the machine twice as slow, 4, 6, 8.
+    base = of(JOB, [[answer(0, 1, 3, 4), answer(1, 2, 2, 4)], [answer(0, 4, 6, 8, peak=300), answer(1, 4, 6, 8)]], cuda=False)
+    assert base.steps == (3.0, 6.0) and base.step == 4.5
+    assert base.peaks == (200, 100) and base.peak == 200 and base.hosts is None
+    assert base.tokens == 4 * 64 and base.planned == planned(JOB, cuda=False).total
+    other = replace(base, steps=(4.5, 12.0), peaks=(50, 40))
+    ratio = time_ratio(other, base)
+    assert (ratio.median, ratio.least, ratio.most) == (1.75, 1.5, 2.0)
+    row = as_json("stage3", other, base)
+    assert (row["step_ratio"], row["step_ratio_range"], row["peak_ratio"]) == (1.75, [1.5, 2.0], 0.25)
+
+
+def test_a_table_has_every_variant() -> None:
+    base = Figures((1.0,), (2**30,), (2**20,), 2**30, 0, 4096, 6.5)
+    shown: dict[str, Any] = {"megatron": base, "stage0": "fp32 alone", "stage3": replace(base, steps=(2.0,), peaks=(2**29,))}
+    lines = table(shown).splitlines()
+    assert len({len(line) for line in lines}) == 1 and "host, MiB" in lines[0] and "cannot run" in lines[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[2][:7] == ["megatron", "1.000", "1.00", "", "4,096", "1,024", "1.00"]
+    assert cells[3][0] == "stage0" and cells[3][-1] == "fp32 alone"
+    assert cells[4][:7] == ["stage3", "2.000", "2.00", "", "2,048", "512", "0.50"]
+    assert as_json("stage0", "fp32 alone", base) == {"variant": "stage0", "cannot": "fp32 alone"}

@@ -1,0 +1,267 @@
+"""Checkpoints for another engine or optimizer: a run goes on from one as if nothing had changed. Real runs, real DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from pretrain.__main__ import main as pretrain
+from pretrain.checkpoint_reader import MANIFEST, read_common, sha256
+from tests.pretrain.conftest import DEMO, SMALL, tiny_data
+from tests.pretrain.test_parity import launch
+from tools.checkpoint.__main__ import main
+
+__all__ = ["tiny_data"]
+
+FROM, UNTIL = 3, 6
+QUIET = ["train.eval_interval=0", "log.diagnostics_interval=0", f"train.steps={UNTIL}", f"checkpoint.interval={FROM}"]
+PLAIN, SPLIT = "parallel.use_distributed_optimizer=false", "parallel.use_distributed_optimizer=true"
+DEEPSPEED = ["engine.name=deepspeed", "engine.zero_stage=1"]
+
+
+def train(base: list[str], run_dir: Path, *overrides: str) -> dict[int, tuple[float, float]]:
+    """``python -m pretrain``; step -> (loss, grad norm)."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    assert pretrain([DEMO, *base, f"run_dir={run_dir}", *overrides]) == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+def step_of(run_dir: Path, step: int = FROM) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def manifest_of(step: Path) -> dict[str, Any]:
+    return dict(json.loads((step / MANIFEST).read_text()))
+
+
+def tensors(step: Path) -> dict[str, torch.Tensor]:
+    """Every tensor, by torch's own reader."""
+    reader = FileSystemReader(str(step))
+    stored = {name: kept for name, kept in reader.read_metadata().state_dict_metadata.items() if isinstance(kept, TensorStorageMetadata)}
+    state: dict[str, Any] = {name: torch.empty(kept.size, dtype=kept.properties.dtype) for name, kept in stored.items()}
+    load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def assert_same(step: Path, other: Path) -> None:
+    """To the last bit: tensors, and the optimizer's groups and steps."""
+    ours, theirs = tensors(step), tensors(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])] == []
+    assert read_common(step) == read_common(other)
+
+
+def convert(*arguments: Path | str) -> int:
+    return main(["convert", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def base(tiny_data: Path) -> list[str]:
+    return [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]", *SMALL, *QUIET]
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def plain(request: pytest.FixtureRequest, base: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[int, Any]]:
+    """Precision, run directory and curve of a run of six steps under the plain optimizer, with its checkpoint of the third."""
+    run_dir = tmp_path_factory.mktemp(request.param) / "plain"
+    return request.param, run_dir, train(base, run_dir, PLAIN, f"train.precision={request.param}")
+
+
+fp32_alone = pytest.mark.parametrize("plain", ["fp32"], indirect=True)
+
+
+def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
+    plain: tuple[str, Path, dict[int, Any]], base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    precision, run_dir, wanted = plain
+    split, back = tmp_path / "split", tmp_path / "back"
+    assert convert(step_of(run_dir), "--engine", "megatron", "--out", split) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.splitlines() == [
+        f"wrote {step_of(split)}: files linked, no tensor was copied",
+        f"weights and optimizer state; continue: python -m pretrain {run_dir}/config.yaml run_dir={split} engine.name=megatron {SPLIT}",
+    ]
+    before, after = tensors(step_of(run_dir)), tensors(step_of(split))
+    weights = [name for name in before if not name.startswith("optimizer.")]
+    assert weights and all(torch.equal(before[name], after[name]) for name in weights)
+    names = [name for name in weights if not name.startswith("rng.")]
+    main_weight = "optimizer.state.fp32_param.{}" if precision == "bf16" else "{}"
+    assert all(torch.equal(before[main_weight.format(name)], after[f"optimizer.state.param.{name}"]) for name in names)
+
+    goes_on = train(base, split, SPLIT, f"train.precision={precision}")
+    assert sorted(goes_on) == list(range(FROM + 1, UNTIL + 1))
+    # The same arithmetic on flat buffers instead of tensors: the norm is another order of an fp32 sum.
+    assert list(goes_on.values()) == [pytest.approx(wanted[step], rel=1e-6) for step in goes_on]
+
+    assert convert(step_of(split), "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
+    assert_same(step_of(back), step_of(run_dir))
+    again = train(base, back, PLAIN, f"train.precision={precision}")
+    assert again == {step: wanted[step] for step in range(FROM + 1, UNTIL + 1)}
+
+
+@fp32_alone
+def test_deepspeed_goes_on_where_megatron_was_and_back(
+    plain: tuple[str, Path, dict[int, Any]], base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the plain optimizer; then DeepSpeed's own file of the same step goes back to each of Megatron's."""
+    _, run_dir, wanted = plain
+    zero, rewritten, split, back = (tmp_path / name for name in ("zero", "rewritten", "split", "back"))
+    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", zero) == 0
+    assert "engine.name=deepspeed" in capsys.readouterr().out
+    overrides = [*base, "train.precision=fp32", *DEEPSPEED]
+    jobs: list[dict[str, Any]] = [
+        {"name": "on", "overrides": [*overrides, f"run_dir={tmp_path / 'on'}"], "steps": UNTIL - FROM, "load": str(zero)},
+        {"name": "same", "overrides": [*overrides, f"run_dir={rewritten}"], "steps": 0, "load": str(zero), "save": True},
+    ]
+    steps = launch(1, jobs, tmp_path)["on"]["steps"]
+    # An fp32 sum in another order, as in tests/pretrain/test_deepspeed.py.
+    assert steps == [pytest.approx(list(wanted[step]), rel=1e-6) for step in range(FROM + 1, UNTIL + 1)]
+
+    assert convert(rewritten, "--engine", "megatron", "--out", split) == 0
+    assert convert(step_of(run_dir), "--engine", "megatron", "--out", tmp_path / "direct") == 0
+    ours, theirs = tensors(step_of(split)), tensors(step_of(tmp_path / "direct"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours if not name.startswith("rng."))
+    assert convert(rewritten, "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
+    assert train(base, back, PLAIN, "train.precision=fp32") == {step: wanted[step] for step in range(FROM + 1, UNTIL + 1)}
+
+
+@fp32_alone
+def test_weights_alone_stay_weights_alone(
+    plain: tuple[str, Path, dict[int, Any]], base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run_dir, _ = plain
+    source, out = tmp_path / "imported", tmp_path / "out"
+    step = altered(run_dir, source, contents="weights")
+    assert convert(source, "--engine", "deepspeed", "--out", out) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("weights alone (the source has no more); start from them: python -m pretrain RUN.yaml checkpoint.load=")
+    assert manifest_of(step_of(out))["contents"] == "weights"
+    assert_same(step_of(out), step)
+    assert main(["show", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "contents    weights alone, for checkpoint.load\n" in said
+    assert "engine      deepspeed, converted from megatron with its plain optimizer\n" in said
+    assert pretrain([DEMO, *base, f"run_dir={out}", "train.precision=fp32"]) == 2  # nothing resumes from it
+    assert "holds weights alone" in capsys.readouterr().err
+
+
+@fp32_alone
+def test_what_is_refused(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run_dir, _ = plain
+    out, damaged, foreign = tmp_path / "out", tmp_path / "damaged", tmp_path / "foreign"
+    step = altered(run_dir, damaged)
+    (step / "__0_0.distcp").write_bytes(b"")
+    common = read_common(step_of(run_dir))
+    del common["optimizer"]["state"]
+    torch.save(common, altered(run_dir, foreign) / "common.pt")
+    altered(run_dir, foreign)
+    (tmp_path / "file").write_text("")
+    for arguments, wanted in {
+        (tmp_path / "absent", "--engine", "megatron", "--out", out): "absent: no checkpoint there",
+        (run_dir, "--engine", "deepspeed", "--plain-optimizer", "--out", out): "--plain-optimizer is one of Megatron's",
+        (step, "--engine", "deepspeed", "--out", out): "__0_0.distcp has 0 bytes instead of",
+        (damaged, "--engine", "deepspeed", "--out", out): "no good checkpoint there",
+        (foreign, "--engine", "deepspeed", "--out", out): "common.pt holds no groups and step of Megatron's optimizers (KeyError('state'))",
+        (run_dir, "--engine", "deepspeed", "--out", run_dir): "lies in the run directory of",
+        (run_dir, "--engine", "deepspeed", "--out", run_dir / "checkpoints" / "new"): "lies in the run directory of",
+        (run_dir, "--engine", "deepspeed", "--out", tmp_path / "file"): "file",
+    }.items():
+        assert convert(*arguments) == 2
+        said = capsys.readouterr()
+        assert wanted in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert not out.exists()
+
+    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 0
+    before = {file.name: sha256(file) for file in step_of(run_dir).iterdir()}
+    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 2
+    assert "is of the same step as" in capsys.readouterr().err
+    assert convert(run_dir, "--engine", "megatron", "--plain-optimizer", "--out", out) == 0  # a later step of the same run
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step_00000003", "step_00000006"]
+    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 2
+    assert f"{step_of(out, UNTIL)} is newer than" in capsys.readouterr().err
+    shutil.rmtree(out)
+    assert {file.name: sha256(file) for file in step_of(run_dir).iterdir()} == before, "the source is as it was"
+
+
+@fp32_alone
+def test_what_the_other_engine_does_not_do_is_told_and_files_are_copied_where_links_are_not_possible(
+    plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run_dir, _ = plain
+    step = altered(run_dir, tmp_path / "run", pipeline_model_parallel_size=2)
+
+    def refuses(*given: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refuses)
+    assert convert(step, "--engine", "deepspeed", "--out", tmp_path / "out") == 0
+    said = capsys.readouterr()
+    assert "note: the run's other settings have to change, too: parallel.pipeline_model_parallel_size = 2: engine.name = deepsp" in said.err
+    assert "files copied, they could not be linked" in said.out
+    assert "continue: torchrun --nproc-per-node 2 -m pretrain RUN.yaml run_dir=" in said.out
+    shutil.rmtree(tmp_path / "run")
+    assert len(tensors(step_of(tmp_path / "out"))) > 100
+
+
+@fp32_alone
+def test_show(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run_dir, _ = plain
+    assert main(["show", str(run_dir)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    stored = tensors(step_of(run_dir, UNTIL))
+    weights = [tensor for name, tensor in stored.items() if not name.startswith(("optimizer.", "rng."))]
+    numbers = sum(tensor.numel() for tensor in weights)
+    assert lines == {
+        "checkpoint": str(step_of(run_dir, UNTIL)),
+        "step": "6",
+        "tokens": "1,536 in 48 sequences of 32",
+        "model": "fem_softmax",
+        "engine": "megatron with its plain optimizer",
+        "layout": "1 process = TP 1 x PP 1 x DP 1",
+        "precision": "fp32",
+        "weights": f"{4 * numbers / 2**20:.1f} MiB: {len(weights)} tensors, {numbers:,} numbers, float32",
+        "optimizer": f"{8 * numbers / 2**20:.1f} MiB: {2 * len(weights)} tensors, {2 * numbers:,} numbers, float32",
+        "contents": "a run's state: it resumes",
+        "files": lines["files"],
+        "undamaged": "yes: every size is as it was written, every pickle's hash too",
+    }
+    step = altered(run_dir, tmp_path / "run")
+    with (step / "common.pt").open("r+b") as file:
+        file.write(b"x")
+    assert main(["show", str(step)]) == 1
+    assert "undamaged   no: common.pt does not match the hash recorded when it was saved\n" in capsys.readouterr().out
+    (step / ".metadata").unlink()
+    assert main(["show", str(step)]) == 1
+    said = capsys.readouterr()
+    assert ".metadata is missing\n" in said.out and "optimizer   unknown\n" in said.out and said.err == ""
+    (step / MANIFEST).unlink()
+    assert main(["show", str(step)]) == 2
+    assert capsys.readouterr().err == f"tools.checkpoint: error: checkpoint {step}: manifest.json is missing\n"
+
+
+def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline_model_parallel_size: int = 1) -> Path:
+    """A copy of the run's third step (made unless it is there) whose manifest fits its files, with what is given in it."""
+    step = step_of(to)
+    if not step.exists():
+        shutil.copytree(step_of(run_dir), step)
+    manifest = manifest_of(step)
+    manifest["files"] = {name: (step / name).stat().st_size for name in manifest["files"]}
+    manifest["sha256"] = {name: sha256(step / name) for name in manifest["sha256"]}
+    manifest |= {"contents": contents} if contents else {}
+    for section in (manifest["layout"], manifest["config"]["parallel"]):
+        section["pipeline_model_parallel_size"] = pipeline_model_parallel_size
+    manifest["layout"]["world_size"] = pipeline_model_parallel_size
+    (step / MANIFEST).write_text(json.dumps(manifest))
+    return step

@@ -1,0 +1,184 @@
+"""The command: every variant's ranks started anew in every round, one variant after the other, so that all meet the same machine."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fem_megatron import platform
+from pretrain.errors import ConfigError
+from tools.bench import environment
+from tools.bench.data_prep.processes import Neighbours, load
+from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table
+from tools.bench.engines.launch import Answer, CannotRun, launch
+from tools.bench.engines.variants import BASELINE, VARIANTS, Job, configuration, lacks, planned
+
+PROGRAM = "tools.bench.engines"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with its errors on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and leave with 2."""
+        print(f"{PROGRAM}: error: {message} (see: {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+@dataclass
+class Bench:
+    """One run: what is measured, and what the ranks have answered so far. cannot: variant -> why it is not measured, or no more."""
+
+    job: Job
+    names: Sequence[str]
+    rounds: int
+    cuda: bool
+    cannot: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, list[list[Answer]]] = field(default_factory=dict)  # variant -> of each round its ranks'
+    took: dict[str, list[float]] = field(default_factory=dict)  # seconds of a variant's launches
+    began: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        """All rounds; ends early where the baseline cannot run."""
+        self.cannot |= {name: why for name in self.names if (why := lacks(replace(self.job, variant=name))) is not None}
+        for name, why in self.cannot.items():
+            self.tell(f"{name} cannot run: {why}", [])
+        launches = [name for _ in range(self.rounds) for name in self.names]
+        for number, name in enumerate(launches):
+            if BASELINE in self.cannot:
+                return
+            if name not in self.cannot:
+                self.once(name, launches[number + 1 :])
+
+    def once(self, name: str, left: list[str]) -> None:
+        """Start a variant's ranks and keep their answers."""
+        began = time.monotonic()
+        try:
+            answers = launch(replace(self.job, variant=name))
+        except CannotRun as error:
+            self.cannot[name] = str(error)
+            self.tell(f"{name} cannot run: {error}", left)
+            return
+        self.took.setdefault(name, []).append(time.monotonic() - began)
+        self.answers.setdefault(name, []).append(answers)
+        most = max(answer["peak_bytes"] for answer in answers)
+        which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
+        self.tell(f"{which}: {step_seconds(answers):.3f} s a step, at most {most / MIB:,.0f} MiB", left)
+
+    def tell(self, text: str, left: list[str]) -> None:
+        """A line of progress, with the time that the launches left will take."""
+        going = [name for name in left if name not in self.cannot]
+        ahead = f"; about {self.expected(going) / 60:.1f} min to go" if going and self.took else ""
+        print(f"[{time.monotonic() - self.began:4.0f} s] {text}{ahead}", file=sys.stderr, flush=True)
+
+    def expected(self, launches: list[str]) -> float:
+        """Seconds for these launches: as long as the variant's took, or where none was seen all of them."""
+        every = [seconds for found in self.took.values() for seconds in found]
+        return sum(statistics.mean(self.took.get(name, every)) for name in launches)
+
+    def figures(self) -> dict[str, Figures | str]:
+        """Variant -> its figures, or why there are none."""
+        return {
+            name: self.cannot[name] if name in self.cannot else of(replace(self.job, variant=name), self.answers[name], cuda=self.cuda)
+            for name in self.names
+            if name in self.cannot or name in self.answers
+        }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(
+        prog=f"python -m {PROGRAM}",
+        description="Step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine with its distributed "
+        "optimizer. Random tokens; needs no data.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over the model and run that the benchmark has")
+    parser.add_argument("--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)")
+    parser.add_argument("--steps", type=_whole, default=8, help="timed steps of a round (default: 8)")
+    parser.add_argument("--warmup", type=_whole, default=2, help="steps before them, whose memory is measured (default: 2)")
+    parser.add_argument("--rounds", type=_whole, default=3, help="how often every variant is timed (default: 3)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default=None, help="default: fp32 on a CPU, bf16 on a GPU")
+    parser.add_argument(
+        "--variants", nargs="+", metavar="NAME", choices=list(VARIANTS), help=f"{BASELINE} and these; of {', '.join(VARIANTS)}"
+    )
+    parser.add_argument("--out", "--json", type=Path, metavar="PATH", help="write all numbers to this file, too")
+    options = parser.parse_args(arguments)
+    if options.warmup < 2:
+        parser.error("--warmup: at least 2: the first step makes Adam's moments, the second is the first that holds all")
+    return options
+
+
+def _whole(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return number
+
+
+def facts(bench: Bench) -> dict[str, Any]:
+    """The machine, with the threads of a rank and the version of DeepSpeed."""
+    machine = environment.facts()
+    machine["threads"] = bench.answers[BASELINE][0][0]["threads"]
+    with suppress(PackageNotFoundError):
+        machine["packages"]["deepspeed"] = version("deepspeed")
+    return machine
+
+
+def conclude(bench: Bench, out: Path | None, load_before: float, others: float | None) -> None:
+    """Print and write what was measured."""
+    job, found, machine = replace(bench.job, variant=BASELINE), bench.figures(), facts(bench)
+    base = found[BASELINE]
+    assert isinstance(base, Figures)
+    config, parameters = configuration(job), planned(job, cuda=bench.cuda).parameters
+    meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
+    print(environment.sentence(machine))
+    print(
+        f"{parameters / 1e6:.1f}M parameters, {job.precision}; {job.ranks} ranks, steps of {config.train.global_batch_size} x "
+        f"{config.data.seq_length} tokens; rounds of {job.steps} steps: {bench.rounds}; load average {load_before:.1f} at first{meanwhile}"
+    )
+    print(f"\n{table(found)}")
+    content: dict[str, Any] = {"suite": "engines", "machine": machine, "ranks": job.ranks, "precision": job.precision}
+    content |= {"parameters": parameters, "steps": job.steps, "warmup": job.warmup, "rounds": bench.rounds, "baseline": BASELINE}
+    content |= {"overrides": list(job.overrides), "load": load_before, "others": others, "seconds": time.monotonic() - bench.began}
+    environment.write_json(out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print the table: 0; 1 where the Megatron engine cannot run; 2 for a mistake in the command."""
+    options = parse(arguments)
+    cuda = platform.has_cuda()
+    job = Job(
+        variant=BASELINE,
+        ranks=options.ranks or (1 if cuda else 2),
+        precision=options.precision or ("bf16" if cuda else "fp32"),
+        size="gpu" if cuda else "cpu",
+        warmup=options.warmup,
+        steps=options.steps,
+        overrides=tuple(options.overrides),
+    )
+    try:
+        configuration(job)
+    except ConfigError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    names = [name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}]
+    bench, load_before, neighbours = Bench(job, names, options.rounds, cuda), load(), Neighbours()
+    bench.run()
+    if BASELINE in bench.cannot:
+        print(f"{PROGRAM}: error: {BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}", file=sys.stderr)
+        return 1
+    conclude(bench, options.out, load_before, neighbours.cores())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What the ranks' answers say of a variant, its ratios to the Megatron engine, and the table of them. Nothing is measured here."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.bench import environment
+from tools.bench.data_prep.processes import Spread
+from tools.bench.engines.launch import Answer
+from tools.bench.engines.variants import BASELINE, Job, planned, step_tokens
+
+MIB = 2**20
+COLUMNS = ("engine", "step, s", "÷ megatron", "over the rounds", "tokens/s", "peak, MiB", "÷ megatron", "plan, MiB", "peak ÷ plan", "loss")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One variant's.
+
+    steps: of each round the median seconds of a step, which ends when the last rank's does. peaks: bytes of each rank's device, in the
+    median round; hosts: of the machine's memory beside a GPU's, None on a CPU. planned, planned_host: of one rank, as ``--plan`` has
+    them. tokens: of a step, over all ranks. loss: of the last step; the engines train alike.
+    """
+
+    steps: tuple[float, ...]
+    peaks: tuple[int, ...]
+    hosts: tuple[int, ...] | None
+    planned: int
+    planned_host: int
+    tokens: int
+    loss: float
+
+    @property
+    def step(self) -> float:
+        """The median round's seconds."""
+        return statistics.median(self.steps)
+
+    @property
+    def peak(self) -> int:
+        """Of the rank that needs most."""
+        return max(self.peaks)
+
+
+def step_seconds(answers: Sequence[Answer]) -> float:
+    """Median over the timed steps, each as long as its slowest rank's."""
+    return statistics.median(max(ranks) for ranks in zip(*(answer["seconds"] for answer in answers), strict=True))
+
+
+def of(job: Job, rounds: Sequence[Sequence[Answer]], *, cuda: bool) -> Figures:
+    """From a variant's rounds, each the answers of its ranks."""
+    plan = planned(job, cuda=cuda)
+    by_rank = list(zip(*rounds, strict=True))
+    return Figures(
+        steps=tuple(step_seconds(answers) for answers in rounds),
+        peaks=tuple(_median_bytes(answers, "peak_bytes") for answers in by_rank),
+        hosts=tuple(_median_bytes(answers, "host_bytes") for answers in by_rank) if cuda else None,
+        planned=plan.total,
+        planned_host=plan.host,
+        tokens=step_tokens(job),
+        loss=rounds[-1][0]["loss"],
+    )
+
+
+def _median_bytes(answers: Sequence[Answer], which: str) -> int:
+    return int(statistics.median(answer[which] for answer in answers))
+
+
+def time_ratio(own: Figures, base: Figures) -> Spread:
+    """Step time over the baseline's of the same round: a change of the machine's load from round to round hits both."""
+    return Spread.of([own.step / base.step for mine, theirs in zip(own.steps, base.steps, strict=True)])
+
+
+def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, Any]:
+    """A row of the JSON: the figures, or ``cannot``: why there are none."""
+    if isinstance(found, str):
+        return {"variant": name, "cannot": found}
+    ratio = time_ratio(found, base) if base else None
+    return {
+        "variant": name,
+        "step_seconds": found.step,
+        "rounds": list(found.steps),
+        "step_ratio": ratio.median if ratio else None,
+        "step_ratio_range": [ratio.least, ratio.most] if ratio else None,
+        "tokens_per_second": found.tokens / found.step,
+        "peak_bytes": list(found.peaks),
+        "peak_ratio": found.peak / base.peak if base else None,
+        "host_bytes": None if found.hosts is None else list(found.hosts),
+        "plan_bytes": found.planned,
+        "plan_host_bytes": found.planned_host,
+        "loss": found.loss,
+    }
+
+
+def table(measured: Mapping[str, Figures | str]) -> str:
+    """Every variant, aligned; one that could not run says why."""
+    found = measured.get(BASELINE)
+    base = None if isinstance(found, str) else found
+    hosts = any(isinstance(each, Figures) and each.hosts is not None for each in measured.values())
+    columns = [*COLUMNS, *(["host, MiB"] if hosts else []), *(["cannot run"] if any(isinstance(f, str) for f in measured.values()) else [])]
+    rows = []
+    for name, each in measured.items():
+        cells = [name, *([""] * (len(columns) - 2)), each] if isinstance(each, str) else [name, *_cells(each, base, hosts)]
+        rows.append([*cells, *([""] * (len(columns) - len(cells)))])
+    return environment.table(columns, rows)
+
+
+def _cells(own: Figures, base: Figures | None, hosts: bool) -> list[str]:
+    ratio = time_ratio(own, base) if base else None
+    cells = [
+        f"{own.step:.3f}",
+        f"{ratio.median:.2f}" if ratio else "",
+        f"{ratio.least:.2f} to {ratio.most:.2f}" if ratio and ratio.rounds > 1 else "",
+        f"{own.tokens / own.step:,.0f}",
+        f"{own.peak / MIB:,.0f}",
+        f"{own.peak / base.peak:.2f}" if base else "",
+        f"{own.planned / MIB:,.0f}",
+        f"{own.peak / own.planned:.2f}",
+        f"{own.loss:.4f}",
+    ]
+    return [*cells, f"{max(own.hosts) / MIB:,.0f}"] if hosts and own.hosts else cells

@@ -1,0 +1,172 @@
+"""One rank of a job: builds the engine, takes the steps, writes what they took into the job's folder. Started by torchrun.
+
+On a CPU memory is measured first, time after it, by two habits of the allocator: one that gives freed blocks back, so that the peak is what
+was held and not what glibc kept; then the one that glibc comes to by itself, which is faster. On CUDA its own allocator tells the peak.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fem_megatron import platform
+from pretrain.config import RunConfig
+from pretrain.errors import ConfigError
+from tools.bench.engines.variants import Job, configuration
+
+if TYPE_CHECKING:
+    from pretrain.engines import Engine
+
+BATCHES = 4  # micro-batches that are taken in turn
+SETTLING = 1  # steps after the allocator has changed its habits
+LONGER = 60  # seconds that this process lives beyond the job's limit, at which it is asked to end
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Seconds of every timed step, peak bytes beyond what was held before the engine was built, and the last loss.
+
+    peak_bytes: of the device: CUDA's allocator, or the resident set on a CPU. host_bytes: of the machine's memory, on CUDA alone.
+
+    Raises:
+        ConfigError: DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings.
+        RuntimeError: a step was skipped.
+    """
+    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from pretrain.schedule import Schedule
+
+    config = configuration(job)
+    schedule, cuda = Schedule.of(config), platform.has_cuda()
+    initialize_model_parallel(config)
+    _import_engine(config)
+    gc.collect()
+    _allocate(mapped_from=2**20, kept=2**17)
+    before = resident_bytes()
+    platform.reset_peak_memory()
+    began = time.perf_counter()
+    engine = make_engine(config, schedule)
+    building = time.perf_counter() - began
+    stream = random_batches(config)
+    take_steps(engine, stream, job.warmup)
+    peak, grown = platform.peak_memory_bytes(), platform.peak_resident_bytes() - before
+    _allocate(mapped_from=2**25, kept=2**26)
+    take_steps(engine, stream, SETTLING)
+    seconds, loss = take_steps(engine, stream, job.steps)
+    return {
+        "rank": torch.distributed.get_rank(),
+        "seconds": seconds,
+        "building": building,
+        "before_bytes": before,
+        "peak_bytes": peak if cuda else grown,
+        "host_bytes": grown if cuda else None,
+        "loss": loss,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def take_steps(engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int) -> tuple[list[float], float]:
+    """Seconds of each step, all ranks having begun together, and the last one's loss.
+
+    Raises:
+        RuntimeError: a step was skipped, so that what it took says nothing.
+    """
+    seconds, loss = [], float("nan")
+    for _ in range(steps):
+        torch.distributed.barrier()
+        platform.synchronize()
+        began = time.perf_counter()
+        result = engine.train_step(stream, 1)
+        platform.synchronize()
+        seconds.append(time.perf_counter() - began)
+        if result.skipped:
+            raise RuntimeError(f"a step was skipped: loss {result.loss}, gradient norm {result.grad_norm}")
+        loss = result.loss
+    return seconds, loss
+
+
+def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
+    """Endless micro-batches of random tokens, others on every data-parallel rank, drawn before the first is asked for."""
+    from megatron.core import parallel_state
+
+    rng = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    assert config.model.vocab_size is not None
+    shape, device = (config.train.micro_batch_size, config.data.seq_length), platform.device()
+    made = []
+    for _ in range(BATCHES):
+        tokens = torch.randint(config.model.vocab_size, (shape[0], shape[1] + 1), generator=rng).to(device)
+        positions = torch.arange(shape[1], device=device).expand(shape)
+        mask = torch.ones(shape, device=device)
+        made.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions})
+    return itertools.cycle(made)
+
+
+def resident_bytes() -> int:
+    """The resident set now; where the system has no /proc, its largest so far."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return platform.peak_resident_bytes()
+    return int(statm.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _allocate(*, mapped_from: int, kept: int) -> None:
+    """glibc: blocks of ``mapped_from`` bytes and more go back when they are freed, so do more than ``kept`` free bytes atop the heap."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, mapped_from)
+        mallopt(M_TRIM_THRESHOLD, kept)
+
+
+def _import_engine(config: RunConfig) -> None:
+    """The libraries' own memory is no engine's."""
+    if config.engine.name == "deepspeed":
+        from pretrain.engines.deepspeed_ops import check_ops, prepare_environment
+
+        prepare_environment()
+        obstacle = check_ops(config.engine.offload_optimizer)
+        if obstacle is not None:
+            raise ConfigError(obstacle)
+        importlib.import_module("deepspeed")
+    importlib.import_module(f"pretrain.engines.{config.engine.name}")
+
+
+def main() -> int:
+    """Measure the job in the folder that is named, write the answer beside it: the figures, or ``{"gap": why}``."""
+    folder = Path(sys.argv[1])
+    job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
+    # An exception, so that a rank that is compiling one of DeepSpeed's ops takes its lock away.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.alarm(job.limit + LONGER)  # whoever started this may be gone
+    code = 0
+    try:
+        platform.quiet_libraries()
+        platform.initialize_distributed()
+        answer = measure(job)
+    except ConfigError as error:
+        answer, code = {"gap": str(error)}, 1
+    except Exception as error:
+        # Whatever an engine raises, the other variants are still wanted.
+        text = (str(error).strip() or "no message").splitlines()[0]
+        answer, code = {"gap": f"{type(error).__name__}: {text}"}, 1
+    part = folder / f"part{os.environ['RANK']}"
+    part.write_text(json.dumps(answer), encoding="utf-8")
+    part.rename(folder / f"answer{os.environ['RANK']}.json")
+    if code == 0:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

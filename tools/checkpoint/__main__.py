@@ -1,0 +1,85 @@
+"""``python -m tools.checkpoint VERB``. Reads arguments and tells errors in one line (exit code 2); the work is in the verbs' modules."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pretrain.errors import ConfigError, StorageError
+
+CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one verb; returns the exit code: 0, 1 (damaged; a file system failed), 2 (a mistake in the input), 130 (interrupted)."""
+    given = _parser().parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except ConfigError as error:
+        print(f"tools.checkpoint: error: {error}", file=sys.stderr)
+        return 2
+    except StorageError as error:
+        print(f"tools.checkpoint: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tools.checkpoint: interrupted; no checkpoint was written", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tools.checkpoint", description="What a checkpoint holds; the same one for another engine.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verb = verbs.add_parser(
+        "convert",
+        help="write a checkpoint so that a run of another engine or optimizer resumes from it",
+        description="Writes RUN_DIR/checkpoints/step_NNNNNNNN, from which a run of the named engine with the same model continues: "
+        "weights, optimizer state, position in the data. Files of tensors are linked, or copied where that is not possible.",
+    )
+    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
+    verb.add_argument("--engine", required=True, choices=["megatron", "deepspeed"], help="the engine that is to continue")
+    verb.add_argument(
+        "--plain-optimizer",
+        action="store_true",
+        help="for Megatron's optimizer that is not split over ranks (parallel.use_distributed_optimizer=false)",
+    )
+    verb.add_argument(
+        "--out", required=True, type=Path, metavar="RUN_DIR", help="run directory of the run that continues; not the source's"
+    )
+    verb.set_defaults(run=_convert)
+    verb = verbs.add_parser(
+        "show",
+        help="what a checkpoint holds, and whether it is undamaged",
+        description="Says what a checkpoint holds. Exit code 1: it is damaged.",
+    )
+    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
+    verb.set_defaults(run=_show)
+    return parser
+
+
+# Each imports its module when it is called: torch and Megatron-core take seconds, which --help and a wrong argument need not wait.
+
+
+def _convert(given: argparse.Namespace) -> int:
+    if given.plain_optimizer and given.engine != "megatron":
+        raise ConfigError(f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}")
+    from fem_megatron.platform import quiet_libraries
+
+    quiet_libraries()
+    from tools.checkpoint.convert import convert
+
+    convert(given.checkpoint, given.engine, given.out, plain=given.plain_optimizer)
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    from tools.checkpoint.show import described
+
+    lines, undamaged = described(given.checkpoint)
+    for title, text in lines:
+        print(f"{title:<11} {text}")
+    return 0 if undamaged else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

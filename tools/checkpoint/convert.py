@@ -1,0 +1,154 @@
+"""The verb ``convert``: a checkpoint -> RUN_DIR/checkpoints/step_NNNNNNNN, from which another engine or optimizer continues.
+
+Both engines write the same names under the distributed optimizer; Megatron's plain optimizer has others (see ``optimizer_state``). No
+tensor changes in either case, so the files that hold them are linked; ``.metadata``, ``common.pt`` and the manifest are written anew.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain.checkpoint import MANIFEST, PICKLES, WEIGHTS_ALONE, publish_step
+from pretrain.checkpoint_reader import Found, find, newest_first, read_common, read_metadata
+from pretrain.config import EngineConfig
+from pretrain.errors import ConfigError, StorageError, files_told
+from pretrain.loader import load_values, to_dict
+from pretrain.run_directory import claimed
+from pretrain.validate import validate
+from tools.checkpoint.optimizer_state import has_moments, renamed
+
+SPLIT = "use_distributed_optimizer"
+NO_STEP = "the optimizer had taken no step yet"
+
+
+def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
+    """Writes ``checkpoint`` (a step's folder; a run directory: its newest) into the run directory ``out``; says on stdout what it wrote.
+
+    plain: for Megatron's optimizer that is not split over the ranks.
+
+    Raises:
+        ConfigError: no good checkpoint there; ``out`` has a newer one, is the source's run directory, or is in use.
+        StorageError: a file system failed.
+    """
+    with files_told():
+        found = find(checkpoint)
+        final = out / "checkpoints" / found.path.name
+        _refuse(found, out)
+        pickles, why_alone = _pickles(found, plain=plain)
+        manifest = _manifest(found.manifest, engine, plain=plain, alone=bool(why_alone))
+        with claimed(out) as ours:
+            if not ours:
+                raise ConfigError(f"{out} is in use by another process; wait for it, end it, or choose another --out")
+            linked = _write(found, final, manifest, pickles)
+    objection = None if why_alone else _objection(manifest, final)
+    if objection:
+        print(f"tools.checkpoint: note: the run's other settings have to change, too: {objection}", file=sys.stderr)
+    print(f"wrote {final}: {'files linked, no tensor was copied' if linked else 'files copied, they could not be linked'}")
+    print(_last_line(found, manifest, out, why_alone))
+
+
+def _refuse(found: Found, out: Path) -> None:
+    """Raises ConfigError where ``out`` is no place for the checkpoint."""
+    step, place = found.path.resolve(), out.resolve()
+    in_a_run = step.parent.name == "checkpoints"
+    run_dir = step.parent.parent if in_a_run else step.parent
+    if place == run_dir or place.is_relative_to(run_dir if in_a_run else step):
+        raise ConfigError(
+            f"--out {out} lies in the run directory of {found.path}, whose own run would be confused by it: choose another one"
+        )
+    for there in newest_first(out / "checkpoints"):
+        number = int(there.name.removeprefix("step_"))
+        if number >= found.progress.step:
+            older = "newer than" if number > found.progress.step else "of the same step as"
+            raise ConfigError(f"{there} is {older} {found.path}, and a run there would resume from it: choose another --out")
+
+
+def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
+    """(name -> contents of the pickles that cannot stay as they are, why nothing but weights can be resumed from or an empty string)."""
+    if found.manifest.get("contents") == WEIGHTS_ALONE:
+        return {}, "the source has no more"
+    was_plain = not found.manifest["identity"].get(f"parallel.{SPLIT}", True)
+    if was_plain == plain:
+        return {}, ""
+    metadata = read_metadata(found.path / ".metadata")
+    if was_plain and not has_moments(metadata):
+        return {}, NO_STEP
+    try:
+        metadata, common = renamed(metadata, read_common(found.path), plain=plain)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint {found.path}: {error}") from None
+    return dict(zip(PICKLES, (metadata, common), strict=True)), ""
+
+
+def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) -> dict[str, Any]:
+    """The source's with the wanted engine and optimizer; what stays unsaid are the files (see ``publish_step``)."""
+    config, split = source["config"], not plain
+    settings = {**to_dict(EngineConfig()), **config.get("engine", {})}
+    return {
+        **{key: value for key, value in source.items() if key not in ("files", "sha256")},
+        "identity": {**source["identity"], f"parallel.{SPLIT}": split},
+        "layout": {**source["layout"], SPLIT: split},
+        "config": {**config, "engine": {**settings, "name": engine}, "parallel": {**config["parallel"], SPLIT: split}},
+        "converted": {"engine": settings["name"], SPLIT: config["parallel"].get(SPLIT, True)},
+        **({"contents": WEIGHTS_ALONE} if alone else {}),
+    }
+
+
+def _write(found: Found, final: Path, manifest: dict[str, Any], pickles: dict[str, Any]) -> bool:
+    """The files, then the manifest and the name; whether every file that stays as it is could be linked."""
+    temporary = final.parent / f".writing_{final.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        kept = [found.path / name for name in found.manifest["files"] if name not in pickles and name != MANIFEST]
+        linked = [_linked(path, temporary / path.name) for path in kept]
+        for name, contents in pickles.items():
+            with (temporary / name).open("wb") as file:
+                pickle.dump(contents, file) if name == ".metadata" else torch.save(contents, file)
+        publish_step(temporary, final, manifest, keep_last=None)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return all(linked)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Puts a file there; whether as a link, which not every file system has, nor any between two of them."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+        return False
+    return True
+
+
+def _objection(manifest: dict[str, Any], step: Path) -> str | None:
+    """What the run's configuration has that the wanted engine or optimizer does not do; None: nothing."""
+    try:
+        validate(load_values(manifest["config"], step / MANIFEST), manifest["layout"]["world_size"])
+    except (ConfigError, StorageError) as error:
+        return str(error)
+    return None
+
+
+def _last_line(found: Found, manifest: dict[str, Any], out: Path, why_alone: str) -> str:
+    """What can be resumed, and by which command."""
+    config, world = manifest["config"], manifest["layout"]["world_size"]
+    start = f"torchrun --nproc-per-node {world}" if world > 1 else "python"
+    engine = f"engine.name={config['engine']['name']} parallel.{SPLIT}={str(config['parallel'][SPLIT]).lower()}"
+    if why_alone:
+        model = found.path.parent / "model.yaml"  # an import's
+        given = f"model={shlex.quote(str(model))} " if model.is_file() else ""
+        command = f"{start} -m pretrain RUN.yaml {given}checkpoint.load={shlex.quote(str(out))} {engine}"
+        return f"weights alone ({why_alone}); start from them: {command}"
+    yaml = found.path.parent.parent / "config.yaml"
+    run = shlex.quote(str(yaml)) if yaml.is_file() else "RUN.yaml"
+    return f"weights and optimizer state; continue: {start} -m pretrain {run} run_dir={shlex.quote(str(out))} {engine}"

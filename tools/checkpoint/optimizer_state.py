@@ -1,0 +1,98 @@
+"""Optimizer state under the names of Megatron's two optimizers: the same fp32 tensors in the same files.
+
+    distributed (and DeepSpeed)                            plain
+    optimizer.state.param.NAME                             optimizer.state.fp32_param.NAME; in fp32 training NAME itself
+    optimizer.state.exp_avg.NAME, ...exp_avg_sq.NAME       the same
+    common.pt: optimizer.optimizer.param_groups with step  optimizer.optimizer.{param_groups, state.common_step}; in fp32
+                                                           training without the inner optimizer
+
+``.metadata`` says in which stretch of which file a name's tensor lies, so a state gets other names without being read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from pretrain.checkpoint_reader import NOT_WEIGHTS
+from pretrain.engines.megatron import SHARDING
+from pretrain.engines.zero_state import MOMENTS
+from pretrain.errors import ConfigError
+
+STATE = "optimizer.state."
+DISTRIBUTED, PLAIN = f"{STATE}param.", f"{STATE}fp32_param."
+
+
+def has_moments(metadata: Metadata) -> bool:
+    """Whether any optimizer state is there: the plain optimizer has none before its first step."""
+    return any(name.startswith(f"{STATE}{MOMENTS[0]}.") for name in metadata.state_dict_metadata)
+
+
+def renamed(metadata: Metadata, common: dict[str, Any], *, plain: bool) -> tuple[Metadata, dict[str, Any]]:
+    """``.metadata`` and ``common.pt`` of the other optimizer's checkpoint, whose files hold the same tensors. plain: the wanted one.
+
+    Raises:
+        ConfigError: the state is not one that Megatron's optimizers write.
+    """
+    sources = _sources(metadata, plain=plain)
+    places = defaultdict(list)
+    for index, place in metadata.storage_data.items():
+        places[index.fqn].append((index, place))
+    stored = metadata.state_dict_metadata
+    moved = replace(
+        metadata,
+        state_dict_metadata={name: stored[source] for name, source in sources.items()},
+        storage_data={replace(index, fqn=name): place for name, source in sources.items() for index, place in places[source]},
+        planner_data=None,
+    )
+    mixed = any(name.startswith(PLAIN) for name in (sources if plain else stored))
+    try:
+        optimizer = _plain(common["optimizer"], mixed=mixed) if plain else _distributed(common["optimizer"], mixed=mixed)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"common.pt holds no groups and step of Megatron's optimizers ({error!r})") from None
+    return moved, {**common, "optimizer": optimizer}
+
+
+def _sources(metadata: Metadata, *, plain: bool) -> dict[str, str]:
+    """Name in the wanted checkpoint -> name under which the same tensor is stored."""
+    stored = metadata.state_dict_metadata
+    sources = {name: name for name in stored if not name.startswith((DISTRIBUTED, PLAIN))}
+    for weight in [name for name in stored if not name.startswith(NOT_WEIGHTS)]:
+        here, there = (DISTRIBUTED, PLAIN) if plain else (PLAIN, DISTRIBUTED)
+        full = _is_fp32(metadata, weight)  # then the weight is its own fp32 main weight
+        main = weight if full and here + weight not in stored else here + weight
+        for name in (main, *(f"{STATE}{moment}.{weight}" for moment in MOMENTS)):
+            if not _is_fp32(metadata, name):
+                raise ConfigError(
+                    f"the optimizer's state is not one of Megatron's in fp32: {name} is {'' if name in stored else 'not '}there"
+                )
+        if not (plain and full):
+            sources[there + weight] = main
+    return sources
+
+
+def _is_fp32(metadata: Metadata, name: str) -> bool:
+    stored = metadata.state_dict_metadata.get(name)
+    return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
+
+
+def _plain(optimizer: dict[str, Any], *, mixed: bool) -> dict[str, Any]:
+    groups = optimizer["optimizer"]["param_groups"]
+    inner = {
+        "state": {"common_step": torch.tensor(float(groups[0]["step"]))},
+        "param_groups": [{key: value for key, value in group.items() if key != "step"} for group in groups],
+    }
+    return {"optimizer": inner} if mixed else inner
+
+
+def _distributed(optimizer: dict[str, Any], *, mixed: bool) -> dict[str, Any]:
+    inner = optimizer["optimizer"] if mixed else optimizer
+    step = float(inner["state"]["common_step"])
+    return {
+        "optimizer": {"param_groups": [{**group, "step": step} for group in inner["param_groups"]]},
+        "param_state_sharding_type": SHARDING["distrib_optim_sharding_type"],
+    }

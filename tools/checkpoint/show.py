@@ -1,0 +1,101 @@
+"""The verb ``show``: what a checkpoint holds, read from its manifest and the index of its tensors; no tensor is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from pretrain.checkpoint_reader import MANIFEST, Found, damage, find, read_metadata
+from pretrain.errors import ConfigError, files_told
+
+
+def described(checkpoint: Path) -> tuple[list[tuple[str, str]], bool]:
+    """(title, text) of every line, and whether the checkpoint is undamaged (a run directory: its newest that is).
+
+    Raises:
+        ConfigError: there is none, or its manifest cannot be read. StorageError: a file system failed.
+    """
+    with files_told():
+        found, wrong = _found(checkpoint)
+        return _lines(found, wrong), wrong is None
+
+
+def _found(checkpoint: Path) -> tuple[Found, str | None]:
+    try:
+        return find(checkpoint), None
+    except ConfigError:
+        try:
+            manifest = json.loads((checkpoint / MANIFEST).read_text())
+            manifest["config"]["model"], manifest["progress"]["step"], manifest["files"], manifest["identity"], manifest["layout"]
+        except (OSError, ValueError, KeyError, TypeError):
+            manifest = None
+        wrong = damage(checkpoint)
+        if manifest is None or wrong is None:
+            raise
+        return Found(checkpoint, manifest), wrong
+
+
+def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
+    manifest, config, progress = found.manifest, found.manifest["config"], found.progress
+    contents, files, length = manifest.get("contents"), manifest["files"], config["data"]["seq_length"]
+    weights, optimizer = _sizes(found.path)
+    skipped = f", {progress.skipped_steps} of them skipped" if progress.skipped_steps else ""
+    return [
+        ("checkpoint", str(found.path)),
+        ("step", f"{progress.step:,}{skipped}"),
+        ("tokens", f"{progress.consumed_samples * length:,} in {progress.consumed_samples:,} sequences of {length:,}"),
+        ("model", f"{config['model'].get('pattern') or config['model']['mixer']}"),
+        ("engine", _engine(manifest)),
+        ("layout", _layout(manifest["layout"])),
+        ("precision", str(manifest["identity"].get("train.precision"))),
+        ("weights", weights),
+        ("optimizer", optimizer),
+        ("contents", f"{contents} alone, for checkpoint.load" if contents else "a run's state: it resumes"),
+        ("files", f"{len(files)} of {_bytes(sum(files.values()))}"),
+        ("undamaged", "yes: every size is as it was written, every pickle's hash too" if wrong is None else f"no: {wrong}"),
+    ]
+
+
+def _engine(manifest: dict[str, Any]) -> str:
+    split = manifest["config"]["parallel"].get("use_distributed_optimizer", True)
+    now = _named(manifest["config"].get("engine", {}).get("name", "megatron"), split)
+    before = manifest.get("converted")
+    return f"{now}, converted from {_named(before['engine'], before['use_distributed_optimizer'])}" if before else now
+
+
+def _named(engine: str, split: bool) -> str:
+    return engine if split else f"{engine} with its plain optimizer"
+
+
+def _layout(layout: dict[str, Any]) -> str:
+    world, tensor, pipeline = layout["world_size"], layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"]
+    words = f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP {pipeline} x DP {world // (tensor * pipeline)}"
+    return words + (", sequence parallel" if layout["sequence_parallel"] else "")
+
+
+def _sizes(step: Path) -> tuple[str, str]:
+    """Of the weights and of the optimizer's state, as texts."""
+    try:
+        stored = read_metadata(step / ".metadata").state_dict_metadata
+    except ConfigError as error:
+        return str(error), "unknown"
+    texts = []
+    for wanted in (False, True):
+        tensors = [
+            tensor
+            for name, tensor in stored.items()
+            if isinstance(tensor, TensorStorageMetadata) and name.startswith("optimizer.") == wanted and not name.startswith("rng.")
+        ]
+        numbers = sum(math.prod(tensor.size) for tensor in tensors)
+        size = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
+        types = ", ".join(sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors}))
+        texts.append(f"{_bytes(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}" if tensors else "none")
+    return texts[0], texts[1]
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
