@@ -14,8 +14,8 @@ from fem_megatron.catalogue import mixer_names
 from pretrain.config import RunConfig
 from pretrain.errors import ConfigError, files_told
 from pretrain.loader import nearest
+from pretrain.zero_memory import BUCKET
 
-BUCKET = 500_000_000  # elements, DeepSpeed's default
 NO_CLIPPING = 1e30  # stage 0 computes a norm only where it clips
 # Top-level keys that DeepSpeed reads and this engine leaves alone; it ignores those it does not know without a word.
 _TOP_LEVEL = (

@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pretrain.config import EngineConfig, RunConfig
-from pretrain.deepspeed_settings import BUCKET
 
 WIDE = 4  # bytes of fp32
+BUCKET = 500_000_000  # elements, DeepSpeed's default
 LIVE = 1_000_000_000  # DeepSpeed's max_live_parameters and max_reuse_distance
 
 

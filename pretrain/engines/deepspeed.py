@@ -147,7 +147,7 @@ class DeepSpeedEngine:
         if offload:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-            return DeepSpeedCPUAdam(groups, adamw_mode=True, **arguments)  # type: ignore[no-any-return]
+            return DeepSpeedCPUAdam(groups, adamw_mode=True, **arguments)
         return torch.optim.AdamW(groups, fused=platform.has_cuda() or None, **arguments)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,7 +57,7 @@ class ZeroState:
     @property
     def adam(self) -> torch.optim.Optimizer:
         """The optimizer that does the arithmetic."""
-        return self.engine.optimizer.optimizer if self.stage else self.engine.optimizer  # type: ignore[no-any-return]
+        return self.engine.optimizer.optimizer if self.stage else self.engine.optimizer
 
     def prepare(self) -> None:
         """Give a fresh optimizer its zero state, which AdamW makes at its first step."""

@@ -70,7 +70,7 @@ def _median_bytes(answers: Sequence[Answer], which: str) -> int:
 
 def time_ratio(own: Figures, base: Figures) -> Spread:
     """Step time over the baseline's of the same round: a change of the machine's load from round to round hits both."""
-    return Spread.of([own.step / base.step for mine, theirs in zip(own.steps, base.steps, strict=True)])
+    return Spread.of([mine / theirs for mine, theirs in zip(own.steps, base.steps, strict=True)])
 
 
 def as_json(name: str, found: Figures | str, base: Figures | None) -> dict[str, Any]:
