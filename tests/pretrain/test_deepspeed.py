@@ -25,9 +25,10 @@ TP2 = ["parallel.tensor_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
 RECOMPUTE = ["train.recompute=full"]
 STEPS = 5
+pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all
 LAYOUTS: dict[int, dict[str, list[str]]] = {
     1: {"one process": []},
-    2: {"DP2": [], "TP2": TP2, "DP2, recompute": RECOMPUTE},
+    2: {"DP2": [], "TP2": TP2},
     4: {"TP2 x DP2": TP2, "TP2 x DP2 + SP": TP2 + SP, "TP2 x DP2 + SP, recompute": TP2 + SP + RECOMPUTE},
 }
 
@@ -36,41 +37,40 @@ def deepspeed(stage: int) -> list[str]:
     return ["engine.name=deepspeed", f"engine.zero_stage={stage}"]
 
 
-# Micro-batches a step: 4 at TP2 and in one process, 2 at DP2, where "at once" is one.
+# Micro-batches a step: 4 at TP2, 2 at DP2.
 OPTIONS: dict[str, list[str]] = {
     **{f"stage {stage}": deepspeed(stage) for stage in (0, 1, 2, 3)},
-    **{f"stage {stage}, at once": [*deepspeed(stage), "train.micro_batch_size=4"] for stage in (1, 2, 3)},
+    **{f"stage {stage}, one micro-batch": [*deepspeed(stage), "train.micro_batch_size=4"] for stage in (1, 2, 3)},
+    **{f"stage {stage}, four micro-batches": [*deepspeed(stage), "train.micro_batch_size=1"] for stage in (1, 2, 3)},
     **{f"stage {stage}, offload": [*deepspeed(stage), "engine.offload_optimizer=true"] for stage in (1, 2, 3)},
     "stage 3, all offloaded": [*deepspeed(3), "engine.offload_optimizer=true", "engine.offload_parameters=true"],
     # Nothing stays whole: at the default threshold of 1e5 elements every parameter of so small a model does.
     "stage 3, all split": [*deepspeed(3), "engine.deepspeed.param_persistence_threshold=0"],
     "stage 2, overlapped": [*deepspeed(2), "parallel.overlap_grad_reduce=true"],
 }
+AT_FOUR = ("stage 1", "stage 2", "stage 3, all split")
 CASES = [
-    (world, layout, option)
-    for world, layouts in LAYOUTS.items()
-    for layout in layouts
-    for option in OPTIONS
-    if option.count(",") == 0 or layout == "DP2" or (layout == "TP2 x DP2 + SP" and ("split" in option or "all" in option))
+    (1, "one process", "stage 1"),
+    *((2, "DP2", option) for option in OPTIONS),
+    (2, "TP2", "stage 1"),
+    *((4, layout, option) for layout in LAYOUTS[4] for option in AT_FOUR),
+    (4, "TP2 x DP2 + SP", "stage 0"),
 ]
 BF16 = [(world, layout, f"stage {stage}") for world, layout in ((2, "DP2"), (4, "TP2 x DP2 + SP")) for stage in (1, 2, 3)]
 
 
 # What writes a checkpoint: resumed there bit for bit, and elsewhere by either engine.
 SAVED = [
-    *((precision, 2, "DP2", f"stage {stage}") for stage in (1, 2, 3) for precision in ("fp32", "bf16")),
-    ("fp32", 2, "DP2", "stage 0"),
-    ("fp32", 2, "DP2", "stage 3, all offloaded"),
+    *(("bf16", 2, "DP2", f"stage {stage}") for stage in (1, 2, 3)),
+    *(("fp32", 2, "DP2", option) for option in ("stage 0", "stage 1", "stage 3, all offloaded")),
     ("fp32", 4, "TP2 x DP2", "stage 2"),
     ("fp32", 4, "TP2 x DP2 + SP", "stage 3, all split"),
 ]
 MOVES: list[tuple[int, list[str], str]] = [
-    (1, [], "DP2: stage 1"),
     (1, [], "DP2: stage 0"),
     (1, [], "DP2: stage 3, all offloaded"),
-    (1, [], "TP2 x DP2: stage 2"),
     (1, [], "TP2 x DP2 + SP: stage 3, all split"),
-    (1, deepspeed(1), "DP2: stage 3"),
+    (1, deepspeed(1), "TP2 x DP2 + SP: stage 3, all split"),
     (2, TP2 + deepspeed(1), "TP2 x DP2: stage 2"),  # TP2 x DP2 to TP2 x DP1
     (2, deepspeed(2), "TP2 x DP2: stage 2"),  # and to TP1 x DP2
     (2, TP2 + SP + deepspeed(3), "DP2: stage 1"),

@@ -18,6 +18,7 @@ import pytest
 from fem_megatron import catalogue
 from tests.pretrain.conftest import SMALL
 
+pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes of all
 ROOT = Path(__file__).resolve().parents[2]
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 PP2 = ["parallel.pipeline_model_parallel_size=2"]
@@ -88,7 +89,7 @@ def launch(world: int, jobs: list[dict[str, Any]], folder: Path) -> dict[str, An
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     command = [sys.executable, *launcher, str(ROOT / "tests/pretrain/parity_worker.py"), str(jobs_file), str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=590)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return json.loads(out.read_text())
 
