@@ -115,6 +115,21 @@ class ZeroState:
         # A step of its own for every tensor: Adam adds to each.
         for flat in self._flat():
             self.adam.state[flat]["step"] = self._step(steps, flat)
+        if not isinstance(self.adam, torch.optim.AdamW):
+            self._replay(int(steps))
+
+    def _replay(self, steps: int) -> None:
+        """DeepSpeedCPUAdam's bias correction is a running product inside it, which a new one lacks: last bits would be others.
+
+        So it does its steps again, on one number.
+        """
+        adam: Any = self.adam
+        group = adam.param_groups[0]
+        rest = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+        weight, gradient, mean, square = (torch.zeros(1) for _ in range(4))
+        for step in range(1, steps + 1):
+            for _ in self._flat():
+                adam.ds_opt_adam.adam_update(adam.opt_id, step, *rest, weight, gradient, mean, square)
 
     def _pieces(self) -> Iterator[list[torch.nn.Parameter]]:
         piece: list[torch.nn.Parameter] = []
