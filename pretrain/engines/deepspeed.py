@@ -19,6 +19,7 @@ from megatron.core.optimizer import _get_param_groups
 
 from fem_megatron import model as fem_model
 from fem_megatron import platform
+from fem_megatron.layers.update import Update
 from pretrain.config import RunConfig
 from pretrain.data import Batch
 from pretrain.deepspeed_settings import deepspeed_config
@@ -79,6 +80,8 @@ class DeepSpeedEngine:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
         self.engine = _initialized(deepspeed, self.model, self._adam(), settings)
+        if config.engine.zero_stage == 3:
+            _gather_updates_whole(self.model)
         self.state = ZeroState(self.engine, weights)
         self.rates = LearningRates(config, schedule, self.engine.optimizer)
         self.norm = math.nan  # of stage 0's last step
@@ -195,6 +198,21 @@ def _initialized(deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, s
     except (ValueError, AssertionError) as error:  # pydantic's among them: a key or value that DeepSpeed does not take
         raise ConfigError(f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}") from None
     return engine
+
+
+def _gather_updates_whole(model: GPTModel) -> None:
+    """ZeRO-3 gathers a module's own parameters around its own call; a mixer or an MLP may read its parts' weights itself, and later.
+
+    In the backward pass only tensors that a module returned tell when: CEM's preconditioner returns a function.
+    """
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    for update in model.modules():
+        if isinstance(update, Update):
+            own = {id(parameter) for parameter in update.parameters(recurse=False)}
+            for parameter in update.parameters():
+                if id(parameter) not in own:
+                    register_external_parameter(update, parameter)
 
 
 def _sum_over_sequence_slices(model: GPTModel) -> None:
