@@ -83,8 +83,6 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError("engine.offload_parameters = true needs engine.offload_optimizer=true: the update is where the parameters are")
     if not layout.use_distributed_optimizer:
         raise ConfigError("parallel.use_distributed_optimizer = false is Megatron's plain optimizer; engine.name=deepspeed needs true")
-    if layout.overlap_param_gather:
-        raise ConfigError("parallel.overlap_param_gather = true is Megatron's; set false: DeepSpeed gathers as its stage says")
     external = next((name for name in mixer_names(config.model) if name.startswith("fla.")), None)
     if external and stage == 3:
         raise ConfigError(f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2")
@@ -120,7 +118,7 @@ def read_file(config: RunConfig) -> dict[str, Any]:
 
 
 def deepspeed_config(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> tuple[dict[str, Any], list[str]]:
-    """DeepSpeed's configuration, and what is to be told: every key of the user's file that the run decides otherwise.
+    """DeepSpeed's configuration, and what is to be told: every key of the user's file that the run decides otherwise, what is not used.
 
     parameters: elements that one rank's whole model holds, which no bucket need exceed.
     """
@@ -130,6 +128,8 @@ def deepspeed_config(config: RunConfig, data_parallel: int, *, parameters: int, 
         f"engine.deepspeed.file: {key} = {_short(there)} there, {_short(here)} here, by {_OURS[key]}"
         for key, there, here in _differences(theirs, ours)
     ]
+    if config.parallel.overlap_param_gather:
+        told.append("parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says")
     for key in ("optimizer", "scheduler", "activation_checkpointing"):
         theirs.pop(key, None)
     return _laid_over(theirs, ours), told

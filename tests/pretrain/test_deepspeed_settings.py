@@ -48,7 +48,6 @@ def told(config: RunConfig) -> dict[str, object]:
         (1, ["engine.offload_parameters=true", "engine.offload_optimizer=true"], "needs engine.zero_stage=3, and it is 1"),
         (1, ["engine.offload_parameters=true", "engine.zero_stage=3"], "needs engine.offload_optimizer=true"),
         (1, ["parallel.use_distributed_optimizer=false"], "engine.name=deepspeed needs true"),
-        (1, ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"], "overlap_param_gather = true is Megatron's"),
         (1, ["engine.deepspeed.gradient_clipping=1"], "unknown key engine.deepspeed.gradient_clipping"),
         (1, ["engine.deepspeed.reduce_bucket_size=0"], "engine.deepspeed.reduce_bucket_size = 0: must be at least 1"),
         (1, ["engine.deepspeed.file=nowhere.json"], "nowhere.json"),
@@ -80,6 +79,14 @@ def test_the_runs_own_sections_make_deepspeeds_configuration() -> None:
     assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
     # No bucket is larger than the model: DeepSpeed allocates it whole.
     assert made["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+
+
+def test_a_recipe_for_the_other_engine_needs_nothing_else_changed() -> None:
+    config = load_run(ROOT / "configs/run/fem_sm_1.3b_100bt.yaml", [ENGINE, "engine.zero_stage=2", "model.vocab_size=50304"])
+    validate(config, config.parallel.world_size or 1)
+    made, said = deepspeed_config(config, 1, parameters=10**9, cuda=True)
+    assert made["zero_optimization"]["overlap_comm"] is config.parallel.overlap_grad_reduce
+    assert said == ["parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says"]
 
 
 def test_typed_keys_get_deepspeeds_names() -> None:
