@@ -267,7 +267,7 @@ def test_started_by_a_launcher(settings: list[str], tmp_path: Path) -> None:
     torchrun = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
-        environment = {**os.environ, **torchrun, "MASTER_PORT": "0", "PYTHONPATH": "", "PYTHONSAFEPATH": ""}
+        environment = {**os.environ, **torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONPATH": "", "PYTHONSAFEPATH": ""}
         process = subprocess.Popen([*start, str(config)], cwd=ROOT, env=environment)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=120) == 0
