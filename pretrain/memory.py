@@ -77,11 +77,12 @@ class StageMemory:
     activations: int
     workspace: int
     host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads
+    apart: int = 0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
 
     @property
     def total(self) -> int:
-        """The peak: all at once, without the host's."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+        """The peak, without the host's."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace - self.apart
 
 
 def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
@@ -91,8 +92,9 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
         return _zero_stage_memory(config, config.engine, parameters, data_parallel, cuda=cuda)
     sharded = -(-parameters // data_parallel) if layout.use_distributed_optimizer else parameters
     activations = stage_activations(config, stage, data_parallel, cuda=cuda)
-    # Torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); by then the activations are gone.
-    step = WIDE * sharded if cuda else 0
+    # When the activations are gone: torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); gloo reduces and scatters
+    # a copy of all gradients, which lives until the weights are gathered (CPU).
+    step = WIDE * (sharded if cuda else parameters if layout.use_distributed_optimizer else 0)
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -106,15 +108,18 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
 
 def _zero_stage_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
     kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda)
+    activations, workspace = stage_activations(config, 0, data_parallel, cuda=cuda), backward_workspace(config, 0, cuda=cuda)
+    sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
     return StageMemory(
         stage=0,
         parameters=parameters,
         weights=kept.weights,
         gradients=kept.gradients,
         optimizer=kept.optimizer,
-        activations=stage_activations(config, 0, data_parallel, cuda=cuda),
-        workspace=backward_workspace(config, 0, cuda=cuda) + kept.buckets,
+        activations=activations,
+        workspace=workspace + kept.workspace,
         host=kept.host,
+        apart=sum(sizes) - kept.peak(activations + workspace),
     )
 
 

@@ -310,7 +310,7 @@ def _zero_lines(plan: Plan) -> Iterator[str]:
     """The same rank under every stage and offload, the run's own marked."""
     (own,) = plan.memory
     host = plan.cuda
-    yield "under DeepSpeed's stages"
+    yield "under DeepSpeed's stages (the peak is below the sum: gradients come while activations go)"
     titles = ("weights", "gradients", "optimizer", "activations", "workspace", "peak", *(("host",) if host else ()))
     yield "  " + " " * 30 + "".join(title.rjust(14) for title in titles)
     for name, memory in zero_variants(plan.config, own.parameters, plan.data_parallel, cuda=plan.cuda).items():

@@ -3,13 +3,18 @@
 P parameters of the rank, d data-parallel ranks, e bytes of the training precision, b elements of a reduction bucket. Everything that ZeRO
 updates is fp32: a copy of the weights and Adam's two moments, 12 P / d, in fp32 training too (stage 0 has the moments alone, 8 P).
 
-    stage 0    weights eP          gradients 4P                          bucket 4b
-    stage 1    weights eP          gradients 4P (+ eP in bf16) + 4P/d    bucket 4b
-    stage 2    weights eP          gradients 4P/d, twice                 bucket eb
-    stage 3    weights eP/d + eL   gradients 4P/d, twice                 bucket eb; L: elements that are whole at once
+    stage 0          weights eP      gradients 4P             reduction 4b
+    stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
+    stage 1, bf16    weights eP      gradients 4P + 4P/d *    reduction 4b             backward pass eP
+    stage 2          weights eP      gradients 4P/d, twice    reduction eb, and 4b more in bf16: what is reduced is converted
+    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4P/d (gloo: 8b + 4P/d)
 
-L is the smaller of P and max_live_parameters (and max_reuse_distance), beyond which DeepSpeed gathers a parameter anew for every use.
-Offload moves the 12 P / d and one 4 P / d of gradients to the host, offloaded parameters also their e P / d; a bucket in between stays.
+Gradients marked * are there from the start; the others come while activations go, unless a step has several micro-batches. Stage 3 holds
+a bucket, 4b, all the time, and L elements whole beside the activations: the smaller of P and max_live_parameters (and max_reuse_distance),
+beyond which DeepSpeed gathers a parameter anew for every use. Offload keeps the 12 P / d and two 4 P / d of gradients on the host and a
+bucket, eb in stages 1 and 2, on the device; offloaded parameters are the e P / d of stage 3, on the host.
+
+On a CPU this is within 15% of what processes were seen to hold (tests/pretrain/test_memory.py, docs/engines.md); no GPU was looked at.
 """
 
 from __future__ import annotations
@@ -25,45 +30,65 @@ LIVE = 1_000_000_000  # DeepSpeed's max_live_parameters and max_reuse_distance
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """Bytes of a rank's device, and of its host where that is another memory."""
+    """Bytes of a rank's device, and of its host where that is another memory.
+
+    bucket is held all the time. fresh: of the gradients, wherever they are, what comes with the backward pass. Beside the activations
+    stands ``forward``; when they are gone, ``reduction`` beside all gradients.
+    """
 
     weights: int
     gradients: int
     optimizer: int
-    buckets: int
     host: int
+    bucket: int
+    fresh: int
+    forward: int
+    reduction: int
 
     @property
-    def device(self) -> int:
-        """All that the device holds."""
-        return self.weights + self.gradients + self.optimizer + self.buckets
+    def workspace(self) -> int:
+        """All that is neither weights, gradients, optimizer nor activations."""
+        return self.bucket + max(self.forward, self.reduction)
+
+    def peak(self, activations: int) -> int:
+        """The most that the device holds at once, of which ``activations`` are the model's own with their workspace."""
+        steady = self.weights + self.gradients - self.fresh + self.optimizer + self.bucket
+        return steady + max(activations + self.forward, self.fresh + self.reduction)
 
 
 def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool) -> ZeroMemory:
     """What ZeRO keeps for a rank of ``parameters`` parameters; ``engine`` may be another than the run's own. On a CPU there is no host."""
     e = 2 if config.train.precision == "bf16" else WIDE
-    stage, settings = engine.zero_stage, engine.deepspeed
+    stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
     part = -(-parameters // data_parallel)
     bucket = min(settings.reduce_bucket_size or BUCKET, parameters)
+    buffers = 2 if config.parallel.overlap_grad_reduce and stage in (1, 2) else 1
+    converted = WIDE * bucket if e < WIDE else 0
+    weights, optimizer, host, held, forward = e * parameters, 3 * WIDE * part, 0, 0, 0
     if stage == 0:
-        return ZeroMemory(e * parameters, WIDE * parameters, 2 * WIDE * parameters, WIDE * bucket, 0)
-    weights, offloaded_weights = e * parameters, 0
-    buckets = (WIDE if stage == 1 else e) * bucket * (2 if config.parallel.overlap_grad_reduce and stage < 3 else 1)
-    if stage == 3:
-        live = min(parameters, settings.max_live_parameters or LIVE, settings.max_reuse_distance or LIVE)
-        weights, offloaded_weights = e * live, e * part
-    gradients = 2 * WIDE * part if stage > 1 else WIDE * parameters + (e * parameters if e < WIDE else 0) + WIDE * part
-    optimizer = 3 * WIDE * part
-    host = 0
-    if engine.offload_optimizer:
-        host, optimizer, gradients = optimizer + WIDE * part, 0, gradients - WIDE * part
-    if engine.offload_parameters:
-        host += offloaded_weights
+        optimizer, gradients, reduction = 2 * WIDE * parameters, WIDE * parameters, WIDE * bucket
+    elif stage == 1:
+        gradients, reduction = WIDE * (parameters + part), WIDE * bucket * buffers
+        forward = e * parameters if e < WIDE else 0
+    elif stage == 2:
+        gradients, reduction = 2 * WIDE * part, e * bucket * buffers + converted
     else:
-        weights += offloaded_weights
+        live = min(parameters, settings.max_live_parameters or LIVE, settings.max_reuse_distance or LIVE)
+        weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
+        reduction = (1 if cuda else 2) * WIDE * bucket + WIDE * part
+    several = config.train.global_batch_size > config.train.micro_batch_size * data_parallel
+    fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients
+    if offload:
+        host, optimizer = optimizer + 2 * WIDE * part, 0
+        gradients = WIDE * parameters if stage == 1 else 0
+        if stage < 3:
+            held, forward, reduction = e * bucket * buffers, 0, converted
+            fresh = 0 if several else gradients + (0 if cuda else WIDE * part)
+    if engine.offload_parameters:
+        host, weights = host + weights, 0
     if not cuda:
-        return ZeroMemory(weights, gradients, optimizer + host, buckets, 0)
-    return ZeroMemory(weights, gradients, optimizer, buckets, host)
+        optimizer, host = optimizer + host, 0
+    return ZeroMemory(weights, gradients, optimizer, host, held, fresh, forward, reduction)
 
 
 def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:

@@ -104,7 +104,7 @@ def test_variants_differ_in_the_engine_alone() -> None:
 
 def test_parameters_make_the_memory() -> None:
     memory = planned(JOB, cuda=False)
-    assert 30e6 < memory.parameters < 60e6 and memory.activations + memory.workspace < memory.total / 5
+    assert 30e6 < memory.parameters < 60e6 and memory.activations < memory.total / 10
     for name in VARIANTS:
         assert name == "stage0" or lacks(Job(name, 1, "bf16", "gpu", 2, 2)) is None  # the GPU suite's
     assert set(SIZES) == {"cpu", "gpu"}
