@@ -96,16 +96,23 @@ def check_kernel_overrides() -> None:
     check_overrides()
 
 
-def tell_of_kernels(say: Callable[[str], None]) -> None:
-    """Pass on what the kernels log, each line once: which implementation of an operation runs, and why not a faster one."""
+@contextlib.contextmanager
+def kernels_told(say: Callable[[str], None]) -> Iterator[None]:
+    """Passes on what the kernels log meanwhile, each line once: which implementation of an operation runs, and why not a faster one."""
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             say(f"kernels: {self.format(record)}")
 
     logger = logging.getLogger("kernels")
+    handlers, level = logger.handlers, logger.level
     logger.handlers = [Told()]
     logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
 
 
 def prepare() -> str:

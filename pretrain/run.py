@@ -59,6 +59,8 @@ def train(prepared: Prepared, received: list[int]) -> Outcome:
             if not from_rank_0(lambda: stack.enter_context(claimed(folder))):
                 raise DirectoryInUse(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
             file = ProgressFile(folder if first else None, Schedule.of(config), prepared.world_size)
+            if first:  # elsewhere warnings alone come through, to stderr
+                stack.enter_context(platform.kernels_told(_speaker(first)))
             with _failure_told(file):
                 return _attempt(config, facts, contents, file, received)
     finally:
@@ -145,8 +147,6 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, file: Prog
     before = from_rank_0(lambda: read_progress(folder))
     file.tell("starting")
     from_rank_0(lambda: check_suite(config.evaluate))
-    if first:  # elsewhere warnings alone come through, to stderr
-        platform.tell_of_kernels(say)
     initialize_model_parallel(config)
     checkpoints = Checkpoints(folder / "checkpoints", config, say)
     found = _starting_point(config, checkpoints)

@@ -2,7 +2,7 @@
 
 DIRECTORY/script.json lists what each attempt does, the last entry for all that follow: {"to", "checkpoint", "end"}. Steps go from the last
 checkpoint to "to"; a checkpoint is left at the steps in "checkpoint"; then "end": complete | hang | deaf | wait | exit N | signal N |
-raise MESSAGE.
+raise MESSAGE. One that is deaf leaves the file DIRECTORY/deaf when no signal makes it save any more.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def end(run: Run, how: str) -> int:
         raise RuntimeError(detail)
     if what == "deaf":
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        (run.directory / "deaf").touch()
     while what in ("hang", "wait", "deaf"):
         time.sleep(0.02)
         if what == "wait":

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +187,8 @@ def test_a_cancelled_run_ends_and_stays_so(tmp_path: Path, number: int, outcome:
     case = Case(tmp_path, [{"to": 3, "end": "wait" if outcome == "saved" else "deaf"}, {"to": 5}], watchdog=HOURS)
     supervisor = case.start()
     wait_for(lambda: case.state.get("state") == "running" and case.pids())
+    if outcome == "cancelled":
+        wait_for((tmp_path / "deaf").exists)
     pid = case.pids()[0]
     write_json(tmp_path / "launch" / "stop.json", {"why": "cancelled", "message": "by someone"})
     code, said = end(supervisor, number)
@@ -200,8 +201,7 @@ def test_a_cancelled_run_ends_and_stays_so(tmp_path: Path, number: int, outcome:
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     case = Case(tmp_path, [{"to": 3, "checkpoint": [3], "end": "deaf"}], watchdog=HOURS)
     supervisor = case.start()
-    wait_for(lambda: (tmp_path / "checkpoints").is_dir())
-    time.sleep(0.5)  # from there to its end, where it is deaf
+    wait_for((tmp_path / "deaf").exists)
     supervisor.send_signal(signal.SIGINT)
     wait_for(lambda: case.state.get("state") == "saving")
     code, said = end(supervisor, signal.SIGINT)
