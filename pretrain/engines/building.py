@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ def initialize_model_parallel(config: RunConfig) -> None:
     )
     torch.manual_seed(config.train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
+
+
+def destroy_model_parallel() -> None:
+    """Megatron's process groups, taken away with their threads: gloo has some fifty for a layout, which wake a hundred times a second.
+
+    Megatron's own function forgets most of the groups, and torch keeps them until the default group goes.
+    """
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        with suppress(ValueError):  # Megatron has destroyed three of them
+            torch.distributed.destroy_process_group(group)
 
 
 def make_engine(config: RunConfig, schedule: Schedule, say: Callable[[str], None] = lambda text: None) -> Engine:

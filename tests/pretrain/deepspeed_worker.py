@@ -30,9 +30,7 @@ def main() -> None:
 
 
 def look(stage: int, overrides: list[str]) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel, make_engine
     from pretrain.schedule import Schedule
 
     settings = [*overrides, "engine.name=deepspeed", f"engine.zero_stage={stage}", "engine.deepspeed.param_persistence_threshold=0"]
@@ -74,7 +72,7 @@ def look(stage: int, overrides: list[str]) -> dict[str, Any]:
         "groups": [group["step"] for group in engine.state.groups()],
     }
     engine.close()
-    parallel_state.destroy_model_parallel()
+    destroy_model_parallel()
     return answer
 
 

@@ -32,12 +32,10 @@ def main() -> None:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     from pretrain.checkpoint import Checkpoints, Progress, find
     from pretrain.data import batches, build_datasets
     from pretrain.data_facts import check_contents
-    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel, make_engine
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule
 
@@ -77,7 +75,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         checkpoints.save(engine, progress, contents.key)
     checkpoints.close()
     engine.close()
-    parallel_state.destroy_model_parallel()
+    destroy_model_parallel()
     return {"steps": steps, "initial": initial}
 
 
