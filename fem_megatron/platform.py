@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import logging
 import os
+import queue
 import resource
 import sys
 import time
@@ -96,23 +97,17 @@ def check_kernel_overrides() -> None:
     check_overrides()
 
 
-@contextlib.contextmanager
-def kernels_told(say: Callable[[str], None]) -> Iterator[None]:
-    """Passes on what the kernels log meanwhile, each line once: which implementation of an operation runs, and why not a faster one."""
+def report_writes(*, asynchronous: bool) -> None:
+    """Where Megatron's checkpoint writers report: here, unless training goes on meanwhile; before ``dist_checkpointing.save``.
 
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            say(f"kernels: {self.format(record)}")
+    Upstream's way is a process of its own, which imports torch and Megatron to read the reports: four seconds of a first save.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    logger = logging.getLogger("kernels")
-    handlers, level = logger.handlers, logger.level
-    logger.handlers = [Told()]
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.handlers = handlers
-        logger.setLevel(level)
+    if not asynchronous:
+        filesystem_async._results_queue = queue.SimpleQueue()
+    elif isinstance(filesystem_async._results_queue, queue.SimpleQueue):
+        filesystem_async._results_queue = None
 
 
 def prepare() -> str:

@@ -21,7 +21,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
@@ -129,9 +129,7 @@ class Checkpoints:
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"), parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
-        request = dist_checkpointing.save(
-            _without_objects(state), str(temporary), strategy, async_sharded_save=self.config.checkpoint.async_save
-        )
+        request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
         manifest = manifest_of(self.config, progress, content_key)
 
         def publish() -> None:
@@ -198,6 +196,12 @@ def _written(final: Path, write: Callable[[], None]) -> None:
         write()
     except OSError as error:
         raise StorageError(f"checkpoint {final} cannot be written: {reason(error)}") from None
+
+
+def write_tensors(state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False) -> AsyncRequest | None:
+    """Megatron's ``dist_checkpointing.save``: of what it returns, the asynchronous one has to be scheduled."""
+    platform.report_writes(asynchronous=asynchronous)
+    return dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=asynchronous)
 
 
 def manifest_of(config: RunConfig, progress: Progress, content_key: str) -> dict[str, Any]:

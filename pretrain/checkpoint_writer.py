@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
 from fem_megatron import platform
-from pretrain.checkpoint import WEIGHTS_ALONE, Progress, manifest_of, publish_step
+from pretrain.checkpoint import WEIGHTS_ALONE, Progress, manifest_of, publish_step, write_tensors
 from pretrain.config import RunConfig
 from pretrain.errors import files_told
 
@@ -44,7 +43,7 @@ def save_weights(
     try:
         with files_told():
             temporary.mkdir(parents=True)
-            dist_checkpointing.save(state, str(temporary), get_default_save_sharded_strategy("torch_dist"))
+            write_tensors(state, temporary, get_default_save_sharded_strategy("torch_dist"))
             told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
             manifest = {**manifest_of(config, progress, content_key), **told, "contents": WEIGHTS_ALONE}
             publish_step(temporary, final, manifest, keep_last=None)

@@ -6,11 +6,12 @@ They exist on rank 0 alone.
 from __future__ import annotations
 
 import json
+import logging
 import netrc
 import os
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,6 +177,25 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
     if config.log.wandb.enabled:
         callbacks.append(Wandb(config, folder))
     return callbacks
+
+
+@contextmanager
+def kernels_told(say: Callable[[str], None]) -> Iterator[None]:
+    """Passes on what the kernels log meanwhile, each line once: which implementation of an operation runs, and why not a faster one."""
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(f"kernels: {self.format(record)}")
+
+    logger = logging.getLogger("kernels")
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [Told()]
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
 
 
 def _scalars(record: StepRecord) -> dict[str, Any]:

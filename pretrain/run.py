@@ -22,7 +22,7 @@ from pretrain.engines.building import initialize_model_parallel, make_engine
 from pretrain.engines.deepspeed_ops import check_ops
 from pretrain.errors import ConfigError, StorageError
 from pretrain.evaluations import Evaluations, check_suite
-from pretrain.loggers import Callback, Console, make_callbacks
+from pretrain.loggers import Callback, Console, kernels_told, make_callbacks
 from pretrain.metrics import Meter
 from pretrain.observer import Observer
 from pretrain.plan import flops_per_token, make_plan, peak_tflops
@@ -60,7 +60,7 @@ def train(prepared: Prepared, received: list[int]) -> Outcome:
                 raise DirectoryInUse(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
             file = ProgressFile(folder if first else None, Schedule.of(config), prepared.world_size)
             if first:  # elsewhere warnings alone come through, to stderr
-                stack.enter_context(platform.kernels_told(_speaker(first)))
+                stack.enter_context(kernels_told(_speaker(first)))
             with _failure_told(file):
                 return _attempt(config, facts, contents, file, received)
     finally:

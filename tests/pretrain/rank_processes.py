@@ -48,6 +48,16 @@ def started(world: int, arguments: list[str], output: Path, naps: dict[int, floa
             process.join()
 
 
+def finished(world: int, arguments: list[str], output: Path) -> str:
+    """Such ranks until they have all ended with 0; what rank 0 wrote."""
+    with started(world, arguments, output) as ranks:
+        for rank in ranks:
+            rank.join(PATIENCE)
+        told = Path(f"{output}.0").read_text()
+        assert [rank.exitcode for rank in ranks] == [0] * world, told
+    return told
+
+
 def _rank(arguments: list[str], environment: dict[str, str], output: str, nap: float) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -30,6 +30,7 @@ from pretrain.checkpoint import MANIFEST, Found, check_identity, identity, load_
 from pretrain.config import RunConfig
 from pretrain.errors import ConfigError
 from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.rank_processes import finished, records, started, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,17 +67,6 @@ def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def kill_at_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
-    """SIGKILL the whole job once it has reported ``step``."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if (run_dir / "metrics.jsonl").exists() and any(s >= step for s in _steps(run_dir)):
-            break
-        time.sleep(0.01)
-    assert process.poll() is None, process.communicate()[0]
-    kill_all(process)
-
-
 def kill_all(process: subprocess.Popen[str]) -> None:
     """SIGKILL torchrun and its workers, which have sessions of their own and would outlive it."""
     victims = [process.pid]
@@ -109,12 +99,11 @@ def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path) -> None:
     dice = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for run_dir, kills in ((whole, []), (killed, [dice.randint(4, 7), dice.randint(10, 16)])):
-        overrides = [f"run_dir={run_dir}", *settings[1:], *layout]
+        arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], *layout]
         for step in kills:
-            kill_at_step(torchrun(2, overrides), run_dir, step)
-        process = torchrun(2, overrides)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
+            with started(2, arguments, tmp_path / "out.killed", naps={0: 0.02, 1: 0.02}) as ranks:
+                wait_until(lambda: any(line.get("step", 0) >= step for line in records(run_dir)[-1:]), ranks)  # noqa: B023
+        output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
     assert "resumed from" in output
     assert curve(killed) == curve(whole), f"kills drawn with seed {seed}"
     assert same(weights(killed), weights(whole))
@@ -125,9 +114,7 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
     assert pretrain() == 0
     other = tmp_path / "other"
     layout = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2", "parallel.sequence_parallel=true"]
-    process = torchrun(4, [f"run_dir={other}", *settings[1:], *layout])
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    finished(4, [DEMO, f"run_dir={other}", *settings[1:], *layout], tmp_path / "out")
     shutil.rmtree(other / "checkpoints" / "step_00000012")
     assert pretrain(f"run_dir={other}") == 0
     assert "at step 8" in pretrain.out
