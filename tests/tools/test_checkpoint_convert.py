@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from pretrain.__main__ import main as pretrain
 from pretrain.checkpoint_reader import MANIFEST, read_common, sha256
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
-from tests.pretrain.test_parity import launch
+from tests.pretrain.test_parity import ROOT, launch
 from tools.checkpoint.__main__ import main
 
 __all__ = ["tiny_data"]
@@ -249,6 +251,12 @@ def test_show(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: p
     (step / MANIFEST).unlink()
     assert main(["show", str(step)]) == 2
     assert capsys.readouterr().err == f"tools.checkpoint: error: checkpoint {step}: manifest.json is missing\n"
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(plain: tuple[str, Path, dict[int, Any]]) -> None:
+    command = f"{sys.executable} -m tools.checkpoint show {plain[1]} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, capture_output=True, text=True)
+    assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141) and not done.stderr
 
 
 def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline_model_parallel_size: int = 1) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -15,13 +16,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one verb; returns the exit code: 0, 1 (damaged; a file system failed), 2 (a mistake in the input), 130 (interrupted)."""
     given = _parser().parse_args(arguments)
     try:
-        return int(given.run(given))
+        code = int(given.run(given))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"tools.checkpoint: error: {error}", file=sys.stderr)
         return 2
     except StorageError as error:
         print(f"tools.checkpoint: error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("tools.checkpoint: interrupted; no checkpoint was written", file=sys.stderr)
         return 130

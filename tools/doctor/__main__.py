@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from tools.doctor.checks import Check, examine
@@ -33,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         for check in examine(given.build, given.fix, progress):
             wrong += check.level == "wrong"
             show(check)
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("\ntools.doctor: interrupted", file=sys.stderr)
         return 130
