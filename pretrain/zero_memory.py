@@ -7,7 +7,10 @@ updates is fp32: a copy of the weights and Adam's two moments, 12 P / d, in fp32
     stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
     stage 1, bf16    weights eP      gradients 4P + 4P/d *    reduction 4b             backward pass eP
     stage 2          weights eP      gradients 4P/d, twice    reduction eb, and 4b more in bf16: what is reduced is converted
-    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4P/d (gloo: 8b + 4P/d)
+    stage 3          weights eP/d    gradients 4P/d *         reduction 4b + 4g (gloo: 8b + 4g), update 12g
+
+Stages 1 and 2 update with 8P/d of temporaries, Adam's, when the reduction is over; stage 3 does it g elements at a time, the smaller of P/d
+and sub_group_size, which it flattens first; DeepSpeedCPUAdam has none.
 
 Gradients marked * are there from the start; the others come while activations go, unless a step has several micro-batches. Stage 3 holds
 a bucket, 4b, all the time, and L elements whole beside the activations: the smaller of P and max_live_parameters (and max_reuse_distance),
@@ -26,6 +29,7 @@ from pretrain.config import EngineConfig, RunConfig
 WIDE = 4  # bytes of fp32
 BUCKET = 500_000_000  # elements, DeepSpeed's default
 LIVE = 1_000_000_000  # DeepSpeed's max_live_parameters and max_reuse_distance
+SUB_GROUP = 1_000_000_000  # and its sub_group_size
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,15 @@ def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_p
     if stage == 0:
         optimizer, gradients, reduction = 2 * WIDE * parameters, WIDE * parameters, WIDE * bucket
     elif stage == 1:
-        gradients, reduction = WIDE * (parameters + part), WIDE * bucket * buffers
+        gradients, reduction = WIDE * (parameters + part), max(WIDE * bucket * buffers, 2 * WIDE * part)
         forward = e * parameters if e < WIDE else 0
     elif stage == 2:
-        gradients, reduction = 2 * WIDE * part, e * bucket * buffers + converted
+        gradients, reduction = 2 * WIDE * part, max(e * bucket * buffers + converted, 2 * WIDE * part)
     else:
         live = min(parameters, settings.max_live_parameters or LIVE, settings.max_reuse_distance or LIVE)
         weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
-        reduction = (1 if cuda else 2) * WIDE * bucket + WIDE * part
+        group = min(part, settings.sub_group_size or SUB_GROUP)
+        reduction = WIDE * max((1 if cuda else 2) * bucket + group, (1 if offload else 3) * group)
     several = config.train.global_batch_size > config.train.micro_batch_size * data_parallel
     fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients
     if offload:
