@@ -44,7 +44,7 @@ check-python:
 demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: about 7 minutes on two cores
 	$(PYTHON) -m tools.demo
 
-test: lint  ## static checks, the tests and the compile gate: under an hour on two cores
+test: lint  ## static checks, the tests and the compile gate: half an hour on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile
 
 test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in ten minutes; root gets it installed on Debian, elsewhere it is skipped and says why
