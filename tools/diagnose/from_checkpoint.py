@@ -37,6 +37,7 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     from fem_megatron import platform
     from fem_megatron.diagnostics import observing
     from pretrain.checkpoint import load_full_model_state
+    from pretrain.engines.building import destroy_model_parallel
     from pretrain.observer import blocks_of
 
     state, model, manifest = load_full_model_state(checkpoint)
@@ -59,7 +60,7 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
         with torch.no_grad(), observing(blocks_of([chunk]), len(ids)) as values:
             chunk(row, torch.arange(len(ids), device=row.device)[None], None)
     finally:
-        parallel_state.destroy_model_parallel()
+        destroy_model_parallel()
     name, step = manifest["config"]["name"], manifest["progress"]["step"]
     return Found(values, f"{name}, step {step}, {len(ids)} tokens of {prefix.name}")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from fem_megatron import platform
@@ -19,7 +18,7 @@ from fem_megatron.layers.cem import CemAttention, CemMlp
 from fem_megatron.layers.update import Context, Update, rms_norm
 from pretrain.config import RunConfig
 from pretrain.data import Batch
-from pretrain.engines.building import initialize_model_parallel
+from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
 from pretrain.engines.megatron import MegatronEngine
 from pretrain.observer import blocks_of
 from pretrain.schedule import Schedule
@@ -39,7 +38,7 @@ def one_process(config: RunConfig) -> Iterator[None]:
         initialize_model_parallel(config)
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        destroy_model_parallel()
         if own:
             torch.distributed.destroy_process_group()
 
