@@ -98,13 +98,6 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def interruptible() -> None:
-    """A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that; ours are to hear it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.fixture(scope="session")
 def documents() -> list[tuple[str, str]]:
     return make_documents(400, 60)
