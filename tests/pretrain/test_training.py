@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from pretrain.loader import load_run
+from pretrain.loggers import kernels_told
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
 
@@ -183,3 +185,13 @@ def test_a_run_says_which_kernels_run(settings: list[str]) -> None:
     command = [sys.executable, "-m", "pretrain", DEMO, *settings, "train.steps=4"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert [line.split(": ")[1] for line in out.splitlines() if line.startswith("kernels: fem_attention")] == ["fem_attention"]
+
+
+def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
+    """Whoever trained in this process before writes nothing into what comes after."""
+    told: list[str] = []
+    log = logging.getLogger("kernels.of_a_test")
+    with kernels_told(told.append):
+        log.info("one runs")
+    log.info("another runs")
+    assert told == ["kernels: one runs"]
