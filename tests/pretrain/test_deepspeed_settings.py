@@ -154,6 +154,7 @@ def test_each_stage_needs_less_of_what_it_splits(precision: str) -> None:
         kept, offloaded = found[f"stage {stage}"], found[f"stage {stage}, optimizer offloaded"]
         assert offloaded.peak(10**9) < kept.peak(10**9) and offloaded.optimizer == 0
         assert offloaded.host == kept.optimizer + 2 * 4 * 10**9 / 8
+        assert (offloaded.weights, offloaded.gradients) == (kept.weights, 4 * 10**9 if stage == 1 else 0)
     assert ("stage 0" in found) == (precision == "fp32")
 
 
