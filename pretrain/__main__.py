@@ -4,8 +4,8 @@
 whether its data is there and fits, build its index cache.
 Exit codes: 0 the run is complete, or was stopped by a signal after a checkpoint (progress.json says which); 1 it failed while training,
 or a file system did, so the same command may do; 2 the input is wrong; 3 loss or gradient stayed non-finite, so the same command would end
-the same way: a launcher does not retry it; 75 another process has the run directory, so the same command may do later; 130 ``--index`` was
-interrupted.
+the same way: a launcher does not retry it; 75 another process has the run directory, so the same command may do later; 130 Ctrl-C, where
+nothing was to be saved.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     except StorageError as error:  # told by every rank: it may have met one alone
         print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("pretrain: interrupted; the same command starts again", file=sys.stderr, flush=True)
+        return 130
 
 
 class _ListMixers(argparse.Action):
@@ -88,9 +91,6 @@ def _index(prepared: Prepared, launched: int) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         build_index(prepared)
-    except KeyboardInterrupt:
-        print("pretrain: interrupted; the same command starts again", file=sys.stderr, flush=True)
-        return 130
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

@@ -41,7 +41,7 @@ from pretrain.checkpoint_reader import (
 )
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
-from pretrain.errors import ConfigError, StorageError, reason
+from pretrain.errors import StorageError, reason
 from pretrain.loader import to_dict
 from pretrain.ranks import from_rank_0
 
@@ -52,10 +52,8 @@ __all__ = [
     "Checkpoints",
     "Found",
     "Progress",
-    "check_identity",
     "damage",
     "find",
-    "identity",
     "load_full_model_state",
     "manifest_of",
     "newest_good",
@@ -64,17 +62,6 @@ __all__ = [
 
 PICKLES = (".metadata", "common.pt")
 WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
-
-
-def identity(config: RunConfig) -> dict[str, Any]:
-    """The fields that make weights and optimizer state of one run unusable in another."""
-    model = to_dict(config.model)
-    del model["attention_backend"]
-    return {
-        **{f"model.{key}": value for key, value in model.items()},
-        "train.precision": config.train.precision,
-        "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
-    }
 
 
 def _newest_before_bad_steps(folder: Path) -> Path | None:
@@ -158,10 +145,8 @@ class Checkpoints:
     def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
         """Read ``found`` into the engine and the random states, resharding to this run's layout.
 
-        Raises:
-            ConfigError: the checkpoint is of another model; every differing field is named.
+        That it fits this run's configuration is for `pretrain.resume` to say.
         """
-        check_identity(found, self.config, model_only=model_only)
         read_metadata(found.path / ".metadata")  # Megatron's reader below builds whatever the pickle names
 
         def read(state: dict[str, Any]) -> dict[str, Any]:
@@ -170,24 +155,6 @@ class Checkpoints:
         engine.restore(read, model_only=model_only)
         if found.manifest["layout"] == _layout(self.config) and not model_only:
             _restore_rng(read({"rng": _rng_tensors(self.config)})["rng"])
-
-
-def check_identity(found: Found, config: RunConfig, *, model_only: bool = False) -> None:
-    """Raises ConfigError where the checkpoint is of another model than the configuration's; every differing field is named.
-
-    A field that the checkpoint does not know, being older than it, counts as at today's default, which is what the field does when unset.
-    """
-    ours, theirs = identity(config), _completed(found.manifest["identity"], identity(RunConfig()))
-    keys = [key for key in sorted({*ours, *theirs}) if key.startswith("model.") or not model_only]
-    differing = [f"{key} is {theirs.get(key)} there, {ours.get(key)} here" for key in keys if ours.get(key) != theirs.get(key)]
-    if differing:
-        raise ConfigError(f"checkpoint {found.path} is of another model: {'; '.join(differing)}")
-
-
-def _completed(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """``given`` with what it lacks, in sections inside it too, from ``defaults``."""
-    inner = {key: _completed(value, defaults[key]) for key, value in given.items() if isinstance(value, dict) and key in defaults}
-    return {**defaults, **given, **inner}
 
 
 def _written(final: Path, write: Callable[[], None]) -> None:
@@ -209,7 +176,6 @@ def manifest_of(config: RunConfig, progress: Progress, content_key: str) -> dict
     return {
         "format": 1,
         "progress": asdict(progress),
-        "identity": identity(config),
         "data": content_key,
         "layout": _layout(config),
         "config": to_dict(config),

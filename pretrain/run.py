@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from fem_megatron import catalogue, platform
-from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, Found, Progress, check_identity, find, newest_good
+from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, Found, Progress, find, newest_good
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
 from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
@@ -28,6 +28,7 @@ from pretrain.observer import Observer
 from pretrain.plan import flops_per_token, make_plan, peak_tflops
 from pretrain.progress_file import ProgressFile, read_progress
 from pretrain.ranks import from_rank_0
+from pretrain.resume import TOLD, Change, changes, check, check_model
 from pretrain.run_directory import DirectoryInUse, claimed, describe, run_directory
 from pretrain.schedule import Schedule
 from pretrain.stragglers import Stragglers
@@ -152,15 +153,21 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, file: Prog
     found = _starting_point(config, checkpoints)
     own = found if found is not None and found.path.parent == checkpoints.folder else None
     progress = Progress(0, 0, schedule.total_samples)
+    changed: list[Change] = []
     if own is not None:
-        _check_resumable(own, config, facts, contents, schedule)
+        changed = changes(own.manifest["config"], config)
+        _check_resumable(own, changed, config, facts, contents, schedule)
         progress = replace(own.progress, order_samples=max(own.progress.order_samples, schedule.total_samples))
+    elif found is not None:
+        check_model(found.path, found.manifest["config"], config)
     file.at(progress.step, progress.consumed_samples, checkpoints.last)
     file.tell("starting")
     if first:
-        describe(config, folder, file.world_size)
+        describe(config, folder, file.world_size, {change.key: (change.old, change.new) for change in changed})
+    told = ", ".join(str(change) for change in changed if change.rule == TOLD)
+    if told:
+        say(f"changed since the last attempt: {told}")
     if own is not None and progress.step >= schedule.steps and _complete_at(before, progress.step):
-        check_identity(own, config)
         say(f"{config.name} is complete at step {progress.step}; raise train.steps or train.tokens to continue it")
         file.tell("complete")
         if first:
@@ -277,12 +284,15 @@ def _starting_point(config: RunConfig, checkpoints: Checkpoints) -> Found | None
     return from_rank_0(lambda: find(Path(load))) if load else None
 
 
-def _check_resumable(found: Found, config: RunConfig, facts: DataFacts, contents: Contents, schedule: Schedule) -> None:
+def _check_resumable(
+    found: Found, changed: list[Change], config: RunConfig, facts: DataFacts, contents: Contents, schedule: Schedule
+) -> None:
     if found.manifest["data"] != contents.key:
         raise ConfigError(
             f"checkpoint {found.path} was trained on other data than data.train and data.valid name now; restore the data, or start a new "
             f"run (another run_dir) from its weights with checkpoint.load={found.path}"
         )
+    check(found.path, changed, config)
     progress = found.progress
     if schedule.total_samples <= progress.order_samples:
         return

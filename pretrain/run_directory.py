@@ -10,11 +10,12 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.loader import ConfigError, dump_yaml
@@ -56,10 +57,10 @@ def claimed(folder: Path) -> Iterator[bool]:
         yield True
 
 
-def describe(config: RunConfig, folder: Path, world_size: int) -> None:
+def describe(config: RunConfig, folder: Path, world_size: int, changed: Mapping[str, tuple[Any, Any]]) -> None:
     """Write config.yaml, relaunch.sh, environment.json and, in a git checkout with changes, changes.diff.
 
-    A later attempt of the same run adds to ``attempts.jsonl`` and replaces the rest.
+    A later attempt of the run adds to ``attempts.jsonl``, with the keys that have ``changed`` (key -> old, new), and replaces the rest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
@@ -75,7 +76,8 @@ def describe(config: RunConfig, folder: Path, world_size: int) -> None:
     (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
     (folder / "changes.diff").write_text(changes) if changes else (folder / "changes.diff").unlink(missing_ok=True)
     with (folder / "attempts.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid(), "world_size": world_size}) + "\n")
+        attempt = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid(), "world_size": world_size}
+        file.write(json.dumps({**attempt, **({"changed": changed} if changed else {})}) + "\n")
 
 
 def relaunch_command(world_size: int) -> str:

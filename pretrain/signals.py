@@ -1,24 +1,37 @@
-"""The signals of a training process: SIGTERM and SIGUSR1 ask it to stop, SIGUSR2 makes it show where it is. No torch."""
+"""The signals of a training process: four ask it to save and stop, SIGUSR2 makes it show where it is. No torch."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STOP = (signal.SIGTERM, signal.SIGUSR1)
+STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STDERR = 2
+_HEARD = b"pretrain: interrupted: saving after this step; once more ends it at once, without saving\n"
 
 
 @contextmanager
 def noted() -> Iterator[list[int]]:
-    """SIGTERM and SIGUSR1 are noted in the list, not obeyed, however often they come; a process that blocks them gets them from here on.
+    """The signals of ``STOP`` are noted in the list, not obeyed; a process that blocks them gets them from here on.
 
-    On SIGUSR2 all threads' Python stacks go to stderr and the process goes on, also while it waits inside a collective.
+    However often they come, but for SIGINT (Ctrl-C): the second one ends the process at once. SIGHUP stays ignored under nohup. On SIGUSR2
+    all threads' Python stacks go to stderr and the process goes on, also while it waits inside a collective.
     """
     received: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in STOP}
+    owner = os.getpid()  # a forked checkpoint writer has the same handlers
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        if number == signal.SIGINT and os.getpid() == owner:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where Python's handlers have to wait for a collective
+            if os.environ.get("RANK", "0") == "0":
+                os.write(_STDERR, _HEARD)
+
+    taken = [number for number in STOP if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in taken}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
     faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True, chain=False)
     try:

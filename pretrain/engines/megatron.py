@@ -26,6 +26,8 @@ from pretrain.schedule import Schedule
 # Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
 SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
 
+_STATE = ("params", "step")  # what of an optimizer's group is no setting
+
 
 class MegatronEngine:
     """The run's model under Megatron-core's DDP, optimizer and schedules. See :class:`pretrain.engines.Engine`."""
@@ -87,7 +89,11 @@ class MegatronEngine:
         if model_only:
             self.optimizer.reload_model_params()
         else:
+            ours = [{key: value for key, value in group.items() if key not in _STATE} for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(state["optimizer"])
+            # The checkpoint's groups come with the rates, betas, epsilon and decay of the attempt that wrote it.
+            for group, settings in zip(self.optimizer.param_groups, ours, strict=True):
+                group.update(settings)
 
     def close(self) -> None:
         """Takes this engine out of the model's configuration: DDP's hooks hold that from C++, where no collector sees the circle."""

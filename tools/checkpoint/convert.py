@@ -75,7 +75,7 @@ def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
     """(name -> contents of the pickles that cannot stay as they are, why nothing but weights can be resumed from or an empty string)."""
     if found.manifest.get("contents") == WEIGHTS_ALONE:
         return {}, "the source has no more"
-    was_plain = not found.manifest["identity"].get(f"parallel.{SPLIT}", True)
+    was_plain = not found.manifest["config"]["parallel"].get(SPLIT, True)
     if was_plain == plain:
         return {}, ""
     metadata = read_metadata(found.path / ".metadata")
@@ -94,7 +94,6 @@ def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) 
     settings = {**to_dict(EngineConfig()), **config.get("engine", {})}
     return {
         **{key: value for key, value in source.items() if key not in ("files", "sha256")},
-        "identity": {**source["identity"], f"parallel.{SPLIT}": split},
         "layout": {**source["layout"], SPLIT: split},
         "config": {**config, "engine": {**settings, "name": engine}, "parallel": {**config["parallel"], SPLIT: split}},
         "converted": {"engine": settings["name"], SPLIT: config["parallel"].get(SPLIT, True)},

@@ -30,7 +30,7 @@ def _found(checkpoint: Path) -> tuple[Found, str | None]:
     except ConfigError:
         try:
             manifest = json.loads((checkpoint / MANIFEST).read_text())
-            manifest["config"]["model"], manifest["progress"]["step"], manifest["files"], manifest["identity"], manifest["layout"]
+            manifest["config"]["model"], manifest["progress"]["step"], manifest["files"], manifest["config"]["train"], manifest["layout"]
         except (OSError, ValueError, KeyError, TypeError):
             manifest = None
         wrong = damage(checkpoint)
@@ -51,7 +51,7 @@ def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
         ("model", f"{config['model'].get('pattern') or config['model']['mixer']}"),
         ("engine", _engine(manifest)),
         ("layout", _layout(manifest["layout"])),
-        ("precision", str(manifest["identity"].get("train.precision"))),
+        ("precision", manifest["config"]["train"]["precision"]),
         ("weights", weights),
         ("optimizer", optimizer),
         ("contents", f"{contents} alone, for checkpoint.load" if contents else "a run's state: it resumes"),

@@ -1,0 +1,180 @@
+"""A resume runs what its configuration says, or refuses: every key, on both engines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fem_megatron.config import ModelConfig
+from fem_megatron.shapes.attention import AttentionConfig
+from fem_megatron.shapes.fem import FemConfig
+from pretrain.checkpoint_reader import MANIFEST, read_common
+from pretrain.config import OptimizerConfig, RunConfig
+from pretrain.errors import ConfigError
+from pretrain.loader import to_dict, walk
+from pretrain.resume import FREE, RULES, TOLD, changes, check, check_model, rule
+from tests.pretrain.conftest import Command
+from tests.pretrain.rank_processes import records
+
+# Every key of the optimizer; those in one unit exclude those in another, and a wsd decay says its length.
+CHANGED: dict[str, Any] = {
+    "lr": 1e-3,
+    "min_lr": 1e-5,
+    "weight_decay": 0.3,
+    "beta1": 0.8,
+    "beta2": 0.5,
+    "eps": 1e-3,
+    "clip_grad": 0.01,
+    "schedule": "wsd",
+    "warmup_steps": 5,
+    "decay_steps": 2,
+}
+ENGINES = {"megatron": [], "plain": ["parallel.use_distributed_optimizer=false"], "deepspeed": ["engine.name=deepspeed"]}
+MUP = ["model.parametrization=mup", "model.mup.base_hidden_size=16", "model.tie_embeddings=false"]  # groups of other rates
+
+
+def leaves() -> list[str]:
+    """Every key of a run that is no section and no list of sections."""
+    keys = [key for key, _, _ in walk(RunConfig)]
+    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+
+
+def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
+    """The optimizer's groups; Megatron's plain optimizer in fp32 stores them a level higher."""
+    optimizer = read_common(checkpoint)["optimizer"]
+    groups: list[dict[str, Any]] = optimizer.get("optimizer", optimizer)["param_groups"]
+    return groups
+
+
+# --- what was changed is what runs ----------------------------------------------------------------------------------------------
+
+
+def test_every_key_of_the_optimizer_is_changed_here() -> None:
+    in_tokens = {"warmup_tokens", "decay_tokens"}
+    assert {*CHANGED, *in_tokens} == {field.name for field in fields(OptimizerConfig)}
+    assert all(value != getattr(OptimizerConfig(), key) for key, value in CHANGED.items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_changed_optimizer_keys_are_in_the_groups_and_in_the_log(pretrain: Command, tmp_path: Path, engine: str) -> None:
+    """Read back from the groups in the next checkpoint, whose rates are the schedule's: those of a run that had the values all along."""
+    common = [*ENGINES[engine], *MUP]
+    new = [f"optimizer.{key}={value}" for key, value in CHANGED.items()]
+    assert pretrain(*common, "train.steps=4") == 0
+    assert pretrain(*common, *new, "train.steps=8") == 0
+    resumed = pretrain.run_dir
+    assert pretrain(*common, *new, "train.steps=8", f"run_dir={tmp_path / 'fresh'}", "checkpoint.interval=0") == 0
+    rates = {run: {line["step"]: line["lr"] for line in records(run) if "lr" in line} for run in (resumed, tmp_path / "fresh")}
+    assert [rates[resumed][step] for step in range(5, 9)] == [rates[tmp_path / "fresh"][step] for step in range(5, 9)]
+    groups, wanted = (groups_of(run / "checkpoints" / "step_00000008") for run in rates)
+    assert len(groups) > 2 and {group["lr_mult"] for group in groups} > {1.0}
+    settings = ("lr", "max_lr", "min_lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult")
+    assert [{key: group[key] for key in settings} for group in groups] == [{key: group[key] for key in settings} for group in wanted]
+    assert {group["eps"] for group in groups} == {1e-3} and {tuple(group["betas"]) for group in groups} == {(0.8, 0.5)}
+
+
+def test_engines_agree_on_the_steps_after_a_change(pretrain: Command, tmp_path: Path) -> None:
+    """One checkpoint, every key of the optimizer changed: the same losses and norms from both, others than without the change."""
+    assert pretrain("train.steps=4") == 0
+    curves = {}
+    for engine, change in (("megatron", True), ("deepspeed", True), ("megatron", False)):
+        run_dir = tmp_path / f"{engine}_{change}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "checkpoints" / "step_00000004").symlink_to(pretrain.checkpoints / "step_00000004")
+        more = [f"optimizer.{key}={value}" for key, value in CHANGED.items()] if change else []
+        assert pretrain(*ENGINES[engine], *more, f"run_dir={run_dir}", "train.steps=8", "checkpoint.interval=0") == 0
+        curves[engine, change] = [(line["loss"], line["grad_norm"]) for line in records(run_dir) if "loss" in line]
+    assert len(curves["megatron", True]) == 4
+    # 1e-6: an fp32 sum in another order.
+    assert curves["deepspeed", True] == [pytest.approx(step, rel=1e-6) for step in curves["megatron", True]]
+    assert curves["megatron", True][0] == curves["megatron", False][0], "the first loss is of the same weights"
+    assert curves["megatron", True][1] != pytest.approx(curves["megatron", False][1], rel=1e-4)
+
+
+# --- one rule for every key -----------------------------------------------------------------------------------------------------
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
+    assert all(rule(key) for key in leaves())
+    known = {".".join(word for word in key.split(".") if word != "N") for key, _, _ in walk(RunConfig)}
+    assert set(RULES) <= known
+
+
+def test_changes_are_told_and_recorded(pretrain: Command) -> None:
+    """What changes no number of the training is in the record alone; where nothing has changed nothing is said."""
+    assert pretrain("train.steps=4") == 0
+    assert pretrain("train.steps=4") == 0 and "changed since" not in pretrain.out
+    assert pretrain("train.steps=6", "optimizer.lr=1e-3", "log.interval=3") == 0
+    assert "changed since the last attempt: train.steps 4 → 6, optimizer.lr 0.003 → 0.001\n" in pretrain.out
+    attempts = records(pretrain.run_dir, "attempts.jsonl")
+    assert ["changed" in attempt for attempt in attempts] == [False, False, True]
+    assert attempts[-1]["changed"] == {"train.steps": [4, 6], "optimizer.lr": [0.003, 0.001], "log.interval": [20, 3]}
+
+
+REFUSED = {
+    "data.seq_length=64": "checkpoint.load=",
+    "train.seed=7": "checkpoint.load=",
+    "train.precision=bf16": "checkpoint.load=",
+    "data.train.0.weight=2": "checkpoint.load=",
+    "parallel.use_distributed_optimizer=false": "tools.checkpoint convert {checkpoint} --engine megatron --plain-optimizer --out",
+    "model.hidden_size=48": "choose another run_dir",
+}
+
+
+def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
+    """Each by itself and all together; nothing of the run directory is rewritten by an attempt that was refused."""
+    assert {key.split("=")[0].replace(".0.", ".") for key in REFUSED} == {
+        key if RULES[key] != RULES["model"] else "model.hidden_size" for key in RULES if RULES[key] not in (FREE, TOLD)
+    }
+    assert pretrain("train.steps=4") == 0
+    before = (pretrain.run_dir / "config.yaml").read_text()
+    checkpoint = pretrain.checkpoints / "step_00000004"
+    for override, way in REFUSED.items():
+        assert pretrain("train.steps=8", override) == 2
+        key, value = override.split("=")
+        assert f"{key} is " in pretrain.err and f"there, {value}" in pretrain.err and way.format(checkpoint=checkpoint) in pretrain.err
+        assert pretrain.err.count("\n") == 1
+    assert pretrain("train.steps=8", *REFUSED) == 2
+    assert all(override.split("=")[0] in pretrain.err for override in REFUSED)
+    assert (pretrain.run_dir / "config.yaml").read_text() == before
+    assert pretrain("train.steps=8") == 0
+
+
+def test_a_field_added_since_counts_as_its_default() -> None:
+    """In a section that is new and in one that was there; set to something else it is another model."""
+    place = Path("runs/old/checkpoints/step_00000001")
+    here = RunConfig(model=ModelConfig(vocab_size=100, hidden_size=96))
+    written = json.loads(json.dumps(to_dict(here)))
+    del written["model"]["attention"], written["model"]["fem"]["aft_query"], written["evaluate"]
+    assert changes(written, here) == []
+    others = {
+        "attention.qkv_bias": AttentionConfig(qkv_bias=True),
+        "fem.aft_query": FemConfig(aft_query="inside"),
+        "hidden_size": 192,
+    }
+    for key, value in others.items():
+        other = replace(here, model=replace(here.model, **{key.split(".")[0]: value}))
+        for refuse in (lambda: check(place, changes(written, other), other), lambda: check_model(place, written, other)):  # noqa: B023
+            with pytest.raises(ConfigError, match=f"is of another model: model.{key} is") as error:
+                refuse()
+            assert str(error.value).count(" there, ") == 1
+    # One that is gone since is not passed over in a model; elsewhere it is told.
+    written["model"]["gone"] = written["old"] = 1
+    with pytest.raises(ConfigError, match="model.gone is 1 there, null here"):
+        check_model(place, written, here)
+    assert [(change.key, change.rule) for change in changes(written, here) if change.rule == TOLD] == [("old", TOLD)]
+
+
+def test_weights_alone_ask_for_the_same_model_and_nothing_more(pretrain: Command, tmp_path: Path) -> None:
+    assert pretrain("train.steps=4") == 0
+    start = [f"run_dir={tmp_path / 'second'}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4"]
+    assert pretrain(*start, "model.hidden_size=48") == 2
+    assert "model.hidden_size is 32 there, 48 here" in pretrain.err
+    assert pretrain(*start, "data.seq_length=64", "train.seed=7", "train.precision=bf16", "parallel.use_distributed_optimizer=false") == 0
+    assert "weights taken from" in pretrain.out and "changed since" not in pretrain.out
+    manifest = json.loads((tmp_path / "second" / "checkpoints" / "step_00000004" / MANIFEST).read_text())
+    assert manifest["config"]["train"]["precision"] == "bf16"
