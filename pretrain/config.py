@@ -131,7 +131,7 @@ class OptimizerConfig:
 class CheckpointConfig:
     """What is kept on disk."""
 
-    interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and on SIGTERM or SIGUSR1.")
+    interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and when a signal stops the run.")
     keep_last: int = setting(
         3,
         "Checkpoints kept; older ones are deleted after a newer one is complete. Amid steps that are not finite the newest from before "

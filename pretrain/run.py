@@ -168,7 +168,10 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, file: Prog
     if told:
         say(f"changed since the last attempt: {told}")
     if own is not None and progress.step >= schedule.steps and _complete_at(before, progress.step):
-        say(f"{config.name} is complete at step {progress.step}; raise train.steps or train.tokens to continue it")
+        say(
+            f"{config.name} is complete at step {progress.step}; raise train.steps or train.tokens to continue it, or start another run "
+            "with another run_dir"
+        )
         file.tell("complete")
         if first:
             _evaluate_late(config, schedule, checkpoints, received, progress.step)

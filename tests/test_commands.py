@@ -19,6 +19,7 @@ import pytest
 from pretrain.config import RunConfig
 from pretrain.loader import ConfigError, load_run
 from pretrain.plan import make_plan, render
+from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
 from tests.test_house import ROOT, project, repository_files
 from tools.scaling.planning import plan_study
@@ -144,6 +145,23 @@ def all_commands() -> list[tuple[str, str]]:
 def test_a_documents_command(document: str, command: str) -> None:
     problem = fault(command)
     assert problem is None, f"{document}: {command}\n{problem}"
+
+
+def trained_in(command: str) -> Path | None:
+    """The run directory of a command that trains, None of any other."""
+    words = shlex.split(re.sub(r" > [\w./-]+$", "", command), comments=True)
+    start = next((at + 2 for at in range(len(words)) if words[at : at + 2] in (["-m", "pretrain"], ["launch", "local"])), None)
+    if start is None or any(word.startswith("--") and word != "--processes" for word in words[start:]):
+        return None
+    return run_directory(load_run(ROOT / words[start], [word for word in words[start + 1 :] if "=" in word]))
+
+
+def test_no_command_of_a_document_finds_the_run_of_another_complete() -> None:
+    """A reader types them one after the other."""
+    for name, text in documents().items():
+        found = [(trained_in(command), command) for command in commands_of(text)]
+        places = [place for place, _ in found if place is not None]
+        assert len(places) == len(set(places)), (name, [command for place, command in found if places.count(place) > 1])  # type: ignore[arg-type]
 
 
 def test_the_readme_begins_with_the_two_commands() -> None:
