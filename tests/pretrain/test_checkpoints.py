@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 import torch
 
+from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.shapes.attention import AttentionConfig
 from fem_megatron.shapes.fem import FemConfig
 from pretrain.checkpoint import MANIFEST, Found, check_identity, identity, load_full_model_state
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.rank_processes import finished, records, started, wait_until
 
