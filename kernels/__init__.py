@@ -1,4 +1,5 @@
 """The kernels room: one folder an operation, each with one public function and a plain PyTorch `reference` beside any faster form.
 
-Operations know tensors, not models: nothing of the other rooms is imported here, no configuration is read, and no process group is touched.
+Operations know tensors, not models: nothing of the other rooms but `fem_common` is imported here, no configuration is read, and no process
+group is touched.
 """

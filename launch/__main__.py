@@ -8,7 +8,8 @@ import sys
 from types import ModuleType
 from typing import NoReturn
 
-from launch.errors import UserError, describe_os_error
+from fem_common.errors import CommandError, end
+from fem_common.exits import Exit
 
 # Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with 2."""
         print(f"launch: error: {message} (see: {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(Exit.WRONG_INPUT)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -63,22 +64,15 @@ def _description(module: ModuleType) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a verb: its exit code; 2 with one line for an error a user can mend, 130 when interrupted."""
+    """Run a verb: its exit code, with one line where it is not 0."""
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         return int(arguments.main(arguments))
-    except UserError as error:
-        message = str(error)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
-    except OSError as error:
-        message = describe_os_error(error)
+    except (CommandError, OSError) as error:
+        return end("launch", error)
     except KeyboardInterrupt:
         print("launch: interrupted", file=sys.stderr)
-        return 130
-    print(f"launch: error: {message}", file=sys.stderr)
-    return 2
+        return Exit.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fem_common.errors import UserError
 from launch import slurm
-from launch.errors import UserError
 from launch.standing import find_job, standings
 
 WRITTEN = re.compile(r"(after|afterany|afterok|afternotok|aftercorr|afterburstbuffer)(:[0-9_+]+)+|singleton")

@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fem_common.errors import UserError
 from launch import slurm
 from launch.alive import start_time
 from launch.draft import locked
-from launch.errors import UserError
 from launch.job import Job
 from launch.layout import launch_folder, read_json, write_json
 from launch.standing import Standing, counted, find_job, standings

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import UserError, reason
 from launch import doctor_slurm, doctor_trial
 from launch.doctor_slurm import LISTED, Check, counted
 from launch.doctor_trial import Outcome
-from launch.errors import UserError, describe_os_error
 from launch.layout import attempts
 from launch.node_check import Report, read_reports
 from launch.node_facts import probe_folder
@@ -89,7 +89,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     try:
         yield from trial(profile, arguments)
     except OSError as error:
-        yield Check("FAILED", "trial", describe_os_error(error), "--directory: a folder that this host and the nodes can write")
+        yield Check("FAILED", "trial", reason(error), "--directory: a folder that this host and the nodes can write")
     except UserError as error:
         yield Check("FAILED", "trial", str(error))
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import UserError
 from launch import snapshot
-from launch.errors import UserError
 from launch.job import Item, Job, load_job
 from launch.layout import attempts, launch_folder
 from launch.request import Wanted, read_config

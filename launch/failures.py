@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common.exits import Exit
 from launch.layout import rank_log, read_json
 
 TRACEBACK_BYTES = 8192
-# pretrain's: the input is wrong; the loss stayed non-finite; another process works in the run directory
-EXIT_CONFIG, EXIT_DIVERGED, EXIT_BUSY = 2, 3, 75
 _LINE_CHARACTERS = 2000  # of a line are looked at
 _RECENT_LINES = 400  # of a rank that a signal ended: what was said before these is another matter
 _ABORT_LINES = 20  # an error and the words that follow from it
@@ -143,7 +142,7 @@ class Findings:
 
 def kind_of(message: str, code: int | None, signal: str | None) -> str:
     """What kind of failure it is: config | diverged | busy | memory | node | nccl | signal | exit."""
-    named = {EXIT_CONFIG: "config", EXIT_DIVERGED: "diverged", EXIT_BUSY: "busy"}
+    named: dict[int | None, str] = {Exit.WRONG_INPUT: "config", Exit.DIVERGED: "diverged", Exit.IN_USE: "busy"}
     if code in named:
         return named[code]
     for kind, pattern in (("memory", _MEMORY), ("node", _NODE), ("nccl", _NCCL)):
@@ -198,7 +197,7 @@ def wrong_on(attempt: Path) -> tuple[str, ...]:
     """The hosts on which ranks said that the input is wrong, where other hosts had ranks, too, and none of those did; else none."""
     hosts = {str(record.get("host")): False for record in records(attempt)}
     for record in records(attempt):
-        hosts[str(record.get("host"))] |= record.get("exit") == EXIT_CONFIG
+        hosts[str(record.get("host"))] |= record.get("exit") == Exit.WRONG_INPUT
     said = tuple(host for host, wrong in hosts.items() if wrong)
     return said if len(said) < len(hosts) else ()
 

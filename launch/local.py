@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 
-from launch.errors import UserError
+from fem_common.errors import UserError
 from launch.job import Job
 from launch.profile import SHIPPED
 from launch.side_by_side import run_items, supervisor_command

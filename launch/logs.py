@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from fem_common.errors import UserError
 from launch.blame import blame
-from launch.errors import UserError
 from launch.follow import Follower, Line, Source, agent_sources, merged, rank_sources, slurm_source, supervisor_source
 from launch.job import Item, Job
 from launch.layout import attempts, launch_folder, read_json, read_json_lines

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from fem_common.errors import UserError
 from launch import profile_values, snapshot
 from launch.draft import Draft
-from launch.errors import UserError
 from launch.job import Job
 from launch.layout import launch_folder
 from launch.profile import Profile

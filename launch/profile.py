@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import UserError
 from launch import gpus, profile_values, strict
-from launch.errors import UserError
 from launch.strict import setting
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")

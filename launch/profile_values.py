@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 
-from launch import secrets
+from fem_common import secrets
 
 TIME = r"\d+(:\d\d){0,2}|\d+-\d{1,2}(:\d\d){0,2}|infinite|unlimited"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from launch.errors import UserError
+from fem_common.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)

@@ -25,8 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from launch import secrets, stacks
-from launch.errors import describe_os_error
+from fem_common import secrets
+from fem_common.errors import reason
+from launch import stacks
 from launch.failures import Findings, blameless_signal, kind_of
 from launch.layout import rank_log, rank_record, write_json
 from launch.scribe import Scribe
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return Keeper(Path(words[0]), words[2:], os.environ).run()
     except OSError as error:
-        print(f"launch.rank: error: {describe_os_error(error)}", file=sys.stderr)
+        print(f"launch.rank: error: {reason(error)}", file=sys.stderr)
         return 126
 
 
@@ -107,8 +108,8 @@ class Keeper:
 
     def _not_started(self, error: Exception) -> int:
         """The record of a command that could not be started."""
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        message = self._scribe.hide(f"cannot start {self.command[0]}: {reason}")
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        message = self._scribe.hide(f"cannot start {self.command[0]}: {why}")
         print(f"launch.rank: error: {message}", file=sys.stderr)
         self._scribe.note(message)
         code = 127 if isinstance(error, FileNotFoundError) else 126

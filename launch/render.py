@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from launch.errors import UserError
+from fem_common.errors import UserError
 from launch.job import Job
 from launch.layout import launch_folder
 from launch.profile import Profile

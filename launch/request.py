@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
-from launch import secrets
-from launch.errors import UserError
+from fem_common import secrets
+from fem_common.errors import UserError
 from launch.job import Item, Job
 from launch.layout import launch_folder
 from launch.profile import Profile

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fem_common.errors import UserError
 from launch import slurm
 from launch.draft import locked
-from launch.errors import UserError
 from launch.job import Job
 from launch.layout import launch_folder, read_json
 from launch.profile import Profile, from_json, load_profile

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.errors import UserError
+from fem_common.errors import UserError
 
 TIMEOUT = 60.0  # seconds for an answer: slurmctld's own message time-out is 10
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # say which Slurm, and who asks

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launch.errors import UserError
+from fem_common.errors import UserError
 from launch.layout import launch_folder, read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("data_prep", "fem_megatron", "kernels", "launch", "pretrain", "tools")
+ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
 BESIDE = "configs"  # of a checkout: what some commands read
 SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".j2", ".sh", ".cu", ".cuh", ".cpp", ".h")
 LARGEST = 1 << 20  # bytes of a file; a source file has less

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import UserError
 from launch import slurm
 from launch.alive import process_of
-from launch.errors import UserError
 from launch.job import Job, load_job
 from launch.layout import launch_folder, read_json, read_json_lines
 

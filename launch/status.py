@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from launch.errors import UserError
+from fem_common.errors import UserError
 from launch.job import Job, load_job
 from launch.rows import Row, ask, rows_of, summary
 from launch.standing import find_job

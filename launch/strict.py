@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from launch.errors import UserError
+from fem_common.errors import UserError
 
 Check = Callable[[str], str | None]
 _WHOLE = re.compile(r"[+-]?(0|[1-9][0-9_]*)")

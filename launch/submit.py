@@ -18,10 +18,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch import plan, secrets, slurm
+from fem_common import secrets
+from fem_common.errors import UserError
+from launch import plan, slurm
 from launch.after import dependency
 from launch.draft import Draft, locked, settle, write, write_text
-from launch.errors import UserError
 from launch.job import Job
 from launch.layout import append_json, launch_folder
 from launch.profile import Profile, load_profile

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from fem_common.errors import UserError
 from launch.draft import Draft, locked, settle, write
-from launch.errors import UserError
 from launch.request import Request, Wanted, absolute, pretrain, run_item, run_job
 from launch.side_by_side import run_items
 from launch.snapshot import ROOT

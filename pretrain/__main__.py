@@ -2,10 +2,8 @@
 
 ``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
 whether its data is there and fits, build its index cache.
-Exit codes: 0 the run is complete, or was stopped by a signal after a checkpoint (progress.json says which); 1 it failed while training,
-or a file system did, so the same command may do; 2 the input is wrong; 3 loss or gradient stayed non-finite, so the same command would end
-the same way: a launcher does not retry it; 75 another process has the run directory, so the same command may do later; 130 Ctrl-C, where
-nothing was to be saved.
+Exit codes: those of every command (``fem_common/README.md``). 0: the run is complete, or was stopped by a signal after a checkpoint
+(progress.json says which).
 """
 
 from __future__ import annotations
@@ -16,17 +14,15 @@ import signal
 import sys
 from pathlib import Path
 
+from fem_common.errors import MISTAKES, CommandError, ConfigError, end
+from fem_common.exits import Exit
 from fem_megatron.catalogue import table
 from pretrain import signals
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError, StorageError
 from pretrain.loader import dump_yaml, load_run
 from pretrain.plan import make_plan, render
-from pretrain.run_directory import DirectoryInUse, resolved
+from pretrain.run_directory import resolved
 from pretrain.validate import Prepared, check_before_data, prepare
-
-TRY_AGAIN = os.EX_TEMPFAIL
-HOPELESS = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,15 +56,16 @@ def main(arguments: list[str] | None = None) -> int:
             return _index(prepare(config, None), int(launched or 1))
         return _train(config, int(launched or 1))
     except ConfigError as error:
-        if speaks:
-            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-        return TRY_AGAIN if isinstance(error, DirectoryInUse) else 2
-    except StorageError as error:  # told by every rank: it may have met one alone
-        print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
+        return end("pretrain", error) if speaks else error.code
+    except CommandError as error:  # told by every rank: it may have met one alone
+        return end("pretrain", error)
+    except OSError as error:
+        if isinstance(error, MISTAKES):  # a wrong path of the user's is refused above; this one is a fault of ours
+            raise
+        return end("pretrain", error)
+    except KeyboardInterrupt:  # nothing was to be saved
         print("pretrain: interrupted; the same command starts again", file=sys.stderr, flush=True)
-        return 130
+        return Exit.INTERRUPTED
 
 
 class _ListMixers(argparse.Action):
@@ -103,13 +100,9 @@ def _train(config: RunConfig, launched: int) -> int:
         from fem_megatron.platform import quiet_libraries
 
         quiet_libraries()
-        from pretrain.run import TooManyBadSteps, train
+        from pretrain.run import train
 
-        try:
-            outcome = train(prepared, received)
-        except TooManyBadSteps as error:
-            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-            return HOPELESS
+        outcome = train(prepared, received)
     if outcome.stopped_by and os.environ.get("RANK", "0") == "0":
         then = f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"
         print(f"stopped by {outcome.stopped_by} after step {outcome.progress.step}; the same command {then}", flush=True)

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from fem_common.errors import StorageError, reason
 from fem_megatron import platform
 from pretrain.checkpoint_reader import (
     MANIFEST,
@@ -41,7 +42,6 @@ from pretrain.checkpoint_reader import (
 )
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
-from pretrain.errors import StorageError, reason
 from pretrain.loader import to_dict
 from pretrain.ranks import from_rank_0
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from fem_common.errors import MISTAKES, ConfigError, StorageError, reason, told
 from fem_megatron.config import ModelConfig
-from pretrain.errors import MISTAKES, ConfigError, StorageError, reason, told
 
 MANIFEST = "manifest.json"
 NOT_WEIGHTS = ("optimizer.", "rng.")

@@ -12,10 +12,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
+from fem_common.errors import files_told
 from fem_megatron import platform
 from pretrain.checkpoint import WEIGHTS_ALONE, Progress, manifest_of, publish_step, write_tensors
 from pretrain.config import RunConfig
-from pretrain.errors import files_told
 
 
 def save_weights(

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig, Source
-from pretrain.loader import ConfigError, nearest
+from pretrain.loader import nearest
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"

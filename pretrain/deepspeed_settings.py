@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError, files_told
 from fem_megatron.catalogue import mixer_names
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError, files_told
 from pretrain.loader import nearest
 from pretrain.zero_memory import BUCKET
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fem_common.errors import ConfigError
 from pretrain.config import EvaluateConfig
-from pretrain.errors import ConfigError
 from pretrain.loggers import LATE, Callback
 from pretrain.metrics import StepRecord
 

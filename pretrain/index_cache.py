@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import StorageError, told
 from pretrain.data_facts import Contents
-from pretrain.errors import StorageError, told
 
 COMPLETE = "complete.json"
 FORMAT = 1

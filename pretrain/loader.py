@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from fem_common.errors import ConfigError, told
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError, told
 
 __all__ = ["COMMAND_LINE", "ConfigError", "describe", "dump_yaml", "load_run", "load_values", "nearest"]
 __all__ += ["read_values", "to_dict", "typed", "walk"]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.redact import without_secrets
+from fem_common import secrets
 from pretrain.schedule import Schedule
 
 NAME = "progress.json"
@@ -57,7 +57,7 @@ class ProgressFile:
             "total_tokens": self.schedule.total_samples * self.schedule.sample_tokens,
             "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
             "signal": signal,
-            "message": without_secrets(message, os.environ)[:_LONGEST_MESSAGE] if message is not None else None,
+            "message": _one_line(message)[:_LONGEST_MESSAGE] if message is not None else None,
             "time": time.time(),
             "pid": os.getpid(),
             "host": host.node(),
@@ -69,6 +69,10 @@ class ProgressFile:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.folder / NAME)
+
+
+def _one_line(message: str) -> str:
+    return secrets.hide(" ".join(message.split()), secrets.values(os.environ))
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from pretrain.errors import ConfigError, StorageError, told
+from fem_common.errors import ConfigError, StorageError, told
 
 Answer = TypeVar("Answer")
 
@@ -25,6 +25,8 @@ def from_rank_0(compute: Callable[[], Answer]) -> Answer:
             said = [(compute(), None)]
         except ConfigError as error:
             said = [(None, ConfigError(str(error)))]
+        except StorageError as error:
+            said = [(None, error)]
         except OSError as error:
             said = [(None, told(error))]
     torch.distributed.broadcast_object_list(said, src=0)

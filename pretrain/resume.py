@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError
 from pretrain.loader import to_dict
 
 FREE = "free"  # changes no number of the training: recorded, not printed

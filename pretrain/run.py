@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from fem_common.errors import CommandError, ConfigError
 from fem_megatron import catalogue, platform
 from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, Found, Progress, find, newest_good
 from pretrain.config import RunConfig
@@ -20,7 +21,6 @@ from pretrain.data import Datasets, build_datasets
 from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
 from pretrain.engines.building import initialize_model_parallel, make_engine
 from pretrain.engines.deepspeed_ops import check_ops
-from pretrain.errors import ConfigError, StorageError
 from pretrain.evaluations import Evaluations, check_suite
 from pretrain.loggers import Callback, Console, kernels_told, make_callbacks
 from pretrain.metrics import Meter
@@ -32,10 +32,8 @@ from pretrain.resume import TOLD, Change, changes, check, check_model
 from pretrain.run_directory import DirectoryInUse, claimed, describe, run_directory
 from pretrain.schedule import Schedule
 from pretrain.stragglers import Stragglers
-from pretrain.trainer import Outcome, TooManyBadSteps, Trainer
+from pretrain.trainer import Outcome, Trainer
 from pretrain.validate import Prepared
-
-__all__ = ["TooManyBadSteps", "build_index", "train"]
 
 _LONG_TO_READ = 10**8  # bytes; tenths of a second from a local disk, many seconds from a busy network's
 
@@ -136,7 +134,7 @@ def _failure_told(file: ProgressFile) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        kind = "" if isinstance(error, ConfigError | StorageError | TooManyBadSteps) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, CommandError) else f"{type(error).__name__}: "
         with suppress(OSError):
             file.tell("failed", message=f"{kind}{error}")
         raise

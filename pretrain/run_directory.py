@@ -17,8 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError
+from fem_common.exits import Exit
 from pretrain.config import RunConfig
-from pretrain.loader import ConfigError, dump_yaml
+from pretrain.loader import dump_yaml
 
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
 
@@ -37,6 +39,8 @@ def resolved(config: RunConfig) -> RunConfig:
 
 class DirectoryInUse(ConfigError):
     """Another process has the run directory; it may be free later."""
+
+    code = Exit.IN_USE
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fem_common.errors import CommandError
+from fem_common.exits import Exit
 from fem_megatron import platform
 from pretrain.checkpoint import Checkpoints, Progress
 from pretrain.config import RunConfig
@@ -23,8 +25,10 @@ from pretrain.schedule import Schedule
 from pretrain.stragglers import Stragglers
 
 
-class TooManyBadSteps(RuntimeError):
+class TooManyBadSteps(CommandError):
     """The loss or the gradient was not finite for too many steps in a row."""
+
+    code = Exit.DIVERGED
 
 
 @dataclass(frozen=True)

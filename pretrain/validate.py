@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fem_common.errors import ConfigError, files_told
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
 from pretrain.deepspeed_settings import check_engine
-from pretrain.errors import ConfigError, files_told
 from pretrain.loader import nearest
 from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.schedule import Schedule

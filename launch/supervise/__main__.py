@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.errors import UserError, describe_os_error
+from fem_common.errors import CommandError, UserError, end
+from fem_common.exits import Exit
 from launch.job import Item, Job, load_job
 from launch.layout import attempts, launch_folder, read_json
 from launch.supervise.journal import Journal
 from launch.supervise.local import LocalPlace, end_orphans
-from launch.supervise.loop import OK, REQUEUE_SECONDS, STOPPED, WRONG_INPUT, Supervisor
+from launch.supervise.loop import REQUEUE_SECONDS, Supervisor
 from launch.supervise.place import Place, PlaceError, Unreachable
 from launch.supervise.signals import Signals, noted
 
@@ -38,12 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         if job is None or not 0 <= arguments.item < len(job.items):
             raise UserError(f"{arguments.directory}: no job there with an item {arguments.item}; it is made by: python -m launch submit")
         return supervise(job, arguments.item, show=arguments.show)
-    except UserError as error:
-        message, code = str(error), WRONG_INPUT
-    except OSError as error:
-        message, code = describe_os_error(error), STOPPED
-    print(f"launch: error: {message}", file=sys.stderr, flush=True)
-    return code
+    except (CommandError, OSError) as error:
+        return end("launch", error)
 
 
 def supervise(job: Job, index: int, *, show: bool) -> int:
@@ -57,7 +54,7 @@ def supervise(job: Job, index: int, *, show: bool) -> int:
         state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
         if state.get("state") == "finished":
             journal.say("finished before; nothing to do")
-            return OK
+            return Exit.DONE
         if place.job_id is None:
             left = end_orphans(attempts(Path(item.directory)))
             if left:
@@ -109,7 +106,7 @@ def _back(item: Item, place: Place) -> None:
     """Put this job back into the queue, since another one keeps the item going; ends this process (SystemExit)."""
     if (launch_folder(Path(item.directory)) / "stop.json").exists():
         print(f"launch: {item.directory} is kept going by another job, and is to stop", flush=True)
-        sys.exit(STOPPED)
+        sys.exit(Exit.FAULT)
     print(f"launch: {item.directory} is kept going by another job: back to the queue", flush=True)
     while True:
         try:
@@ -119,7 +116,7 @@ def _back(item: Item, place: Place) -> None:
             time.sleep(REQUEUE_SECONDS)
         except PlaceError as error:
             print(f"launch: {item.directory} is kept going by another job; {error}", flush=True)
-            sys.exit(STOPPED)
+            sys.exit(Exit.FAULT)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from launch import secrets
+from fem_common import secrets
 from launch.job import Item, Job
 from launch.layout import attempts, attempts_folder, launch_folder, read_json, write_json
 from launch.supervise.policy import Decision, End, Failure

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fem_common.exits import Exit
 from launch.failures import Failure as RankFailure
 from launch.failures import first_failure, wrong_on
 from launch.supervise.policy import Failure
 from launch.supervise.sight import Sight, has_stepped
 
-_SIGNALS = {137: "SIGKILL", 143: "SIGTERM"}
+_SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
 # What an agent (srun, slurmstepd, torchrun, bash) says when no rank tells why: the line that a person would look for.
 _TELLING = re.compile(r"\berror: |command not found|No such file|Permission denied|[Oo]ut.of.memory|oom.kill|Error\b.*:")

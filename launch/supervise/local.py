@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.errors import describe_os_error
+from fem_common.errors import reason
 from launch.job import Job
 from launch.layout import read_json
 from launch.node_check import check_command, node_name, read_reports
@@ -62,7 +62,7 @@ class LocalPlace:
         except subprocess.TimeoutExpired:
             pass  # the missing report says it
         except OSError as error:
-            return {attempt.nodes[0]: [f"the check cannot be started: {describe_os_error(error)}"]}
+            return {attempt.nodes[0]: [f"the check cannot be started: {reason(error)}"]}
         return {node: list(report.faults) for node, report in read_reports(folder, attempt.nodes, began).items()}
 
     def start(self, attempt: Attempt) -> LocalRanks:
@@ -81,7 +81,7 @@ class LocalPlace:
                     preexec_fn=_Child(os.getpid()),
                 )
         except OSError as error:
-            raise PlaceError(f"cannot start the ranks: {describe_os_error(error)}") from None
+            raise PlaceError(f"cannot start the ranks: {reason(error)}") from None
         return LocalRanks(attempt, agent)
 
     def down_nodes(self) -> dict[str, str]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.errors import describe_os_error
+from fem_common.errors import reason
+from fem_common.exits import Exit
 from launch.job import Job
 from launch.layout import launch_folder, write_json
 from launch.supervise import attempt as attempts
@@ -42,7 +43,6 @@ REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
 REQUEUE_MAX_SECONDS = 60.0  # ... and be away for long
 PASSING_SECONDS = 6 * 3600.0  # a node is kept from all runs for what may pass: a full disk, a busy GPU, a mount that is missing
 HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
-OK, STOPPED, WRONG_INPUT = 0, 1, 2  # exit codes
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Supervisor:
             try:
                 return self._run(trouble)
             except OSError as error:
-                trouble = f"the item's directory: {describe_os_error(error)}"
+                trouble = f"the item's directory: {reason(error)}"
                 if number > self.limits.max_failures or self.signals.any:
                     self.journal.state("stopped", trouble)
                     raise
@@ -234,7 +234,7 @@ class Supervisor:
         if decision.action == "finish":
             self.journal.state("finished")
             self.journal.event("finished", decision.reason, step=self.records[-1].step_end)
-            return OK
+            return Exit.DONE
         if decision.action == "stop":
             return self._stopped(decision, cancelled=stop is not None)
         if decision.action == "requeue":
@@ -258,8 +258,8 @@ class Supervisor:
             self.journal.say("with what you mended in them: the command that started it, with --update")
         self.journal.event("stopped", decision.reason, step=last.step_end)
         if last.outcome == "saved" and not cancelled:
-            return OK
-        return WRONG_INPUT if last.failure is not None and last.failure.kind == "config" else STOPPED
+            return Exit.DONE
+        return Exit.WRONG_INPUT if last.failure is not None and last.failure.kind == "config" else Exit.FAULT
 
     def _requeue(self, reason: str) -> int:
         """Put the job back into the queue. Returns only where that cannot be done."""
@@ -284,7 +284,7 @@ class Supervisor:
         self.journal.say(told)
         self.journal.state("stopped", told)
         self.journal.event("stopped", told)
-        return STOPPED
+        return Exit.FAULT
 
     def _excluded(self) -> list[str]:
         """The nodes that this item is not to get again: what was decided since a person last started it, and the cordon file's."""
@@ -308,7 +308,7 @@ class Supervisor:
                 until = None if is_lasting(why) else time.time() + PASSING_SECONDS
             else:
                 failure = self.records[-1].failure
-                passing = failure is not None and failure.exit == WRONG_INPUT
+                passing = failure is not None and failure.exit == Exit.WRONG_INPUT
                 until = time.time() + (PASSING_SECONDS if passing else KEEP_SECONDS)
             try:
                 added = cordon(path, [node], why, self.directory, until)
@@ -345,13 +345,13 @@ class Supervisor:
         message = f"{self.signals.describe()} came between two attempts; the same command continues"
         self.journal.say(message)
         self.journal.state("stopped", message)
-        return OK
+        return Exit.DONE
 
     def _end_without_attempt(self, message: str) -> int:
         """Someone asked the item to stop."""
         self.journal.say(f"not started: {message}")
         self.journal.state("cancelled", message)
-        return STOPPED
+        return Exit.FAULT
 
     def _stop_wish(self, *, ask: bool = False) -> str | None:
         """Why someone asked this item to stop, or None; the queue is asked after SIGTERM, or where it is to be (``ask``)."""

@@ -26,9 +26,12 @@ What is held against a node is no failure of the program: it makes no "same fail
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from fem_common.exits import Exit
 
 KEEP_SECONDS = 3 * 86400.0  # a node's failures are held against it for so long
 # Kinds of failure that say something of the program, so that the same one twice in a row will come again.
@@ -38,8 +41,6 @@ OF_THE_PLACES = ("hang", "nccl")  # other nodes may do better, where it was befo
 FAILED = ("failed", "hang", "unhealthy", "lost")  # outcomes that count
 BUSY_TIMES, BUSY_SECONDS = 20, 1800.0  # so long the run directory may be in use
 MISPLACED_TIMES = 3  # in a row: then the nodes are taken as they are
-_WRONG = 2  # the exit code for wrong input
-_KILLED = 137  # SIGKILL by nobody we know of: the kernel, a person, the node's end; nothing that is sure to come again
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,12 @@ def _is_wrong_input(recent: Sequence[End]) -> bool:
     last = recent[-1].failure
     if last is None or any(end.progress for end in recent):
         return False
-    hosts = {end.failure.host for end in recent if end.failure is not None and end.failure.kind == "node" and end.failure.exit == _WRONG}
-    return last.kind == "config" or (last.kind == "node" and last.exit == _WRONG and len(hosts) > 1)
+    hosts = {
+        end.failure.host
+        for end in recent
+        if end.failure is not None and end.failure.kind == "node" and end.failure.exit == Exit.WRONG_INPUT
+    }
+    return last.kind == "config" or (last.kind == "node" and last.exit == Exit.WRONG_INPUT and len(hosts) > 1)
 
 
 def _give_up(reason: str) -> Decision:
@@ -223,7 +228,7 @@ def blamed(failure: Failure | None) -> str | None:
     """The node that a failure is held against, or None: a crash of the program says nothing of the node that it was seen on first."""
     if failure is None or failure.host is None:
         return None
-    killed = failure.kind == "signal" and failure.exit in (_KILLED, 135)  # 135: SIGBUS
+    killed = failure.kind == "signal" and failure.exit in (Exit.KILLED, 128 + signal.SIGBUS)
     return failure.host if killed or failure.kind in OF_THE_NODE else None
 
 
@@ -290,8 +295,8 @@ def _signature(end: End, anywhere: bool) -> tuple[str, str, int | None] | None:
     failure = end.failure
     if end.outcome not in ("failed", "hang") or failure is None or failure.kind not in OF_THE_PROGRAM or blamed(failure):
         return None
-    if failure.kind == "signal" and failure.exit == _KILLED:
-        return None
+    if failure.kind == "signal" and failure.exit == Exit.KILLED:
+        return None  # by the kernel, a person or the node's end: nothing that is sure to come again
     return failure.kind, normalised(failure.message), None if anywhere else failure.step
 
 

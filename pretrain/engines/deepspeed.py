@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import _get_param_groups
 
+from fem_common.errors import ConfigError
 from fem_megatron import model as fem_model
 from fem_megatron import platform
 from fem_megatron.layers.update import Update
@@ -29,7 +30,6 @@ from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.megatron import SHARDING
 from pretrain.engines.parameter_groups import group_overrides
 from pretrain.engines.zero_state import ZeroState, sharded_weights
-from pretrain.errors import ConfigError
 from pretrain.schedule import Schedule
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.layers.room import Room
 from fem_megatron.layers.update import Context, State
 from fem_megatron.layers.window import windowed_attention
 from fem_megatron.shapes.attention import AttentionConfig, AttentionShape
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError
 from pretrain.plan import make_plan
 from pretrain.validate import validate
 from tests.fem_megatron.test_catalogue import SWITCHED, block_of

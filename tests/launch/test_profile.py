@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from fem_common.errors import UserError
 from launch import strict
-from launch.errors import UserError
 from launch.profile import Profile, from_json, load_profile
 from tests.launch import hostile
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from fem_common.errors import UserError
 from launch import render as rendering
-from launch.errors import UserError
 from launch.job import Job
 from launch.profile import Profile, load_profile
 from launch.quoting import directive, shell

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fem_common.errors import UserError
 from launch import snapshot
-from launch.errors import UserError
 from launch.layout import read_json
 from launch.snapshot import LARGEST, REVISION, code_folder, read_code, source_files, take
 

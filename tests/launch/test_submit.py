@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fem_common.errors import UserError
 from launch import alive
 from launch.draft import locked, settle
-from launch.errors import UserError
 from launch.job import load_job
 from launch.layout import launch_folder, write_json
 from launch.profile import load_profile

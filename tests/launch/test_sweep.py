@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fem_common.errors import UserError
 from launch import plan
 from launch.after import dependency
 from launch.draft import first_difference, settle, write
-from launch.errors import UserError
 from launch.slurm import clean_environment
 from launch.submit import array_words, prepare
 from launch.sweep import grid, named, read_list, run_name, split_values, wanted_sweep

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from fem_common.errors import ConfigError
 from fem_megatron.catalogue import MIXERS
 from pretrain import reference_page
 from pretrain.config import RunConfig, Source
-from pretrain.loader import ConfigError, dump_yaml, load_run, to_dict, walk
+from pretrain.loader import dump_yaml, load_run, to_dict, walk
 from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
 from tests.pretrain.small import SMALL

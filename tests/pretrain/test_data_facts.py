@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.data_facts import Contents, check_contents, check_data
-from pretrain.loader import ConfigError, load_run
+from pretrain.loader import load_run
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder, write_manifest, write_pair
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.deepspeed_settings import deepspeed_config
-from pretrain.errors import ConfigError
 from pretrain.loader import load_run
 from pretrain.plan import make_plan, render
 from pretrain.validate import validate

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from fem_common.errors import ConfigError
 from pretrain import evaluations
 from pretrain.config import EvaluateConfig
-from pretrain.errors import ConfigError
 from pretrain.evaluations import NAME, Evaluations, environment
 from pretrain.loader import load_run
 from pretrain.metrics import StepRecord

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
+from fem_common.errors import ConfigError
 from pretrain.__main__ import main
 from pretrain.data_facts import Contents, SourceContents
 from pretrain.index_cache import COMPLETE, NOT_THERE, IndexCache
-from pretrain.loader import ConfigError
 from tests.pretrain.conftest import DEMO, ROOT, SMALL
 from tests.pretrain.data_folder import write_folder
 

@@ -194,15 +194,21 @@ CANARIES = {
     "MY_SECRET_2": "canary-0123456789-and-longer",
     "DB_PASSWORD_FILE": "canary of\n several lines",
     "CREDENTIALS": "canary:credentials",
+    "DB_PASSWD": "canary-of-passwd",
+    "HUB_TOKENS": "canary-of-tokens",
+    "DEPLOY_KEYS": "canary-of-keys",
+    "SSH_PASSPHRASE": "canary-of-passphrase",
 }
+ADDRESS = "socks5://user:canary-of-address@proxy"
 
 
 def test_a_message_holds_no_value_of_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**CANARIES, "SHORT_KEY": "a", "MONKEYS": "harmless-value"}.items():
+    for name, value in {**CANARIES, "https_proxy": ADDRESS, "SHORT_KEY": "a", "KEYBOARD": "harmless-value"}.items():
         monkeypatch.setenv(name, value)
     file = ProgressFile(tmp_path, Schedule(10, 8, 32, 0, 0), 1)
-    file.tell("failed", message="at " + ", ".join(CANARIES.values()) + " and harmless-value")
-    assert progress(tmp_path)["message"] == "at ***, ***, ***, ***, ***, *** and harmless-value"
+    file.tell("failed", message=f"{ADDRESS}: " + ", ".join(CANARIES.values()) + " and harmless-value")
+    hidden = ", ".join("***" for _ in CANARIES)
+    assert progress(tmp_path)["message"] == f"socks5://user:***@proxy: {hidden} and harmless-value"
     file.tell("failed", message="x" * 990 + CANARIES["MY_SECRET_2"])
     assert "canary" not in (tmp_path / NAME).read_text(), "cut after what is hidden, not before"
 

@@ -13,7 +13,7 @@ from tests.pretrain.conftest import ROOT
 SCRIPT = """
 import sys
 import torch
-from pretrain.errors import ConfigError, StorageError
+from fem_common.errors import ConfigError, StorageError
 from pretrain.ranks import from_rank_0
 rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.shapes.attention import AttentionConfig
 from fem_megatron.shapes.fem import FemConfig
 from pretrain.checkpoint_reader import MANIFEST, read_common
 from pretrain.config import OptimizerConfig, RunConfig
-from pretrain.errors import ConfigError
 from pretrain.loader import to_dict, walk
 from pretrain.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from tests.pretrain.conftest import Command
@@ -151,7 +151,7 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     written = json.loads(json.dumps(to_dict(here)))
     del written["model"]["attention"], written["model"]["fem"]["aft_query"], written["evaluate"]
     assert changes(written, here) == []
-    others = {
+    others: dict[str, Any] = {
         "attention.qkv_bias": AttentionConfig(qkv_bias=True),
         "fem.aft_query": FemConfig(aft_query="inside"),
         "hidden_size": 192,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fem_common.errors import ConfigError
 from pretrain.config import Source
-from pretrain.loader import ConfigError, load_run
+from pretrain.loader import load_run
 
 
 def complaint(path: Path, *overrides: str) -> str:

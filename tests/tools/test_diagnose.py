@@ -73,7 +73,7 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_data_that_is_not_there(tmp_path: Path) -> None:
-    from pretrain.loader import ConfigError
+    from fem_common.errors import ConfigError
     from tools.diagnose.from_checkpoint import data_of_run, first_tokens
 
     with pytest.raises(ConfigError, match="cannot be read .* --data PREFIX"):

@@ -14,10 +14,11 @@ from contextlib import nullcontext
 
 import torch
 
+from fem_common.errors import ConfigError
 from fem_megatron import platform
 from fem_megatron.catalogue import MIXERS
 from pretrain.config import RunConfig
-from pretrain.loader import ConfigError, load_run
+from pretrain.loader import load_run
 from pretrain.validate import validate
 from tools.bench import environment
 

@@ -15,8 +15,9 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+from fem_common.errors import ConfigError
 from fem_megatron.catalogue import MIXERS
-from pretrain.loader import ConfigError, load_run
+from pretrain.loader import load_run
 from pretrain.plan import count_by_component, decoding_state_bytes
 from tools.bench import environment
 from tools.demo.history import History

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from pretrain.errors import ConfigError, StorageError
+from fem_common.errors import ConfigError, StorageError
 
 CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
 

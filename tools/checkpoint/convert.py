@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from fem_common.errors import ConfigError, StorageError, files_told
 from pretrain.checkpoint import MANIFEST, PICKLES, WEIGHTS_ALONE, publish_step
 from pretrain.checkpoint_reader import Found, find, newest_first, read_common, read_metadata
 from pretrain.config import EngineConfig
-from pretrain.errors import ConfigError, StorageError, files_told
 from pretrain.loader import load_values, to_dict
 from pretrain.run_directory import claimed
 from pretrain.validate import validate

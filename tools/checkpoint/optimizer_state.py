@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fem_common.errors import ConfigError
 from pretrain.checkpoint_reader import NOT_WEIGHTS
 from pretrain.engines.megatron import SHARDING
 from pretrain.engines.zero_state import MOMENTS
-from pretrain.errors import ConfigError
 
 STATE = "optimizer.state."
 DISTRIBUTED, PLAIN = f"{STATE}param.", f"{STATE}fp32_param."

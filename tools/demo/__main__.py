@@ -12,7 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-from pretrain.loader import ConfigError, load_run
+from fem_common.errors import ConfigError
+from pretrain.loader import load_run
 from tools.demo import picture, report, steps
 from tools.demo.history import History
 from tools.demo.shell import DemoError, Shell, say

@@ -24,9 +24,9 @@ def logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
     quiet_libraries()
     from megatron.core import parallel_state, tensor_parallel
 
+    from fem_common.errors import ConfigError
     from fem_megatron import model as fem_model
     from pretrain.checkpoint import load_full_model_state
-    from pretrain.loader import ConfigError
 
     state, model, _ = load_full_model_state(checkpoint)
     initialize_distributed()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-OURS = ("fem_megatron", "kernels", "pretrain", "tools")
+OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools")
 
 
 def logit_difference(model: Any, tokens: np.ndarray, reference: np.ndarray) -> float:

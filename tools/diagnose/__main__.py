@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pretrain.loader import ConfigError
+from fem_common.errors import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:

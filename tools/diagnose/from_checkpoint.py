@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from data_prep.indexed import FormatError, read_index
+from fem_common.errors import ConfigError
 from fem_megatron.platform import device, quiet_libraries
-from pretrain.loader import ConfigError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pretrain.errors import ConfigError, StorageError
+from fem_common.errors import ConfigError, StorageError
 from tools.hf.errors import ExportError
 
 from . import cache

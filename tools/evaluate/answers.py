@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 
 class NotANumber(ValueError):

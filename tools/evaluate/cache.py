@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 from .harness_tasks import LOCAL_FORMATS, DataSet, Leaf, Tasks
 

@@ -19,7 +19,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 from .answers import Answers, request_key
 from .cache import quiet

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from pretrain.loader import nearest
 
 from .suite import Suite, SuiteTask

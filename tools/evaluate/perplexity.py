@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from data_prep.files import json_bytes, sha256_json, write_whole
-from pretrain.errors import ConfigError, StorageError, files_told
+from fem_common.errors import ConfigError, StorageError, files_told
 
 from .perplexity_data import Text, check_vocabulary, open_text
 from .perplexity_measure import Kept, Settings, measure, vocabulary

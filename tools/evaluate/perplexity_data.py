@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from data_prep.indexed import FormatError, read_index, with_ending
 from data_prep.samples import sample_digest
+from fem_common.errors import ConfigError, files_told
 from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data_facts import DataFacts, check_data
-from pretrain.errors import ConfigError, files_told
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from data_prep.files import sha256_json, write_whole
 from data_prep.progress import LiveLine, count, duration
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 from .perplexity_data import Text
 from .perplexity_windows import Sums, Window, batched, windows

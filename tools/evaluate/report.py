@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.files import write_whole
-from pretrain.errors import ConfigError, StorageError, files_told
+from fem_common.errors import ConfigError, StorageError, files_told
 
 from . import render
 from .scores import ScoreError, read

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.files import write_whole
-from pretrain.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, files_told
 
 from .suite import SuiteTask
 

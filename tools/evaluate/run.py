@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data_prep.progress import LiveLine, duration
-from pretrain.errors import ConfigError, StorageError
+from fem_common.errors import ConfigError, StorageError
 
 from . import results
 from .answers import Answers, NotANumber

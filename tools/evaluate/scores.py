@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import files_told
+from fem_common.errors import files_told
 
 from .normalise import Score
 from .perplexity import METRIC as HELDOUT

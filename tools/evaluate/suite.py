@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from fem_common.errors import ConfigError, told
 from fem_megatron.settings import setting
-from pretrain.errors import ConfigError, told
 from pretrain.loader import describe, nearest
 
 SUITES = Path(__file__).parent / "suites"

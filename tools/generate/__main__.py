@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from pretrain.errors import ConfigError, StorageError, files_told
+from fem_common.errors import ConfigError, StorageError, files_told
 
 from .settings import Settings
 

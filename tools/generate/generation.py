@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, StoppingCriteria, TextStreamer
 
+from fem_common.errors import ConfigError
 from fem_megatron import platform
-from pretrain.errors import ConfigError
 from pretrain.plan import decoding_state_bytes
 from tools.hf.open_model import OpenModel, first_line, open_model, quiet_transformers
 

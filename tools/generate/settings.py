@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 TEMPERATURE, TOP_K, TOP_P = 0.7, 40, 1.0
 

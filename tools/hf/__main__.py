@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from pretrain.errors import ConfigError, StorageError
+from fem_common.errors import ConfigError, StorageError
 
 from .errors import ExportError
 

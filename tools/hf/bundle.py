@@ -27,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 HERE = "tools.hf."
 ENTRIES = (HERE + "configuration_fem", HERE + "modeling_fem")
-COPIED = ("fem_megatron.", "kernels.", HERE)
-OURS = ("fem_megatron", "kernels", "pretrain", "tools", "data_prep")
+COPIED = ("fem_common.", "fem_megatron.", "kernels.", HERE)
+OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools", "data_prep")
 SHAPES = "fem_megatron.shapes."
 GIVEN = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
 

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from fem_common.errors import told
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.errors import told
 from pretrain.plan import parameter_shapes
 
 from .bundle import bundle, packages

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from pretrain.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, files_told
 
 CONFIG, WEIGHTS, INDEX, TRAINING = "config.json", "model.safetensors", "model.safetensors.index.json", "training.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from fem_common.errors import ConfigError
 from pretrain.checkpoint_reader import Weights, find
 from pretrain.config import RunConfig
 from pretrain.data_facts import Manifest
-from pretrain.errors import ConfigError
 
 from .errors import ExportError
 from .export import check_shapes, export, refuse_occupied

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.shapes.attention import AttentionShape
@@ -37,7 +38,6 @@ from fem_megatron.shapes.mlp import SwiGluShape
 from fem_megatron.shapes.priors.base import SoftmaxShape
 from fem_megatron.shapes.priors.linear import LinearShape
 from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
-from pretrain.errors import ConfigError
 from pretrain.plan import model_weights
 
 from .recipes import padded

@@ -23,12 +23,12 @@ import torch
 import yaml
 from torch import Tensor
 
+from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.platform import quiet_libraries
 from fem_megatron.shapes.mup import starts_from
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError
 from pretrain.loader import load_values, to_dict
 from pretrain.plan import model_weights
 

@@ -19,10 +19,10 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from fem_common.errors import ConfigError
 from fem_megatron import platform
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint_reader import find
-from pretrain.errors import ConfigError
 
 from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig, Source
 from pretrain.data_facts import Manifest, read_manifest
-from pretrain.errors import ConfigError
 from pretrain.loader import load_values
 from pretrain.plan import flops_per_token
 

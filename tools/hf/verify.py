@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from fem_common.errors import ConfigError, files_told
 from fem_megatron.config import ModelConfig
-from pretrain.errors import ConfigError, files_told
 
 from .activations import LOGITS, Trace, as_stock, trace
 from .compare import Difference, Predictions, Weights, compare_settings, compare_tokenizers, compare_traces, compare_weights

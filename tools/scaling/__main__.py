@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import NoReturn
 
-from pretrain.errors import ConfigError, StorageError, told
+from fem_common.errors import ConfigError, StorageError, told
 
 # Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {

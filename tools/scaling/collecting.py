@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from pretrain.loader import load_run
 
 from .identity import DataIdentity, config_hash, data_identity, difference_from_plan, heldout_tokens

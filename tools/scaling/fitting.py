@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from data_prep.progress import duration
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from pretrain.loader import nearest
 
 from .fits.config import check_fit

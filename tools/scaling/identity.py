@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError, files_told
 from pretrain.config import RunConfig, Source
 from pretrain.data_facts import Contents, SourceContents, check_contents, check_data, read_manifest
-from pretrain.errors import ConfigError, files_told
 from pretrain.loader import to_dict
 
 DIGITS = 16  # of a hash in the table

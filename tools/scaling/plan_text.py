@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.errors import files_told
+from fem_common.errors import files_told
 
 from .shapes import rule_words
 from .study import Study

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts
-from pretrain.errors import ConfigError
 from pretrain.loader import load_run
 from pretrain.plan import flops_per_token
 from pretrain.validate import prepare

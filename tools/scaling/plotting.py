@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from pretrain.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, files_told
 
 from .collecting import read_collected
 from .report import Report, render_html, render_summary, report_of

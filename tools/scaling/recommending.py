@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
+from fem_common.errors import ConfigError, files_told
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError, files_told
 from pretrain.loader import nearest, to_dict
 
 from .planning import Model, Planner, short

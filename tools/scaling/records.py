@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError, told
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError, told
 from pretrain.loader import load_run, load_values
 from pretrain.plan import count_by_component, flops_per_token
 from pretrain.progress_file import read_progress

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 from .collecting import Collected
 from .laws import Estimate

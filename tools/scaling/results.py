@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from data_prep.files import write_whole
-from pretrain.errors import ConfigError, files_told
+from fem_common.errors import ConfigError, files_told
 
 from .as_json import built, plain
 from .laws import Array, Estimate, PowerLaw, percentiles

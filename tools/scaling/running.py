@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fem_common.errors import ConfigError, StorageError, files_told
 from pretrain.data_facts import check_data
-from pretrain.errors import ConfigError, StorageError, files_told
 from pretrain.loader import load_run, read_values
 
 from .planning import PlannedRun, plan_study

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
-from pretrain.errors import ConfigError
 from pretrain.plan import count_by_component
 
 from .study import ShapeRule, Size

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError
 from fem_megatron.settings import setting
-from pretrain.errors import ConfigError
 from pretrain.loader import read_values, typed
 
 from .fits.config import FitConfig

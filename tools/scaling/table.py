@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from data_prep.files import write_whole
-from pretrain.errors import ConfigError, told
+from fem_common.errors import ConfigError, told
 from pretrain.loader import nearest
 
 # Column -> kind, in the file's order. int: a whole number, of which a foreign table may know nothing; then <NA>.

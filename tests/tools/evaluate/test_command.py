@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tests.tools.evaluate.tiny import llama_folder, suite_file, task_folder
 from tools.evaluate.__main__ import main, named
 from tools.evaluate.harness import Adaptor

@@ -14,8 +14,8 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from fem_common.errors import ConfigError
 from fem_megatron import catalogue
-from pretrain.errors import ConfigError
 from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, WORDS, WRITTEN, byte_tokenizer, opened, suite_file, task_folder
 from tools.evaluate import results
 from tools.evaluate.answers import Answers, NotANumber

@@ -14,7 +14,7 @@ import nltk
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tests.tools.evaluate.tiny import CHOICES, llama_folder, suite_file
 from tools.evaluate import cache
 from tools.evaluate.harness_tasks import find_tasks

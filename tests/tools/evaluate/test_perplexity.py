@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_prep.indexed import IndexedWriter
+from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
-from pretrain.errors import ConfigError
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.data_folder import write_folder
 from tools.evaluate import perplexity_measure

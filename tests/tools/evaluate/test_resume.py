@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tests.tools.evaluate.tiny import llama_folder, suite_file, task_folder
 from tools.evaluate.__main__ import main
 from tools.evaluate.answers import Answers, request_key

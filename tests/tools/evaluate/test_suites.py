@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lm_eval.tasks import TaskManager
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tests.tools.evaluate.tiny import suite_file, task_folder
 from tools.evaluate.harness_tasks import Tasks, find_tasks, named_in
 from tools.evaluate.suite import SUITES, Suite, load_suite

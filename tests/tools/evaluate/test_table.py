@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tests.tools.evaluate.result_files import suite, write, write_heldout
 from tools.evaluate.normalise import Score
 from tools.evaluate.render import as_json, console, markdown, number

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fem_common.errors import ConfigError
 from fem_megatron import platform
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint_reader import Weights
 from pretrain.config import DataConfig
-from pretrain.errors import ConfigError
 from pretrain.plan import parameter_shapes
 from tests.tools.hf.checkpoints import equal, hf, tensors, weights
 from tests.tools.hf.runs import LENGTH, files, made, run_of, step_of, write_checkpoint

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fem_common.errors import ConfigError
 from pretrain.checkpoint_reader import Weights
-from pretrain.errors import ConfigError
 from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import ENTRIES, byte_tokenizer, save, text_model
 from tools.hf import from_store

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tools.scaling.fits import power
 from tools.scaling.fits.compare import compare
 from tools.scaling.fits.config import FitConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tools.scaling.fits import huber
 from tools.scaling.fits.config import FitConfig
 from tools.scaling.fits.parametric import NAMES, descend, fit_parametric, leave_out, residuals

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tools.scaling.fits.config import FitConfig
 from tools.scaling.fits.whole import fit_variant
 from tools.scaling.results import Estimate, PowerLaw, StudyFit, VariantFit, load_fit, optimal, predict_loss, save_fit

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fem_common.errors import ConfigError
 from launch.sweep import read_list
-from pretrain.errors import ConfigError
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
 from tests.tools.scaling.test_study import write

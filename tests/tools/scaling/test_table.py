@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 from tests.tools.scaling.made_up import isoflop_table
 from tools.scaling.table import COLUMNS, final_runs, read_table, write_table
 

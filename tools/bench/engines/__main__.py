@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fem_common.errors import ConfigError
 from fem_megatron import platform
-from pretrain.errors import ConfigError
 from tools.bench import environment
 from tools.bench.data_prep.processes import Neighbours, load
 from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fem_common.errors import ConfigError
 from fem_megatron import platform
 from pretrain.config import RunConfig
-from pretrain.errors import ConfigError
 from tools.bench.engines.variants import Job, configuration
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ def configuration(job: Job) -> RunConfig:
     Raises:
         ConfigError: an override is wrong, or the variant's engine cannot do this run.
     """
-    from pretrain.errors import ConfigError
+    from fem_common.errors import ConfigError
     from pretrain.loader import load_values  # PyYAML: the GPU suite plans without it
     from pretrain.validate import validate
 
@@ -98,7 +98,7 @@ def lacks(job: Job) -> str | None:
     for module, package in needed:
         if find_spec(module) is None:
             return f"{package} is not installed"
-    from pretrain.errors import ConfigError
+    from fem_common.errors import ConfigError
 
     try:
         configuration(job)

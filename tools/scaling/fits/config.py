@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fem_common.errors import ConfigError
 from fem_megatron.settings import setting
-from pretrain.errors import ConfigError
 
 PARAMETERS = ("total", "non_embedding")
 APPROACHES = ("isoflop", "parametric")

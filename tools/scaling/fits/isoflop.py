@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 from ..laws import Estimate, PowerLaw, percentiles
 from ..results import IsoFlopFit, Parabola

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 Array = NDArray[np.float64]
 COLUMN = {"total": "parameters", "non_embedding": "non_embedding_parameters"}

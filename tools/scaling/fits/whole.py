@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from pretrain.errors import ConfigError
+from fem_common.errors import ConfigError
 
 from ..results import StudyFit, VariantFit
 from .compare import compare

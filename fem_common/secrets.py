@@ -1,4 +1,4 @@
-"""Which environment variables are secrets, and what of an environment may be written down. Standard library alone."""
+"""The one list of what is a secret in an environment, and what of an environment may be written down. Standard library alone."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ def hides_a_password(value: str) -> bool:
 def values(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The secrets' values of an environment as they could stand in a line of output, longest first.
 
-    A value of several lines counts line by line; passwords inside addresses count; what is shorter than ``SHORTEST`` does not.
+    A value of several lines counts line by line and as one line, too; passwords inside addresses count; what is shorter than ``SHORTEST``
+    does not.
     """
-    found = set()
+    found: set[str] = set()
     for name, value in environ.items():
         if is_secret(name):
-            found.update([value.strip(), *(line.strip() for line in value.splitlines())])
+            lines = [value, *value.splitlines()]
+            found.update(line.strip() for line in lines)
+            found.update(" ".join(line.split()) for line in lines)
         found.update(_PASSWORD_IN_URL.findall(value))
     return tuple(sorted((value for value in found if len(value) >= SHORTEST), key=lambda value: (-len(value), value)))
 

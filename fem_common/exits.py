@@ -1,0 +1,19 @@
+"""The exit codes of every command, and what each tells a person, a script or the launcher to do next. Standard library alone."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """How a command ended. README.md has the table with who gives which; a process that a signal ends has 128 and the signal's number."""
+
+    DONE = 0
+    FAULT = 1  # nothing is wrong with the input: a full disk, a stale handle, no memory, a bug; or a check found what it looks for
+    WRONG_INPUT = 2  # a wrong path, key, value or command line: the same command ends the same way; argparse's code, too
+    DIVERGED = 3  # loss or gradient stayed non-finite: the same command ends the same way
+    IN_USE = 75  # another process has the folder: the same command may do later (sysexits.h: EX_TEMPFAIL)
+    INTERRUPTED = 130  # SIGINT
+    KILLED = 137  # SIGKILL: never a command's own
+    READER_GONE = 141  # SIGPIPE: who read the output has seen enough
+    TERMINATED = 143  # SIGTERM
