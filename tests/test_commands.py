@@ -24,7 +24,10 @@ from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
 from tests.test_house import ROOT, project, repository_files
 from tools.scaling.planning import plan_study
+from tools.scaling.plotting import check_same_runs
+from tools.scaling.results import load_fit
 from tools.scaling.study import load_study
+from tools.scaling.table import read_table
 
 # Runs a module's real parser on sys.argv and stops where its work would begin.
 PARSE_ONLY = """
@@ -239,3 +242,10 @@ def test_a_study_plans_without_its_data(path: Path, tmp_path: Path, monkeypatch:
     runs = plan_study(study)
     assert study.name == path.stem
     assert {run.variant for run in runs} == set(study.variants)
+    assert Path(study.results).parts[0] == "runs"  # what is tracked is written where it is asked for alone
+
+
+@pytest.mark.parametrize("path", [path for path in studies() if load_study(path).published], ids=lambda path: path.stem)
+def test_a_published_fit_is_of_the_table_beside_it(path: Path) -> None:
+    published = replace(load_study(path), results=str(ROOT / load_study(path).published), published="")
+    check_same_runs(published, load_fit(published.fit_json), read_table(published.runs_csv), published.runs_csv)

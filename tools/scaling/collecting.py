@@ -1,6 +1,6 @@
 """``collect``: the losses of a study's runs as one table, from their run directories or from an export of Weights & Biases. No torch.
 
-    collect STUDY.yaml [--wandb EXPORT.jsonl] [--partial] [--out FILE]
+    collect STUDY.yaml [--wandb EXPORT.jsonl] [--partial] [--out FILE] [--results FOLDER]
 
 Writes runs.csv in the study's results, a row a validation, and collected.json, which says what is not in it. Runs that are missing, failed
 or unfinished are named and nothing is written, unless --partial says that the rest will do. Runs whose losses cannot be compared are
@@ -23,7 +23,7 @@ from pretrain.loader import load_run
 from .identity import DataIdentity, config_hash, data_identity, difference_from_plan, heldout_tokens
 from .planning import PlannedRun, plan_study
 from .records import Record, read_directory, read_export, table_rows
-from .study import Study, load_study
+from .study import TABLE, Study, add_study, study_of
 from .table import as_table, check_table, write_file, write_table
 
 COLLECTED = "collected.json"
@@ -50,7 +50,7 @@ class Collected:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
+    add_study(parser)
     parser.add_argument(
         "--wandb", type=Path, metavar="EXPORT.jsonl", help="an export of Weights & Biases, for runs without a directory here"
     )
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the table: 0; 1 where runs are missing. Raises ConfigError, StorageError."""
-    study = load_study(arguments.study)
-    out = arguments.out or study.runs_csv
+    study = study_of(arguments)
+    out = arguments.out or Path(study.results) / TABLE
     if out.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--out {out}: the table is written as .csv or .parquet")
     planned = plan_study(study)

@@ -22,7 +22,7 @@ from pretrain.config import RunConfig
 from pretrain.data_facts import any_on_disk
 from pretrain.loader import load_run, read_values
 from pretrain.validate import prepare, validate
-from tools.scaling.flatness import LIMIT, Record, as_csv, judge, table, worst
+from tools.scaling.flatness import LIMIT, Record, as_csv, judge, summary, table, worst
 from tools.scaling.shapes import shaped
 from tools.scaling.study import Study, load_study
 
@@ -286,8 +286,9 @@ def _write(out: Path, records: Sequence[Record]) -> None:
     for variant in variants:
         name = "coordinates.png" if len(variants) == 1 else f"coordinates_{variant}.png"
         pictures[name] = draw([record for record in records if record.variant == variant])
+    text = summary(records)
     with files_told():
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in {"coordinates.csv": as_csv(records).encode(), **pictures}.items():
+        for name, content in {"coordinates.csv": as_csv(records).encode(), "coordinates.md": text.encode(), **pictures}.items():
             write_whole(out / name, content)
-    print(f"\nwrote {out}: coordinates.csv, {', '.join(pictures)}")
+    print(f"\nthe worst ratio that is judged of each:\n\n{text}\nwrote {out}: coordinates.csv, coordinates.md, {', '.join(pictures)}")

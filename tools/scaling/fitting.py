@@ -1,9 +1,9 @@
 """``fit``: the laws of a study's table, with their intervals, as a text and as ``fit.json``. No torch.
 
-    fit STUDY.yaml [--table FILE]
+    fit STUDY.yaml [--table FILE] [--results FOLDER]
 
-Reads runs.csv in the study's results folder (``collect`` writes it), or another table: published data need the columns variant,
-parameters, tokens, flops and loss alone. Writes fit.json beside it, which ``plot`` and ``recommend`` read.
+Reads runs.csv in the study's results (``collect`` writes it), the study's published table where there is none, or another table: published
+data need the columns variant, parameters, tokens, flops and loss alone. Writes fit.json in results, which ``plot`` and ``recommend`` read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pretrain.loader import nearest
 from .fits.config import check_fit
 from .fits.whole import fit_study
 from .results import Estimate, StudyFit, VariantFit, save_fit
-from .study import Study, load_study
+from .study import FIT, Study, add_study, study_of
 from .table import final_runs, read_table
 
 QUIET_SECONDS = 5.0  # how long a fit may take before progress is told
@@ -30,7 +30,7 @@ QUIET_SECONDS = 5.0  # how long a fit may take before progress is told
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
+    add_study(parser)
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="another table, CSV or Parquet (default: runs.csv in the study's results)"
     )
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Fits, prints and writes; returns 0."""
-    study = load_study(arguments.study)
+    study = study_of(arguments)
     try:
         check_fit(study.fit)
     except ConfigError as error:
@@ -47,9 +47,10 @@ def main(arguments: argparse.Namespace) -> int:
     frame = final_runs(read_table(table))
     variants = _variants(study, frame, table, foreign=arguments.table is not None)
     fit = fit_study(study.name, frame, variants, study.fit, str(table), _Progress(variants))
-    save_fit(fit, study.fit_json)
+    written = Path(study.results) / FIT
+    save_fit(fit, written)
     print(report(fit), end="")
-    print(f"\nwritten: {study.fit_json}")
+    print(f"\nread: {table}\nwritten: {written}")
     return 0
 
 

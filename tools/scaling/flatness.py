@@ -120,6 +120,17 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def summary(records: Sequence[Record]) -> str:
+    """The worst judged ratio of each variant, a column a parametrization, as Markdown."""
+    columns = list(dict.fromkeys(record.parametrization for record in records))
+    lines = [f"| variant | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for variant in dict.fromkeys(record.variant for record in records):
+        own = [[one for one in records if (one.variant, one.parametrization) == (variant, name)] for name in columns]
+        ratios = [worst(judge(some)).ratio if some else math.nan for some in own]
+        lines.append(f"| `{variant}` | {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _aligned(cell: str, size: int, *, left: bool) -> str:
     return cell.ljust(size) if left else cell.rjust(size)
 

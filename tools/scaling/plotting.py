@@ -1,6 +1,6 @@
 """``plot``: pictures of a study and its report, from runs.csv and fit.json; fits nothing. No torch.
 
-    plot STUDY.yaml [--table FILE]
+    plot STUDY.yaml [--table FILE] [--results FOLDER]
 
 Writes into the study's results: isoflop.png, frontier.png, loss_compute.png, residuals.png and learning_rate.png, those of them that there
 are fits for, report.html, which holds all of it in one file, and summary.md, the main table and the statements.
@@ -21,7 +21,7 @@ from fem_common.errors import ConfigError, files_told
 from .collecting import read_collected
 from .report import Report, render_html, render_summary, report_of
 from .results import StudyFit, load_fit
-from .study import Study, load_study
+from .study import Study, add_study, study_of
 from .table import final_runs, read_table, write_file
 
 PICTURES = ("isoflop", "frontier", "loss_compute", "residuals", "learning_rate")
@@ -29,18 +29,19 @@ PICTURES = ("isoflop", "frontier", "loss_compute", "residuals", "learning_rate")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
+    add_study(parser)
     parser.add_argument("--table", type=Path, metavar="FILE", help="the table that was fitted (default: runs.csv in the study's results)")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Draw and write: 0. Raises ConfigError, StorageError."""
-    study = load_study(arguments.study)
+    study = study_of(arguments)
     file = arguments.table or study.runs_csv
     table, fit = read_table(file), load_fit(study.fit_json)
     check_same_runs(study, fit, table, file)
     results = Path(study.results)
-    report = report_of(study, fit, table, read_collected(file), as_typed(arguments.study))
+    words = (as_typed(arguments.study), *(("--results", as_typed(arguments.results)) if arguments.results else ()))
+    report = report_of(study, fit, table, read_collected(file), words)
     pictures = draw_all(fit, table)
     _write(results, report, pictures)
     print(f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and report.html in {results}")

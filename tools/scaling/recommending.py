@@ -1,9 +1,9 @@
 """``recommend``: the run that a study's laws recommend for a compute budget, as a configuration for `python -m pretrain`. No torch.
 
-    recommend STUDY.yaml --flops 1e21 [--variant NAME] [--out FILE]
+    recommend STUDY.yaml --flops 1e21 [--variant NAME] [--extrapolate] [--out FILE] [--results FOLDER]
 
 Without --variant it is the variant with the least predicted loss. The loss that is predicted, its interval, and how far beyond the study's
-largest run the budget lies stand in the file's comments.
+largest run the budget lies stand in the file's comments. Beyond 100 times the largest run nothing is recommended without --extrapolate.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from pretrain.loader import nearest, to_dict
 from .planning import Model, Planner, short
 from .results import Estimate, Optimum, Prediction, StudyFit, VariantFit, load_fit, optimal, predict_loss
 from .shapes import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
-from .study import Size, Study, load_study
+from .study import Size, Study, add_study, study_of
 
 FAR = 10.0  # times the largest measured compute: beyond, the prediction carries a warning
+FARTHEST = 100.0  # and beyond this there is none unless it is asked for; docs/decisions.md says why so far
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,22 @@ class Recommendation:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study, whose fit.json is there")
+    add_study(parser)
     parser.add_argument("--flops", type=float, required=True, metavar="C", help="training FLOPs")
     parser.add_argument("--variant", metavar="NAME", help="default: the one with the least predicted loss")
+    parser.add_argument("--extrapolate", action="store_true", help=f"even beyond {FARTHEST:g} times the study's largest run")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration there (default: print it)")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print or write the recommended run: 0. Raises ConfigError, StorageError."""
-    study = load_study(arguments.study)
+    study = study_of(arguments)
     if not 0 < arguments.flops < math.inf:
         raise ConfigError(f"--flops {arguments.flops:g}: must be more than 0")
     if not study.fit_json.exists():
         raise ConfigError(f"{study.fit_json} is not there; first: python -m tools.scaling fit {study.path}")
     fit = load_fit(study.fit_json)
-    found = recommend(study, fit, arguments.flops, arguments.variant)
+    found = recommend(study, fit, arguments.flops, arguments.variant, arguments.extrapolate)
     for line in warnings(study, found):
         print(f"tools.scaling: warning: {line}", file=sys.stderr)
     text = as_yaml(study, fit, found)
@@ -74,12 +76,18 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None = None) -> Recommendation:
+def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, extrapolate: bool) -> Recommendation:
     """The run for a compute budget: the shape of the study's rule nearest to the optimal N, whole steps, the law's learning rate.
 
     Raises:
-        ConfigError: the variant is not there or has no law, or the run that comes out cannot be.
+        ConfigError: the variant is not there or has no law, the budget is too far beyond the runs, or the run that comes out cannot be.
     """
+    measured = _measured(study, fit)
+    if flops > FARTHEST * measured and not extrapolate:
+        raise ConfigError(
+            f"--flops {flops:g}: {flops / measured:,.0f} times the study's largest run, {measured:.3g}; its laws are "
+            f"followed to {FARTHEST:g} times, {short(float(f'{FARTHEST * measured:.3g}'))}, and further with --extrapolate alone"
+        )
     name = _chosen(study, fit, flops, variant)
     planner, laws = Planner(study), fit.variants[name]
     optimum = optimal(laws, flops)
@@ -101,7 +109,7 @@ def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None = N
     planner.prepared(f"the run for {flops:g} FLOPs", config)
     tokens = steps * batch
     loss = predict_loss(laws, count(model.config.model), tokens) if laws.parametric is not None else optimum.loss
-    return Recommendation(config, model, name, optimum, steps, tokens, loss, rate_from, _measured(study, fit))
+    return Recommendation(config, model, name, optimum, steps, tokens, loss, rate_from, measured)
 
 
 def warnings(study: Study, found: Recommendation) -> Iterator[str]:

@@ -24,8 +24,8 @@ from .study import Size, Study
 _CAPTIONS = {
     "isoflop": "Held-out loss against model size at equal training compute. Each curve is a parabola in log N through the runs of one "
     "budget; its minimum is the best size for that compute. A minimum outside the sizes measured is open and makes no law.",
-    "frontier": "Best model size and training tokens against compute. Points and solid lines: minima of the isoFLOP parabolas and the "
-    "power law through them, with its band. Dashed: the optimum by the parametric law.",
+    "frontier": "Best model size and training tokens against compute, a row a variant. Points and coloured lines: minima of the isoFLOP "
+    "parabolas and the power law through them, with its band; grey: those of the others. Dashed: the optimum by the parametric law.",
     "loss_compute": "Held-out loss against training compute of all variants. Points: finished runs. Faint lines: validations on the way, "
     "at a learning rate not yet decayed, so they lie above what a run of that length would reach.",
     "residuals": "Each run's loss against its variant's parametric law, in percent. A trend with size or budget says that the law has the "
@@ -61,11 +61,11 @@ class Report:
     commands: tuple[str, ...]
 
 
-def report_of(study: Study, fit: StudyFit, table: pd.DataFrame, collected: Collected | None, path: str) -> Report:
-    """The report of a fitted study; ``path`` is the study's file as a reader would type it."""
+def report_of(study: Study, fit: StudyFit, table: pd.DataFrame, collected: Collected | None, words: Sequence[str]) -> Report:
+    """The report of a fitted study; ``words`` are the study's file and, where they were named, its results, as a reader would type them."""
     final = table[table["final"]]
     laws = (_parametric(fit), _isoflop(fit), _optima(fit, final), _multipliers(fit), _left_out(fit), _rates(fit))
-    verbs = ("plan", "run", "collect", "fit", "plot")
+    commands = [(verb, words[:1]) for verb in ("plan", "run")] + [(verb, words) for verb in ("collect", "fit", "plot")]
     return Report(
         study=fit.study,
         asked=tuple(_asked(study, fit, table, collected)),
@@ -76,7 +76,7 @@ def report_of(study: Study, fit: StudyFit, table: pd.DataFrame, collected: Colle
         left_out=tuple(collected.left_out.items()) if collected is not None else (),
         notes=(*fit.notes, *(f"{name}: {note}" for name, variant in fit.variants.items() for note in variant.notes)),
         interval=f"{fit.interval:.0%}",
-        commands=tuple(f"python -m tools.scaling {verb} {path}" for verb in verbs),
+        commands=tuple(f"python -m tools.scaling {verb} {' '.join(said)}" for verb, said in commands),
     )
 
 

@@ -45,7 +45,7 @@ __all__ = [
     "predict_loss",
     "save_fit",
 ]
-FORMAT = 1  # of fit.json
+FORMAT = 2  # of fit.json
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class ParametricFit:
     """Approach 3 of Hoffmann et al. (section 3.3): ``L = E + A/N^alpha + B/D^beta``.
 
     Attributes:
-        a, b: exponents of the optimal N and D in C (equation 4): beta/(alpha+beta), alpha/(alpha+beta).
-        flops_per_nd: k of ``C = k N D``, the median over the runs of their FLOPs / (N D).
+        k, phi: ``C = k N^phi D``, least squares through the logarithms of the runs' own FLOPs a token; 6 and 1 where C = 6 N D, another
+            power in small models, where embeddings, attention and a shape rule's layers weigh.
+        a, b: exponents of the optimal N and D in C: beta / (alpha + phi beta), alpha / (alpha + phi beta); equation 4 at phi = 1.
         noise: how far a run lies from the law: standard deviation of log loss, degrees of freedom taken off.
         objective: the sum of Huber losses at the minimum; agreeing of the starts ended in it.
         on_bound: converged resamples that have a parameter at the end of its range; they are among the draws.
@@ -110,7 +111,8 @@ class ParametricFit:
     beta: Estimate
     a: Estimate
     b: Estimate
-    flops_per_nd: float
+    k: float
+    phi: float
     noise: float
     objective: float
     huber_delta: float
@@ -137,6 +139,27 @@ class ParametricFit:
     def band(self, n: ArrayLike, d: ArrayLike) -> tuple[Array, Array] | None:
         """(low, high) of the law itself at each point; None without draws."""
         return percentiles(self.draw_losses(n, d), self.interval) if self.draws else None
+
+    @property
+    def values(self) -> Array:
+        """(E, A, B, alpha, beta) as the one row ``[1, 5]``; the draws are many."""
+        return np.array([[one.value for one in (self.E, self.A, self.B, self.alpha, self.beta)]])
+
+    def best(self, parameters: ArrayLike, flops: float) -> tuple[Array, Array]:
+        """N and D ``[r]`` of the least loss for ``flops``, by each row (E, A, B, alpha, beta) of ``parameters`` ``[r, 5]``.
+
+        Where the derivative along ``C = k N^phi D`` vanishes: ``N = G (C/k)^a``, ``D = (C/k)^b / G^phi`` with
+        ``G = (alpha A / (phi beta B))^(1 / (alpha + phi beta))``; Hoffmann et al.'s equation 4 at phi = 1.
+        """
+        _, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
+        n = (alpha * a / (self.phi * beta * b) * (flops / self.k) ** beta) ** (1 / (alpha + self.phi * beta))
+        return n, flops / self.k / n**self.phi
+
+    def frontier(self, parameters: ArrayLike) -> Array:
+        """(K, -p, E) ``[r, 3]`` of the least loss for C FLOPs, ``E + K C^-p``, by each row of ``parameters`` ``[r, 5]``."""
+        e, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
+        n, d = self.best(parameters, 1.0)
+        return np.stack([a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1)
 
 
 @dataclass(frozen=True)
@@ -322,18 +345,17 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Prediction:
 def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum:
     """The N and D that give the least loss for ``flops``, and that loss.
 
-    By the parametric law where there is one (Hoffmann et al., equation 4: ``N = G (C/k)^a``, ``D = (C/k)^b / G``,
-    ``G = (alpha A / (beta B))^(1/(alpha+beta))``), else by the isoFLOP frontier's power laws; ``method`` asks for one of them.
+    By the parametric law where there is one (`ParametricFit.best`), else by the isoFLOP frontier's power laws; ``method`` asks for one.
 
     Raises:
         ConfigError: the variant has no such fit.
     """
     if fit.parametric is not None and method in (None, "parametric"):
         law = fit.parametric
-        n, d = (float(value[0]) for value in _closed_form(np.array([_values(law)]), flops, law.flops_per_nd))
+        n, d = (float(value[0]) for value in law.best(law.values, flops))
         low_high: list[tuple[float | None, float | None]] = [(None, None), (None, None)]
         if law.draws:
-            draws = _closed_form(np.asarray(law.draws, dtype=np.float64), flops, law.flops_per_nd)
+            draws = law.best(law.draws, flops)
             low_high = [typing.cast(Any, tuple(float(side) for side in percentiles(value, law.interval))) for value in draws]
         return Optimum(flops, Estimate(n, *low_high[0]), Estimate(d, *low_high[1]), predict_loss(fit, n, d), "parametric")
     if fit.isoflop is not None and fit.isoflop.n_opt and fit.isoflop.d_opt and fit.isoflop.loss and method in (None, "isoflop"):
@@ -368,17 +390,6 @@ def save_fit(fit: StudyFit, path: Path) -> None:
     with files_told():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, fit.to_json().encode())
-
-
-def _values(law: ParametricFit) -> list[float]:
-    return [law.E.value, law.A.value, law.B.value, law.alpha.value, law.beta.value]
-
-
-def _closed_form(parameters: Array, flops: float, k: float) -> tuple[Array, Array]:
-    _, a, b, alpha, beta = parameters.T
-    log_g = np.log(alpha * a / (beta * b)) / (alpha + beta)
-    log_nd = math.log(flops / k)
-    return np.exp(log_g + log_nd * beta / (alpha + beta)), np.exp(-log_g + log_nd * alpha / (alpha + beta))
 
 
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:

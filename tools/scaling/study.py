@@ -5,6 +5,7 @@ The keys and their meaning are the fields of `Study`. Which runs a study makes i
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from pretrain.loader import read_values, typed
 from .fits.config import FitConfig
 
 STUDIES = Path("runs") / "studies"
+TABLE, FIT = "runs.csv", "fit.json"  # of a study's results
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 VARIANT = re.compile(r"[A-Za-z][\w.]*")
 FEWEST_SIZES = 3  # of a budget: a parabola has three coefficients
@@ -89,6 +91,7 @@ class Study:
     base: str = setting("", "The run configuration that all runs share; relative to the study's folder.")
     directory: str = setting("", "Folder of the run directories; empty: runs/studies/NAME. Relative to the working directory.")
     results: str = setting("", "Where collect, fit and plot write; empty: results/ in directory. Relative to the working directory.")
+    published: str = setting("", "Folder of a table and fit that are read while results has no table. Relative to the working directory.")
     settings: tuple[str, ...] = setting((), "section.key=value words of all runs.")
     variants: dict[str, tuple[str, ...]] = field(
         default_factory=dict, metadata={"doc": "What is compared: name -> its settings. The first is the baseline."}
@@ -117,13 +120,33 @@ class Study:
 
     @property
     def runs_csv(self) -> Path:
-        """The table that `collect` writes and `fit` reads."""
-        return Path(self.results) / "runs.csv"
+        """The table that `fit` and `plot` read; `collect` writes it in results."""
+        return self._read(TABLE)
 
     @property
     def fit_json(self) -> Path:
-        """What `fit` writes and `plot` and `recommend` read."""
-        return Path(self.results) / "fit.json"
+        """What `plot` and `recommend` read; `fit` writes it in results."""
+        return self._read(FIT)
+
+    def _read(self, name: str) -> Path:
+        """A file of results, or its published namesake while the results hold neither it nor a table."""
+        results = Path(self.results)
+        own = not self.published or (results / name).exists() or (results / TABLE).exists()
+        return (results if own else Path(self.published)) / name
+
+
+def add_study(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a verb that works on a study's results."""
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="read and write there alone (default: the study's results, below runs/)"
+    )
+
+
+def study_of(arguments: argparse.Namespace) -> Study:
+    """The study that `add_study`'s arguments name. Raises as `load_study`."""
+    study = load_study(arguments.study)
+    return study if arguments.results is None else replace(study, results=str(arguments.results), published="")
 
 
 def load_study(path: str | Path) -> Study:

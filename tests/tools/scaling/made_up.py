@@ -101,7 +101,7 @@ def parametric(variant: str, points: int, seed: int = 1) -> ParametricFit:
     values = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "a": beta / (alpha + beta), "b": alpha / (alpha + beta)}
     estimates = {key: Estimate(value, 0.97 * value, 1.03 * value) for key, value in values.items()}
     numbers = {"objective": 1e-4, "huber_delta": 1e-3, "points": points, "starts": 90, "agreeing": 12, "interval": 0.9, "noise": 0.002}
-    return ParametricFit(**estimates, **numbers, flops_per_nd=6.0, resamples=40, failed=0, on_bound=0, draws=draws)  # type: ignore[arg-type]
+    return ParametricFit(**estimates, **numbers, k=6.0, phi=1.0, resamples=40, failed=0, on_bound=0, draws=draws)  # type: ignore[arg-type]
 
 
 def fit_of(name: str, table: pd.DataFrame) -> StudyFit:

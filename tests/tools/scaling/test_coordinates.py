@@ -140,7 +140,7 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(run: Path, tmp_path
 def test_a_case_that_is_not_flat_is_an_exit_code(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(run, tmp_path / "out", "--widths", "64,256", "--seeds", "1", "model.mixer=transformer") == 1
     assert "the worst is" in capsys.readouterr().out.splitlines()[-3]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coordinates.csv", "coordinates.png"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["coordinates.csv", "coordinates.md", "coordinates.png"]
 
 
 @pytest.mark.slow

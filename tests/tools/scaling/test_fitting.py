@@ -76,6 +76,35 @@ def test_a_table_becomes_laws_a_comparison_and_a_file(tmp_path: Path, capsys: py
     assert (tmp_path / "results" / "fit.json").read_bytes() == again
 
 
+def test_a_published_table_is_read_until_there_is_an_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a study published is read and never written, unless --results names it; fit, plot and recommend find the same files."""
+    monkeypatch.chdir(tmp_path)
+    published, results = tmp_path / "published", tmp_path / "results"
+    published.mkdir()
+    table().to_csv(published / "runs.csv", index=False)
+    path = study(tmp_path)
+    path.write_text(path.read_text() + f"published: {published}\n")
+    assert main(["fit", str(path)]) == 0 and main(["plot", str(path)]) == 0
+    assert {file.name for file in published.iterdir()} == {"runs.csv"}
+    own = {file.name: file.read_bytes() for file in results.iterdir()}
+    assert {"fit.json", "isoflop.png", "summary.md"} <= set(own)
+    assert f"read: {published / 'runs.csv'}\nwritten: {results / 'fit.json'}" in capsys.readouterr().out
+
+    assert main(["fit", str(path), "--results", str(published)]) == 0 and main(["plot", str(path), "--results", str(published)]) == 0
+    assert (published / "isoflop.png").read_bytes() == own["isoflop.png"]
+    assert "tools.scaling plot small.yaml --results published`" in (published / "summary.md").read_text()
+    assert {file.name: file.read_bytes() for file in results.iterdir()} == own
+
+    table(0.003).to_csv(results / "runs.csv", index=False)  # now there is an own table, and the published fit is none of it
+    (results / "fit.json").unlink()
+    capsys.readouterr()
+    for verb in (["plot"], ["recommend", "--flops", "1e22"]):
+        assert main([verb[0], str(path), *verb[1:]]) == 2
+        assert str(results / "fit.json") in capsys.readouterr().err
+
+
 def test_data_without_budgets_have_the_parametric_law_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = fit(tmp_path, table().drop(columns="budget"), capsys)
     assert code == 0

@@ -58,7 +58,7 @@ SHAPES = {
     "one variant, one budget": (1, 1, "isoflop frontier loss_compute residuals"),
     "two variants, two budgets": (2, 2, "isoflop frontier loss_compute residuals"),
     "five variants, six budgets": (5, 6, "isoflop frontier loss_compute residuals"),
-    "learning rates": (2, 0, "loss_compute learning_rate"),
+    "learning rates": (2, 0, "learning_rate"),
 }
 
 

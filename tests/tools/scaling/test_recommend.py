@@ -27,7 +27,8 @@ def law(a: float) -> ParametricFit:
         **numbers,
         a=Estimate(0.31 / 0.66),
         b=Estimate(0.35 / 0.66),
-        flops_per_nd=6.0,
+        k=6.0,
+        phi=1.0,
         noise=0.004,
         objective=1e-6,
         huber_delta=1e-3,
@@ -58,10 +59,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("flops", [3e10, 1.4e12, 1.6e12, 1e14])
+@pytest.mark.parametrize("flops", [3e10, 1.4e12, 1.6e12, 1.4e13, 1.6e13])
 def test_the_run_is_the_optimum_and_pretrain_takes_it(flops: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = load_study(fitted(tmp_path))
-    assert main(["recommend", study.path, "--flops", str(flops), "--variant", "transformer", "--out", "out.yaml"]) == 0
+    command = ["recommend", study.path, "--flops", str(flops), "--variant", "transformer", "--out", "out.yaml"]
+    if flops > 100 * LARGEST:
+        assert main(command) == 2
+        out, error = capsys.readouterr()
+        assert "107 times the study's largest run" in error and "1.5e13, and further with --extrapolate" in error
+        assert out == "" and error.count("\n") == 1 and not (tmp_path / "out.yaml").exists()
+        command.append("--extrapolate")
+    assert main(command) == 0
     warned = capsys.readouterr().err
     assert ("times the study's largest run" in warned) == (flops > 10 * LARGEST)
     prepared = prepare(load_run("out.yaml"), None, plan_only=True)

@@ -10,6 +10,7 @@ import pytest
 
 from fem_common.errors import ConfigError
 from tools.scaling.fits.config import FitConfig
+from tools.scaling.fits.parametric import fit_parametric
 from tools.scaling.fits.whole import fit_variant
 from tools.scaling.results import Estimate, PowerLaw, StudyFit, VariantFit, load_fit, optimal, predict_loss, save_fit
 
@@ -29,7 +30,7 @@ def test_a_fit_comes_back_from_its_file(variant: VariantFit, tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["fit.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 7}', '{"format": 1}', '{"format": 1, "study": "x", "variants": [1]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 7}', '{"format": 2}', '{"format": 2, "study": "x", "variants": [1]}'])
 def test_what_is_no_fit_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "fit.json").write_text(text)
     with pytest.raises(ConfigError, match="fit.json: .*python -m tools.scaling fit"):
@@ -44,7 +45,7 @@ def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
     assert law
     for flops in (1e19, 1e24):
         best = optimal(variant, flops)
-        assert best.n.value * best.d.value * law.flops_per_nd == pytest.approx(flops, rel=1e-9)
+        assert law.k * best.n.value**law.phi * best.d.value == pytest.approx(flops, rel=1e-9)
         n = best.n.value * np.geomspace(0.5, 2, 2001)
         assert n[law.loss(n, flops / (6 * n)).argmin()] == pytest.approx(best.n.value, rel=1e-3)
         assert best.n.low is not None and best.n.high is not None
@@ -55,6 +56,24 @@ def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
     assert frontier.method == "isoflop" and frontier.loss.mean == pytest.approx(
         float(loss(np.array(best_n(1e20)), np.array(1e20 / 6 / best_n(1e20)))), rel=0.01
     )
+
+
+def test_the_optimum_is_along_the_runs_own_flops() -> None:
+    """FLOPs a token that grow as N^1.2: the best size for C, and its exponent, are those of that curve and not of a mean k in C = k N D."""
+    some = runs(0.0, 1)
+    own = dataclasses.replace(some, c=2 * some.n**1.2 * some.d)
+    law = fit_parametric(own, FitConfig(resamples=50), np.random.default_rng(0))
+    found = VariantFit("cem", len(own), parametric=law)
+    best = []
+    for flops in (1e19, 1e22):
+        n = np.geomspace(1e7, 1e11, 200_001)
+        d = flops / (2 * n**1.2)
+        least = law.loss(n, d).argmin()
+        optimum = optimal(found, flops)
+        assert (optimum.n.value, optimum.d.value) == pytest.approx((n[least], d[least]), rel=1e-3)  # steps of the search: 5e-5
+        best.append((n[least], d[least]))
+    growth = np.log(np.divide(best[1], best[0])) / np.log(1e3)
+    assert (law.a.value, law.b.value) == pytest.approx(growth, abs=1e-4)
 
 
 def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:

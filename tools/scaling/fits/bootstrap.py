@@ -1,4 +1,4 @@
-"""Resampling of runs: random weights.
+"""Resampling of runs: random weights, and how much wider few runs make an interval.
 
 Rubin's Bayesian bootstrap (The Annals of Statistics 9, 1981): a run's weight is not how often it is drawn but a share of its
 stratum, so that no resample loses a size, as drawing four runs with replacement does in nine of ten cases. Its shares are uniform (a
@@ -18,11 +18,16 @@ Array = NDArray[np.float64]
 SMALLEST_SHAPE = 0.1  # below it a stratum's weight is one run's
 
 
+def student_over_normal(free: int, interval: float) -> float:
+    """How many times wider an interval is where the scatter was estimated with ``free`` degrees of freedom than where it is known."""
+    tail = (1 + interval) / 2
+    return float(stats.t.ppf(tail, free) / stats.norm.ppf(tail))
+
+
 def weights_of(strata: Sequence[NDArray[np.intp]], resamples: int, parameters: int, interval: float, rng: np.random.Generator) -> Array:
     """Weights ``[resamples, r]`` for a law of fewer ``parameters`` than runs and its ``interval``; a stratum's sum to its runs."""
     runs = sum(len(rows) for rows in strata)
-    tail = (1 + interval) / 2
-    wider = float(stats.t.ppf(tail, runs - parameters) / stats.norm.ppf(tail)) ** 2
+    wider = student_over_normal(runs - parameters, interval) ** 2
     weights = np.zeros((resamples, runs))
     for rows in strata:
         k = len(rows)

@@ -1,8 +1,8 @@
 """A variant against the baseline: the share of the baseline's FLOPs with which it reaches the same loss.
 
 ``x(C) = C_v(L_b(C)) / C``, with ``L_b(C)`` the baseline's least loss for C and ``C_v`` the variant's FLOPs for that loss, by the isoFLOP
-frontier's law or by the parametric one, where the least loss is ``E + K C^-p``, ``p = alpha beta / (alpha + beta)``. Intervals pair
-the bootstrap draws of both, which are independent. The overall number is the geometric mean over the baseline's budgets.
+frontier's law or by the parametric one's. Intervals pair the bootstrap draws of both, which are independent. The overall number is the
+geometric mean over the baseline's budgets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..laws import Array, Estimate, PowerLaw, percentiles
-from ..results import Comparison, Multiplier, ParametricFit, VariantFit
+from ..results import Comparison, Multiplier, VariantFit
 
 Frontier = tuple[Array, Array]  # value [1, 3] and draws [r, 3] of L = offset + k C^s
 
@@ -81,19 +81,10 @@ def _by_isoflop(fit: VariantFit) -> Frontier | None:
 
 
 def _by_parametric(fit: VariantFit) -> Frontier | None:
-    law: ParametricFit | None = fit.parametric
+    law = fit.parametric
     if law is None:
         return None
-    value = np.array([[law.E.value, law.A.value, law.B.value, law.alpha.value, law.beta.value]])
-    return _least(value, law.flops_per_nd), _least(np.array(law.draws).reshape(-1, 5), law.flops_per_nd)
-
-
-def _least(parameters: Array, k: float) -> Array:
-    """(K, -p, E) ``[r, 3]`` of the least loss E + K C^-p."""
-    e, a, b, alpha, beta = parameters.T
-    log_g = np.log(alpha * a / (beta * b)) / (alpha + beta)
-    power = alpha * beta / (alpha + beta)
-    return np.stack([(a * np.exp(-alpha * log_g) + b * np.exp(beta * log_g)) * k**power, -power, e], axis=1)
+    return law.frontier(law.values), law.frontier(law.draws)
 
 
 def _loss(law: Array, flops: Array) -> Array:

@@ -2,8 +2,11 @@
 
 Intervals are percentiles of a bootstrap of the runs' residuals about their budget's parabola. Residuals and not runs: of four sizes
 drawn with replacement a third of the draws leave two or one, through which no parabola goes. A residual is relative to the loss,
-divided by ``sqrt(1 - leverage)``, which gives it a run's variance, and drawn from all budgets together. Budgets with as many sizes as a
-parabola has coefficients leave nothing: then there is no interval, and a note says so.
+divided by ``sqrt(1 - leverage)``, which gives it a run's variance, and drawn from all budgets together. Of 12 runs in three budgets nine
+coefficients leave three residuals to tell the scatter by, so a draw is as much larger as Student's interval is than the normal one.
+Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_fits_isoflop.py): a 90% interval then holds an exponent in 90 to
+91% and a compute multiplier in 94%; without, in 80 and 84%. Budgets with as many sizes as a parabola has coefficients leave nothing: then
+there is no interval, and a note says so.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from fem_common.errors import ConfigError
 from ..laws import Estimate, PowerLaw, percentiles
 from ..results import IsoFlopFit, Parabola
 from . import power
+from .bootstrap import student_over_normal
 from .config import FitConfig
 from .points import Array, NotIdentified, Points
 
@@ -65,7 +69,7 @@ def fit_isoflop(points: Points, config: FitConfig, rng: np.random.Generator) -> 
         raise NotIdentified("the runs have no budgets, so there are no isoFLOP parabolas")
     _check_sizes(points)
     budgets = [_Budget.of(flops, points.take(points.budget == flops)) for flops in points.budgets]
-    drawn, notes = _draws(budgets, config.resamples, rng)
+    drawn, notes = _draws(budgets, config, rng)
     parabolas, inside = [], []
     for budget, losses in zip(budgets, drawn, strict=True):
         parabola, note = _parabola(budget, losses, config.interval)
@@ -98,10 +102,11 @@ def _check_sizes(points: Points) -> None:
             )
 
 
-def _draws(budgets: list[_Budget], resamples: int, rng: np.random.Generator) -> tuple[list[Array], list[str]]:
+def _draws(budgets: list[_Budget], config: FitConfig, rng: np.random.Generator) -> tuple[list[Array], list[str]]:
     """Resampled losses of each budget's runs, ``[0, r]`` where no residual is left to draw, and a note then."""
     pool = []
     fitted = []
+    degrees = sum(len(budget.points) - FEWEST_SIZES for budget in budgets)
     for budget in budgets:
         loss = budget.points.loss
         smooth = _basis(np.log(budget.points.n) - budget.center) @ (budget.solve @ loss)
@@ -114,9 +119,9 @@ def _draws(budgets: list[_Budget], resamples: int, rng: np.random.Generator) -> 
         return [np.empty((0, len(one))) for one in fitted], [
             "every budget has three sizes, through which a parabola goes exactly: no intervals"
         ]
-    residuals = np.concatenate(pool)
+    residuals = np.concatenate(pool) * student_over_normal(degrees, config.interval)
     signed = np.concatenate([residuals, -residuals])
-    return [smooth * (1 + rng.choice(signed, size=(resamples, len(smooth)))) for smooth in fitted], []
+    return [smooth * (1 + rng.choice(signed, size=(config.resamples, len(smooth)))) for smooth in fitted], []
 
 
 def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola | None, str | None]:

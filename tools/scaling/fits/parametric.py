@@ -48,17 +48,19 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
     drawn, converged = huber.minimise(np.repeat(best, config.resamples, axis=0), data, weights, config.huber_delta)
     draws = data.plain(drawn[converged])
     kept = rounded(draws)
-    exponents = np.stack([plain[4], plain[3]]) / (plain[3] + plain[4])
+    phi, log_k = np.polyfit(np.log(points.n), np.log(points.c / points.d), 1)
     enough = len(draws) >= config.resamples / 2
     estimates = [_estimate(plain[i], draws[:, i], config.interval, enough) for i in range(5)]
-    a = _estimate(exponents[0], draws[:, 4] / (draws[:, 3] + draws[:, 4]), config.interval, enough)
-    b = _estimate(exponents[1], draws[:, 3] / (draws[:, 3] + draws[:, 4]), config.interval, enough)
+    both = np.vstack([plain, draws])
+    growth = both[:, [4, 3]] / (both[:, 3] + phi * both[:, 4])[:, None]
+    a, b = (_estimate(growth[0, i], growth[1:, i], config.interval, enough) for i in range(2))
     residual = huber.residuals(best, data)[0][0]
     return ParametricFit(
         **dict(zip(NAMES, estimates, strict=True)),
         a=a,
         b=b,
-        flops_per_nd=float(np.median(points.c / (points.n * points.d))),
+        k=float(np.exp(log_k)),
+        phi=float(phi),
         noise=float(np.sqrt((residual**2).sum() / (len(points) - 5))),
         objective=value,
         huber_delta=config.huber_delta,

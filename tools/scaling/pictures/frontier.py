@@ -7,61 +7,93 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tools.scaling.laws import PowerLaw, percentiles
-from tools.scaling.results import ParametricFit, StudyFit, VariantFit, optimal
+from tools.scaling.laws import Estimate, PowerLaw
+from tools.scaling.results import StudyFit, VariantFit, optimal
 
 from .isoflop import size_words
-from .style import colour_of, draw_law, error_bars, flops_text, interval_text, legend_below, log_ticks, new_figure, plain_axes
+from .style import (
+    QUIET,
+    colour_of,
+    draw_law,
+    error_bars,
+    flops_text,
+    interval_text,
+    law_text,
+    legend_below,
+    log_ticks,
+    new_figure,
+    plain_axes,
+)
 
+DASHED, OTHERS = (0, (5, 2)), "#bbbbbb"
 _BEYOND = 1.5  # how far a law is drawn beyond the budgets measured, a factor
 
 
 def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
-    """A figure of two panels: N and D that give the least loss, against FLOPs; None where no variant has either law."""
+    """A figure, a row a variant: N and D that give the least loss, against FLOPs; None where no variant has either law."""
     shown = {name: variant for name, variant in fit.variants.items() if _has_frontier(variant)}
     if not shown:
         return None
     low, high = final["flops"].min() / _BEYOND, final["flops"].max() * _BEYOND
-    lines = sum(_frontier_words(name, variant).count("\n") + 1 for name, variant in shown.items())
-    figure = new_figure((9.6, 4.2 + 0.21 * lines))
-    title = f"{fit.study}: model size and training tokens of least loss for a compute budget, {fit.interval:.0%} bands"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    handles, labels = [], []
-    sides = figure.subplots(1, 2)
-    for axes, side in zip(sides, ("n", "d"), strict=True):
+    figure = new_figure((10.4, 1.4 + 2.35 * len(shown)))
+    figure.suptitle(
+        f"{fit.study}: model size N and training tokens D of least loss for a compute budget C\nN: {size_words(fit)}",
+        x=0.01, ha="left", fontsize=11,
+    )  # fmt: skip
+    grid = figure.subplots(len(shown), 2, squeeze=False, sharex=True, sharey="col")
+    for column, side in enumerate(("n", "d")):
         values: list[float] = []
-        for number, name in enumerate(fit.variants):
-            if name in shown:
-                values += _frontier_lines(axes, shown[name], side, (low, high), colour_of(number))
-        plain_axes(axes, "training compute C, FLOPs", f"best {size_words(fit)}" if side == "n" else "best training tokens")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlim(low, high)
-        log_ticks(axes.xaxis, low, high, "flops")
-        bottom, top = min(values) / 1.4, max(values) * 1.4
-        axes.set_ylim(bottom, top)
-        log_ticks(axes.yaxis, bottom, top, "count")
-    for number, name in enumerate(fit.variants):
-        if name in shown:
-            handles.append(_handle(colour_of(number)))
-            labels.append(_frontier_words(name, shown[name]))
-    legend_below(figure, handles, labels, 1)
+        for axes, (name, variant) in zip(grid[:, column], shown.items(), strict=True):
+            for other in [other for other in shown.values() if other is not variant]:
+                _other_minima(axes, other, side, (low, high))
+            values += _frontier_lines(axes, variant, side, (low, high), colour_of(list(fit.variants).index(name)))
+            axes.set_title(_frontier_words(name, variant, side), loc="left", fontsize=9.5)
+            plain_axes(axes, "training compute C, FLOPs" if axes is grid[-1, column] else "", f"best {side.upper()}")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+        for axes in grid[:, column]:
+            axes.set_xlim(low, high)
+            axes.set_ylim(min(values) / 1.4, max(values) * 1.4)
+            log_ticks(axes.xaxis, low, high, "flops")
+            log_ticks(axes.yaxis, min(values) / 1.4, max(values) * 1.4, "count")
+    _frontier_legend(figure, fit, shown)
     return figure
+
+
+def _other_minima(axes: Any, variant: VariantFit, side: str, span: tuple[float, float]) -> None:
+    """Another variant's law through its minima, to compare with."""
+    law = getattr(variant.isoflop, f"{side}_opt", None)
+    if law is not None:
+        axes.plot(span, law.at(span), color=OTHERS, linewidth=1.2, zorder=1)
+
+
+def _frontier_legend(figure: Any, fit: StudyFit, shown: dict[str, VariantFit]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles, labels = [], []
+    if any(variant.isoflop is not None for variant in shown.values()):
+        handles += [_handle({"color": QUIET, "marker": "o"}), Line2D([], [], color=OTHERS, linewidth=1.2)]
+        labels += [f"minima of the isoFLOP parabolas and their law, {fit.interval:.0%} intervals", "the other variants' laws of minima"]
+    if any(variant.parametric is not None for variant in shown.values()):
+        handles.append(Line2D([], [], color=QUIET, linewidth=1.4, linestyle=DASHED))
+        labels.append("parametric law")
+    legend_below(figure, handles, labels, 3)
 
 
 def _has_frontier(variant: VariantFit) -> bool:
     return variant.parametric is not None or (variant.isoflop is not None and variant.isoflop.n_opt is not None)
 
 
-def _frontier_words(name: str, variant: VariantFit) -> str:
+def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
+    """The exponents of one side, a line a method."""
     words = []
-    if variant.isoflop is not None and variant.isoflop.n_opt is not None and variant.isoflop.d_opt is not None:
-        n, d = variant.isoflop.n_opt.exponent, variant.isoflop.d_opt.exponent
-        words.append(f"isoFLOP minima (points, solid) N ∝ C^{interval_text(n)}, D ∝ C^{interval_text(d)}")
+    law = getattr(variant.isoflop, f"{side}_opt", None)
+    if law is not None:
+        words.append(f"{law_text(side.upper(), law, 'C')} by the minima")
     if variant.parametric is not None:
-        a, b = variant.parametric.a, variant.parametric.b
-        words.append(f"parametric law (dashed) N ∝ C^{interval_text(a)}, D ∝ C^{interval_text(b)}")
-    return f"{name}: " + "\n    ".join(words)
+        exponent = variant.parametric.a if side == "n" else variant.parametric.b
+        words.append(f"{side.upper()} ∝ C^{interval_text(exponent)} by the parametric law")
+    return f"{name}: " + "\n".join(words)
 
 
 def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]) -> list[float]:
@@ -83,7 +115,7 @@ def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float
         x = np.geomspace(*span, 40)
         best = [optimal(variant, float(flops), "parametric") for flops in x]
         estimates = [entry.n if side == "n" else entry.d for entry in best]
-        axes.plot(x, [entry.value for entry in estimates], color=look["color"], linewidth=1.4, linestyle=(0, (5, 2)))
+        axes.plot(x, [entry.value for entry in estimates], color=look["color"], linewidth=1.4, linestyle=DASHED)
         bars = error_bars(estimates)
         if bars is not None and variant.isoflop is None:
             line = np.array([entry.value for entry in estimates])
@@ -93,9 +125,9 @@ def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float
 
 
 def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
-    """A figure: training curves (faint), the runs' ends and the least loss for a compute budget, of all variants; None without runs."""
+    """A figure: training curves (faint), the runs' ends and the least loss for a compute budget, of all variants; None without a law."""
     final = table[table["final"]]
-    if not len(final):
+    if not any(_has_frontier(variant) for variant in fit.variants.values()):
         return None
     low, high = final["flops"].min() / 4, final["flops"].max() * _BEYOND
     figure = new_figure((8.2, 5.0 + 0.24 * len(fit.variants)))
@@ -120,14 +152,10 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
     axes.set_ylim(bottom, top)
     log_ticks(axes.xaxis, low, high, "flops")
     log_ticks(axes.yaxis, bottom, top, "number")
-    axes.set_title(f"{fit.study}: held-out loss against training compute\n{_told(fit)}", loc="left", fontsize=11)
+    told = f"points: finished runs; faint: on the way; lines: least loss for the compute, {fit.interval:.0%} bands"
+    axes.set_title(f"{fit.study}: held-out loss against training compute\n{told}", loc="left", fontsize=11)
     legend_below(figure, handles, labels, 1)
     return figure
-
-
-def _told(fit: StudyFit) -> str:
-    lines = any(_has_frontier(variant) for variant in fit.variants.values())
-    return "points: finished runs; faint: on the way" + (f"; lines: least loss for the compute, {fit.interval:.0%} bands" if lines else "")
 
 
 def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]) -> str:
@@ -138,27 +166,12 @@ def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look:
         return f": least loss {_loss_words(law)} (isoFLOP minima)"
     if variant.parametric is None:
         return ": no law"
-    x = np.geomspace(*span, 60)
-    best = [optimal(variant, float(flops), "parametric") for flops in x]
-    n, d = np.array([entry.n.value for entry in best]), np.array([entry.d.value for entry in best])
-    axes.plot(x, variant.parametric.loss(n, d), color=look["color"], linewidth=1.7)
-    band = _parametric_band(variant.parametric, x)
-    if band is not None:
-        axes.fill_between(x, *band, color=look["color"], alpha=0.16, linewidth=0)
-    return f": least loss by the parametric law, E = {interval_text(variant.parametric.E)}"
-
-
-def _parametric_band(law: ParametricFit, flops: Any) -> Any:
-    """Percentiles, over the draws, of the least loss for C by each draw's own frontier."""
-    if not law.draws:
-        return None
-    rows = []
-    for e, a, b, alpha, beta in law.draws:
-        scale = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
-        n = scale * (flops / law.flops_per_nd) ** (beta / (alpha + beta))
-        d = flops / law.flops_per_nd / n
-        rows.append(e + a * n**-alpha + b * d**-beta)
-    return percentiles(rows, law.interval)
+    fitted = variant.parametric
+    coefficient, exponent, offset = fitted.frontier(fitted.values)[0].tolist()
+    draws = [tuple(row) for row in fitted.frontier(fitted.draws).tolist()]
+    least = PowerLaw("FLOPs", "loss", Estimate(coefficient), Estimate(exponent), Estimate(offset), draws)
+    draw_law(axes, least, *span, fitted.interval, look, "")
+    return f": least loss by the parametric law, E = {interval_text(fitted.E)}"
 
 
 def _loss_words(law: PowerLaw) -> str:
