@@ -14,6 +14,7 @@ import pytest
 from tests.pretrain.conftest import Command, settings, tiny_data
 from tests.pretrain.conftest import pretrain as pretrain_command
 from tests.test_house import ROOT
+from tools.diagnose import from_checkpoint
 from tools.diagnose.__main__ import main
 from tools.diagnose.picture import draw, shade, table
 
@@ -59,6 +60,17 @@ def test_of_a_run(pretrain_command: Command, tmp_path: Path) -> None:
     # Two of FEM's eleven quantities and MLP's step norm, two of CEM's five and five.
     assert done.stdout == f"wrote {out}: {2 * 12 + 2 * 10} numbers of demo, step 2, 24 tokens of valid\n"
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_name_the_picture_is_below_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left in the folder the command is called in, which may be a checkout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(from_checkpoint, "diagnose", lambda *_: from_checkpoint.Found(VALUES, "a run"))
+    assert main(["mine/run"]) == 0
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")] == [Path("runs/diagnose/run.png")]
+    assert capsys.readouterr().out.startswith("wrote runs/diagnose/run.png: ")
 
 
 def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run directory (its newest checkpoint)")
     parser.add_argument("--data", type=Path, metavar="PREFIX", help="a .bin/.idx pair; default: the run's validation (or training) data")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="read the first N tokens of the data (default: 256)")
-    parser.add_argument("--out", type=Path, default=Path("diagnostics.png"), metavar="PNG", help="default: diagnostics.png")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="default: runs/diagnose/NAME.png, NAME being the checkpoint's folder")
     given = parser.parse_args(arguments)
+    given.out = given.out or Path("runs", "diagnose", f"{given.checkpoint.resolve().name}.png")
     if given.out.suffix != ".png":
         parser.error(f"--out {given.out}: the picture is a PNG, so its name must end in .png")
     from tools.diagnose import picture  # torch and matplotlib take seconds: not for --help or a wrong argument

@@ -61,7 +61,6 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
     """The optima against size; those on the edge of the rates are open and made no law."""
     sizes = [optimum.parameters for entry in shown.values() for optimum in entry.optima]
     low, high = min(sizes) / 1.3, max(sizes) * 1.3
-    words = []
     for number, name in enumerate(fit.variants):
         if name not in shown:
             continue
@@ -72,17 +71,18 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
             if optimum.rate.low is not None and optimum.rate.high is not None:
                 bars = [[max(0.0, optimum.rate.value - optimum.rate.low)], [max(0.0, optimum.rate.high - optimum.rate.value)]]
             axes.errorbar([optimum.parameters], [optimum.rate.value], yerr=bars, markersize=6.5, capsize=2, **look, **face)
+        words = f"{name}: {law_text('best rate', entry.by_parameters, 'N')}" if entry.by_parameters else f"{name}: no law"
+        axes.plot([], [], linewidth=1.7, markersize=6.5, label=words, **look)
         if entry.by_parameters is not None:
             draw_law(axes, entry.by_parameters, min(sizes), max(sizes), fit.interval, look, "")
-        words.append(f"{name}: {law_text('best rate', entry.by_parameters, 'N')}" if entry.by_parameters else f"{name}: no law")
-    axes.set_title("\n".join(words), loc="left", fontsize=8.5)
+    axes.legend(loc="upper left", frameon=False, fontsize=8.5)
     plain_axes(axes, size_words(fit), "best peak learning rate")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
     log_ticks(axes.xaxis, low, high, "count")
     rates = [optimum.rate.value for entry in shown.values() for optimum in entry.optima]
-    bottom, top = min(rates) / 1.6, max(rates) * 1.6
+    bottom, top = min(rates) / 1.6, max(rates) * (1.6 + 0.2 * len(shown))  # and the legend above
     axes.set_ylim(bottom, top)
     log_ticks(axes.yaxis, bottom, top, "number")
 
