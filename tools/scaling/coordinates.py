@@ -279,13 +279,14 @@ def _told(records: Sequence[Record]) -> bool:
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
-    from tools.scaling.pictures.coordinates import draw
+    from tools.scaling.pictures.coordinates import coordinates
+    from tools.scaling.pictures.style import png
 
     variants = list(dict.fromkeys(record.variant for record in records))
     pictures = {}
     for variant in variants:
         name = "coordinates.png" if len(variants) == 1 else f"coordinates_{variant}.png"
-        pictures[name] = draw([record for record in records if record.variant == variant])
+        pictures[name] = png(coordinates([record for record in records if record.variant == variant]))
     text = summary(records)
     with files_told():
         out.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pretrain.schedule import Schedule
 from tools.scaling.__main__ import main
 from tools.scaling.coordinates import Case, cases
 from tools.scaling.flatness import LIMIT, Record, Verdict, judge, table, worst
-from tools.scaling.pictures.coordinates import draw, shown_sites
+from tools.scaling.pictures.coordinates import coordinates, shown_sites
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = """
@@ -108,6 +109,10 @@ def test_mup_is_flat_and_the_standard_parametrization_is_not(run: Path, tmp_path
         assert f"{mixer}, standard: NOT flat within 2x" in told
         assert (tmp_path / "out" / f"coordinates_{mixer}.png").read_bytes().startswith(b"\x89PNG")
     assert "drawn by Zipf's law from 256" in told
+    title, _, *lines = (tmp_path / "out" / "coordinates.md").read_text().splitlines()
+    assert title == "| variant | standard | mup |"
+    ratios = {name.strip(" `"): (float(standard), float(mup)) for _, name, standard, mup, _ in (line.split("|") for line in lines)}
+    assert list(ratios) == list(mixers) and all(mup < 2 < standard for standard, mup in ratios.values())
     with (tmp_path / "out" / "coordinates.csv").open() as file:
         rows = list(csv.DictReader(file))
     # Mixers x parametrizations x widths x (steps and the start) x sites.
@@ -219,4 +224,9 @@ def test_the_tokens_follow_zipfs_law_and_are_always_the_same() -> None:
 def test_a_deep_models_picture_shows_three_of_its_blocks() -> None:
     records = [record for n in range(12) for record in power_law(0.1, 0.1, site=f"layer_{n:02}/mixer")]
     assert shown_sites(records) == ["layer_00/mixer", "layer_06/mixer", "layer_11/mixer"]
-    assert draw(records).startswith(b"\x89PNG")
+    both = [*records, *(dataclasses.replace(record, parametrization="standard") for record in records)]
+    for some, panels in ((records, 2), (both, 4)):
+        figure = coordinates(some)
+        figure.canvas.draw()
+        assert len(figure.axes) == panels  # whatever the depth, so that each can be read
+        assert all(axes.get_window_extent().width > 3 * figure.dpi for axes in figure.axes)

@@ -76,6 +76,8 @@ def test_each_picture_can_be_read_alone(name: str) -> None:
         assert "hand" in words, f"{picture} says of which study it is"
         assert all(variant in words for variant in fit.variants), picture
         assert "nats a token" in words or "FLOPs" in words or "%" in words, picture
+        if picture == "frontier":
+            assert len(shown) == 2 * variants, "a wide band covers no other variant"
         outer = [axes for axes in shown if axes.get_xlabel()]
         assert outer and any(axes.get_ylabel() for axes in shown)
         for axes in outer:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.scaling.flatness import LIMIT, Record, Verdict, judge, worst
 
-from .style import COLOURS, MARKERS, QUIET, legend_below, log_ticks, new_figure, plain_axes, png
+from .style import COLOURS, MARKERS, QUIET, legend_below, log_ticks, new_figure, plain_axes
 
 BLOCKS = 3  # that are shown, of those the model has: the first, the middle and the last
 LINES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # of these blocks
@@ -16,8 +16,8 @@ QUANTITIES = {"scale": "RMS", "change": "RMS of the change since step 0"}
 NAMES = {"mup": "muP", "standard": "standard parametrization"}
 
 
-def draw(records: Sequence[Record]) -> bytes:
-    """The picture of one variant's records at their last step, a column a parametrization, as a PNG.
+def coordinates(records: Sequence[Record]) -> Any:
+    """A figure of one variant's records at their last step, a column a parametrization.
 
     All panels share their axes, so that slopes can be compared. A site whose value at a width is not finite or is zero is left out.
     """
@@ -44,7 +44,7 @@ def draw(records: Sequence[Record]) -> bytes:
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
     _legend(figure, looks)
-    return png(figure)
+    return figure
 
 
 def shown_sites(records: Sequence[Record]) -> list[str]:
