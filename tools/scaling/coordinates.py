@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Checks, prints the tables, writes coordinates.csv and the pictures; 0 if all that is judged is flat, else 1.
+    """Checks, prints the tables, writes coordinates.csv, coordinates.md and the pictures; 0 if all that is judged is flat, else 1.
 
     Raises:
         ConfigError: the file, a width or a setting is wrong.
@@ -287,9 +287,10 @@ def _write(out: Path, records: Sequence[Record]) -> None:
     for variant in variants:
         name = "coordinates.png" if len(variants) == 1 else f"coordinates_{variant}.png"
         pictures[name] = png(coordinates([record for record in records if record.variant == variant]))
-    text = summary(records)
+    tables = {"coordinates.csv": as_csv(records), "coordinates.md": summary(records)}
+    contents = {name: text.encode() for name, text in tables.items()} | pictures
     with files_told():
         out.mkdir(parents=True, exist_ok=True)
-        for name, content in {"coordinates.csv": as_csv(records).encode(), "coordinates.md": text.encode(), **pictures}.items():
+        for name, content in contents.items():
             write_whole(out / name, content)
-    print(f"\nthe worst ratio that is judged of each:\n\n{text}\nwrote {out}: coordinates.csv, coordinates.md, {', '.join(pictures)}")
+    print(f"\nwrote {out}: {', '.join(contents)}")
