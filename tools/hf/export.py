@@ -104,7 +104,7 @@ def export(
     check_shapes(source.shapes, model)
     stock = why_not_stock(model) is None
     length = card.get("seq_length")
-    tokens = special_ids(tokenizer and tokenizer.tokenizer, known_ids or {})
+    tokens = special_ids(tokenizer.tokenizer if tokenizer else None, known_ids or {})
     config = (
         stock_config(model, dtype=dtype, max_position_embeddings=length, **tokens) if stock else hf_config(model, dtype, tokens, length)
     )
