@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fem_megatron import platform
 from pretrain.checkpoint_reader import (
     MANIFEST,
     Found,
+    Inherited,
     Progress,
     Say,
     damage,
@@ -51,6 +52,7 @@ __all__ = [
     "WEIGHTS_ALONE",
     "Checkpoints",
     "Found",
+    "Inherited",
     "Progress",
     "damage",
     "find",
@@ -77,6 +79,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
         self.folder, self.config, self.say = folder, config, say
+        self.inherited = Inherited(config.data.seq_length)
         self.last: Path | None = None  # the newest that is known to be complete
         self.in_use: set[Path] = set()  # what something else reads stays, however many newer ones there are
         self.queue = AsyncCallsQueue()
@@ -117,7 +120,7 @@ class Checkpoints:
             get_default_save_sharded_strategy("torch_dist"), parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
         request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
-        manifest = manifest_of(self.config, progress, content_key)
+        manifest = manifest_of(self.config, progress, content_key, self.inherited)
 
         def publish() -> None:
             keep = self.config.checkpoint.keep_last
@@ -147,6 +150,8 @@ class Checkpoints:
 
         That it fits this run's configuration is for `pretrain.resume` to say.
         """
+        longest = max(found.inherited.context_length, self.config.data.seq_length)
+        self.inherited = replace(found.inherited, context_length=longest)
         read_metadata(found.path / ".metadata")  # Megatron's reader below builds whatever the pickle names
 
         def read(state: dict[str, Any]) -> dict[str, Any]:
@@ -171,12 +176,13 @@ def write_tensors(state: dict[str, Any], folder: Path, strategy: Any, *, asynchr
     return dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=asynchronous)
 
 
-def manifest_of(config: RunConfig, progress: Progress, content_key: str) -> dict[str, Any]:
-    """What a checkpoint's manifest says before its files are there (see ``publish_step``)."""
+def manifest_of(config: RunConfig, progress: Progress, content_key: str, inherited: Inherited | None = None) -> dict[str, Any]:
+    """What a checkpoint's manifest says before its files are there (see ``publish_step``); inherited None: this run's own alone."""
     return {
         "format": 1,
         "progress": asdict(progress),
         "data": content_key,
+        "inherited": asdict(inherited or Inherited(config.data.seq_length)),
         "layout": _layout(config),
         "config": to_dict(config),
     }

@@ -13,7 +13,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -55,6 +55,18 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Inherited:
+    """What is known of weights and computed with by nobody here; it goes along with them, by ``checkpoint.load`` too.
+
+    context_length: the longest sequences that they were trained on, in tokens. special_ids: bos_token_id, eos_token_id (one or several)
+    and pad_token_id, as far as the Hugging Face folder names them that the weights come from.
+    """
+
+    context_length: int
+    special_ids: dict[str, int | list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Found:
     """A verified checkpoint on disk."""
 
@@ -65,6 +77,11 @@ class Found:
     def progress(self) -> Progress:
         """The trainer's memory."""
         return Progress(**self.manifest["progress"])
+
+    @property
+    def inherited(self) -> Inherited:
+        """What the weights bring along; of a checkpoint that is older than this record, what its configuration tells."""
+        return Inherited(**{"context_length": self.manifest["config"]["data"]["seq_length"], **self.manifest.get("inherited", {})})
 
 
 def damage(path: Path) -> str | None:

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 
 from fem_common.errors import files_told
 from fem_megatron import platform
-from pretrain.checkpoint import WEIGHTS_ALONE, Progress, manifest_of, publish_step, write_tensors
+from pretrain.checkpoint import WEIGHTS_ALONE, Inherited, Progress, manifest_of, publish_step, write_tensors
 from pretrain.config import RunConfig
 
 
@@ -25,6 +25,7 @@ def save_weights(
     progress: Progress,
     content_key: str,
     heldout_loss: float | None = None,
+    inherited: Inherited | None = None,
 ) -> Path:
     """Writes ``folder/step_NNNNNNNN`` with whole weights by their names in the model; returns its path.
 
@@ -45,7 +46,7 @@ def save_weights(
             temporary.mkdir(parents=True)
             write_tensors(state, temporary, get_default_save_sharded_strategy("torch_dist"))
             told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
-            manifest = {**manifest_of(config, progress, content_key), **told, "contents": WEIGHTS_ALONE}
+            manifest = {**manifest_of(config, progress, content_key, inherited), **told, "contents": WEIGHTS_ALONE}
             publish_step(temporary, final, manifest, keep_last=None)
     finally:
         if begun:

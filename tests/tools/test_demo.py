@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from fem_common.errors import ConfigError
 from pretrain.data_facts import check_contents, check_data
 from pretrain.loader import load_run
-from tools.demo import picture, report, stock_transformers
+from tools.demo import picture, readme, report, stock_transformers
 from tools.demo.__main__ import ENVIRONMENT, main
 from tools.demo.history import History, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, children, printed, terminate_children
@@ -67,6 +68,7 @@ def findings(fem_loss: float = 4.9, plain_loss: float = 5.0) -> dict[str, Any]:
             "stopped_layout": "TP 2 x PP 2",
             "resumed_layout": "DP 2",
         },
+        "machine": {"cores": 2, "python": "3.11.0", "torch": "2.13.0"},
     }
 
 
@@ -201,6 +203,45 @@ def test_the_picture_shows_both_models(tmp_path: Path) -> None:
     for colour in (picture.FEM, picture.TRANSFORMER):
         exact = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
         assert (np.abs(pixels - exact).max(axis=-1) <= 1).sum() > 500  # a line of 100 pixels' length at the least
+
+
+def test_the_documents_have_the_demos_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the markers, which the project's own pages have; what is around them stays; again, it changes nothing."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    readme.check(ROOT, ())
+    out, pages = tmp_path / "demo", {name: tmp_path / page for name, page in readme.PAGES.items()}
+    (tmp_path / "docs").mkdir()
+    (out / "evaluation").mkdir(parents=True)
+    for name, page in pages.items():
+        page.write_text(f"above\n<!-- {name}:begin -->\nstale\n<!-- {name}:end -->\nbelow\n")
+    (out / "report.png").write_bytes(b"curves")
+    (out / "evaluation" / "table.png").write_bytes(b"dots")
+    (out / "evaluation" / "table.md").write_text("# Evaluation\n\n| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n| other | table |\n")
+    readme.check(tmp_path, ())
+    readme.write(tmp_path, out, findings())
+    texts = {name: page.read_text() for name, page in pages.items()}
+    for text in texts.values():
+        assert text.startswith("above\n") and text.endswith("\nbelow\n") and "stale" not in text and readme.COMMAND in text
+    assert "| FEM-softmax | 4.900 | " in texts["demo"] and " | 3.44M | 1,030 |" in texts["demo"] and "1.2e-08" in texts["demo"]
+    assert "| Model | Recall |\n|---|---|\n| fem | 0.25 |\n\n" in texts["evaluation"] and "other" not in texts["evaluation"]
+    assert [(tmp_path / "docs" / name).read_bytes() for name in ("demo.png", "evaluation.png")] == [b"curves", b"dots"]
+    readme.write(tmp_path, out, findings())
+    assert texts == {name: page.read_text() for name, page in pages.items()}
+
+
+@pytest.mark.usefixtures("restore_sigterm")
+def test_no_figure_of_another_demo_or_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "demo"
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert "takes no setting (train.steps=20)" in refuses(["--out", str(out), "--readme", "train.steps=20"], 2, capsys)
+    with pytest.raises(ConfigError, match="README.md has no <!-- demo:begin -->"):
+        readme.check(tmp_path, ())
+    monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert "the machine is busy (load 64.0 on 2 cores)" in refuses(["--out", str(out), "--readme"], 2, capsys)
+    assert not out.exists()
 
 
 # --- commands --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``python -m tools.demo [--out DIR] [section.key=value ...]``: the whole product at work in a few minutes on a CPU.
+"""``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: the whole product at work in a few minutes on a CPU.
 
 Exit codes: 0 all is as it should be; 1 a step failed, or the model learned too little; 2 the input is wrong.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fem_common.errors import ConfigError
 from pretrain.loader import load_run
-from tools.demo import picture, report, steps
+from tools.demo import picture, readme, report, steps
 from tools.demo.history import History
 from tools.demo.shell import DemoError, Shell, say
 
@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tools.demo", description="The whole product at work in a few minutes on a CPU.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of everything it writes; default: runs/demo")
+    parser.add_argument("--readme", action="store_true", help="put what it measured into README.md and docs/ of this checkout")
     parser.add_argument(
         "settings", nargs="*", metavar="section.key=value", help="settings of every training run, as for python -m pretrain"
     )
@@ -35,11 +36,17 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         config = load_run(ROOT / "configs" / "run" / "demo.yaml", given.settings)
+        if given.readme:
+            readme.check(ROOT, given.settings)
         demo = steps.Demo(Shell(ROOT, ENVIRONMENT), given.out.absolute(), config, tuple(given.settings))
         say(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
         say("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
         found = steps.run(demo)
         _publish(found, demo)
+        if given.readme:
+            demo.evaluate()
+            readme.write(ROOT, demo.out, found)
+            say(f"rewritten: {', '.join(readme.PAGES.values())}, docs/demo.png, docs/evaluation.png")
     except ConfigError as error:
         print(f"demo: error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -32,7 +32,7 @@ COMPARED_STEPS = 3
 LOGIT_TOLERANCE = 1e-4  # absolute, fp32: the same sums in another order
 RESUME_TOLERANCE = 1e-6  # relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual
 TRAINING_LIMIT, COMMAND_LIMIT = 3600.0, 600.0  # seconds; about ten times what two slow cores need
-PRODUCTS = ("fem", "fem_same_layout", "transformer", "checkpoints", "hf", "check", "lengths.png", "report.json", "report.png")
+PRODUCTS = ("fem", "fem_same_layout", "transformer", "checkpoints", "hf", "check", "evaluation", "lengths.png", "report.json", "report.png")
 
 
 @dataclass
@@ -156,6 +156,12 @@ class Demo:
         say("  the Transformer of the same budget: same data, same order, same batches, same schedule")
         self.pretrain("pretraining the Transformer", "transformer", 2, "parallel.use_distributed_optimizer=true")
         self.export("transformer")
+
+    def evaluate(self) -> None:
+        """The quick suite's questions to both models."""
+        models, out = [self.path("fem"), self.path("transformer")], ("--out", self.path("evaluation"))
+        command = [self.shell.python, "-m", "tools.evaluate", *models, "--suite", "quick", *out]
+        self.shell.run(command, "evaluating", TRAINING_LIMIT)
 
     def findings(self) -> dict[str, Any]:
         """Everything measured, as ``report.json`` holds it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from .table import Column, Point, Table, printed
@@ -31,7 +31,7 @@ def scores(table: Table) -> Any:
     figure = _figure((max(6.4, left + 2.35 * across), sum(heights) + 0.55))
     title = f"Evaluation: {table.suite}" if table.suite else "Evaluation"
     one = f"{title}, {table.rows[0].model}" if len(table.rows) == 1 else f"{title}, {len(table.rows)} models"
-    best = "; vermilion: best as printed" if len(table.rows) > 1 else ""
+    best = "; vermilion: best by more than the standard error of a difference" if len(table.rows) > 1 else ""
     figure.suptitle(f"{one}: score ± one standard error; dashed: guessing{best}", x=0.01, ha="left", fontsize=10.5)
     parts = figure.subfigures(len(groups), 1, height_ratios=heights, squeeze=False)[:, 0]
     for part, (name, columns), count in zip(parts, groups, lines, strict=True):
@@ -53,7 +53,7 @@ def _order(table: Table) -> list[int]:
 
 
 def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, named: bool) -> None:
-    marks = table.marks(column)
+    ahead = table.ahead(column)
     low, high = [], []
     for place, index in enumerate(order):
         result = table.rows[index].results.get(column.name)
@@ -61,18 +61,18 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
             axes.annotate("–", (0.5, place), xycoords=("axes fraction", "data"), ha="center", va="center", color=QUIET)
             continue
         value, error = result.score.value, result.score.stderr or 0.0
-        colour = BEST if marks[index] == 1 else OTHER
+        colour = BEST if index == ahead else OTHER
         axes.errorbar(value, place, xerr=error, color=colour, marker="o", markersize=4.5, linewidth=1.3)
         side = axes.get_yaxis_transform()
         axes.text(1.02, place, str(printed(value)), transform=side, fontsize=7.5, color=colour if colour == BEST else QUIET, va="center")
         low.append(value - error)
         high.append(value + error)
-    _limits(axes, column, low, high, alone=len(order) == 1)
+    floor = 0.0 if all(row.results[column.name].score.value >= 0 for row in table.rows if column.name in row.results) else None
+    _limits(axes, column, low, high, floor, alone=len(order) == 1)
     axes.set_ylim(len(order) - 0.4, -0.6)
     axes.set_yticks(range(len(order)), [_short(table.rows[index].model) for index in order] if named else [""] * len(order), fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=7.5)
-    axes.locator_params(axis="x", nbins=4)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -82,13 +82,16 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
     axes.annotate(column.asked + lower, (0.0, 1.0), fontsize=7.5, color=QUIET, **under)
 
 
-def _limits(axes: Any, column: Column, low: Sequence[float], high: Sequence[float], *, alone: bool) -> None:
-    """The range of the scores, and of guessing where it is near or a model is alone; guessing is drawn there, else told on its side."""
+def _limits(axes: Any, column: Column, low: Sequence[float], high: Sequence[float], floor: float | None, *, alone: bool) -> None:
+    """The range of the scores, and of guessing where it is near or a model is alone; guessing is drawn there, else told on its side.
+
+    floor: what no score is below; None where that is not known.
+    """
     if not low:
         axes.set_xticks([])
         return
     least, most = min(low), max(high)
-    span = max(most - least, 0.02)
+    span = max(most - least, 0.02 if most > least else 0.1)
     chance = column.chance
     if chance is not None and (alone or least - 2.0 * span <= chance <= most + 2.0 * span):
         axes.axvline(chance, color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
@@ -98,7 +101,21 @@ def _limits(axes: Any, column: Column, low: Sequence[float], high: Sequence[floa
         told = f"‹ guessing {chance:.2g}" if chance < least else f"guessing {chance:.2g} ›"
         axes.text(y=0.03, s=told, transform=axes.transAxes, fontsize=7, color=QUIET, va="bottom", **here)
     edge = max(0.06 * (most - least), (span - most + least) / 2)
-    axes.set_xlim(least - edge, most + edge)
+    # Where no score is below zero, nothing is drawn there but the end of a whisker and a margin.
+    left = least - edge if floor is None else max(least - edge, min(least, floor) - 0.06 * span)
+    _ticks(axes, left, most + edge, floor)
+
+
+def _ticks(axes: Any, least: float, most: float, floor: float | None) -> None:
+    """The range, and its ticks from ``floor`` on with all the digits of their step, two at least."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(least, most)
+    lowest = least if floor is None else max(least, floor)
+    found = [tick for tick in MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]).tick_values(least, most) if lowest <= tick <= most]
+    step = min((after - before for before, after in pairwise(found)), default=0.1)
+    places = next((places for places in range(2, 9) if abs(round(step, places) - step) < 1e-9 * step), 9)
+    axes.set_xticks(found, [f"{tick:.{places}f}" for tick in found])
 
 
 def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:

@@ -9,6 +9,7 @@ first; a column counts once. Only columns that every model has are ranked.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +105,22 @@ class Table:
         if len(ranks) - ranks.count(None) < 2 or column.name in self.unlike:
             return [None] * len(ranks)
         return [order.index(rank) + 1 if rank in order[:2] else None for rank in ranks]
+
+    def ahead(self, column: Column) -> int | None:
+        """The row whose score is better than all others by more than a standard error of the difference; None: a tie, or none compares.
+
+        The error is that of independent scores, more than the same questions' have; a score without one counts as exact.
+        """
+        scores = {index: row.results[column.name].score for index, row in enumerate(self.rows) if column.name in row.results}
+        if len(scores) < 2 or column.name in self.unlike:
+            return None
+        sign = 1 if column.higher_is_better else -1
+        best, *others = sorted(scores, key=lambda index: -sign * scores[index].value)
+        first = scores[best]
+        apart = [
+            sign * (first.value - scores[other].value) > math.hypot(first.stderr or 0.0, scores[other].stderr or 0.0) for other in others
+        ]
+        return best if all(apart) else None
 
     def summary(self) -> list[tuple[float, int] | None]:
         """Each row's (average rank, how often first) over the ranked columns; None where nothing is ranked."""

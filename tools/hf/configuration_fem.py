@@ -58,7 +58,7 @@ class FemLMConfig(PretrainedConfig):
         max_position_embeddings: int = 4096,
         use_cache: bool = True,
         bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:

@@ -41,7 +41,7 @@ from .model_card import model_card
 from .recipes import Recipes, to_fem
 from .shards import Held, Tell, Tensors, byte_count, write_shards
 from .stock import older_names, stock_config, to_stock, why_not_stock
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, special_ids
 
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
@@ -85,6 +85,7 @@ def export(
     dtype: torch.dtype,
     card: Mapping[str, Any],
     training: Mapping[str, Any] | None = None,
+    known_ids: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     shard_bytes: int = 5 * 10**9,
     tell: Tell = lambda done, total: None,
@@ -92,8 +93,8 @@ def export(
     """Writes weights, configuration, code, tokenizer and model card to ``out``, complete or not at all.
 
     source: full tensors under the training code's names. card: what is known of the training (see ``model_card``), of which
-    ``seq_length`` also becomes the configuration's context length. training: becomes training.json, for machines. shard_bytes: where
-    weights are cut into several files.
+    ``seq_length`` also becomes the configuration's context length. training: becomes training.json, for machines. known_ids: special
+    tokens where the tokenizer has none (see ``special_ids``). shard_bytes: where weights are cut into several files.
 
     Raises:
         ExportError: tensors are missing, unknown or of a wrong shape; ``out`` is not empty. ConfigError: the source is damaged, ``out``
@@ -103,7 +104,10 @@ def export(
     check_shapes(source.shapes, model)
     stock = why_not_stock(model) is None
     length = card.get("seq_length")
-    config = _stock_config(model, dtype, tokenizer, length) if stock else hf_config(model, dtype, tokenizer, length)
+    tokens = special_ids(tokenizer.tokenizer if tokenizer else None, known_ids or {})
+    config = (
+        stock_config(model, dtype=dtype, max_position_embeddings=length, **tokens) if stock else hf_config(model, dtype, tokens, length)
+    )
     code = {} if stock else bundle(model.blocks())
     recipes = to_stock(model) if stock else to_fem(model)
     with beside(out) as folder:
@@ -113,7 +117,7 @@ def export(
         for name, text in code.items():
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.copy_to(folder)
+            tokenizer.copy_to(folder, tokens["pad_token_id"])
         if training is not None:
             _write_json(folder / TRAINING, training)
         text = model_card(
@@ -163,9 +167,11 @@ def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Non
             raise ExportError(f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration")
 
 
-def hf_config(model: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None = None, seq_length: int | None = None) -> FemLMConfig:
-    """The configuration of ``model`` as an export with our code has it."""
-    optional: dict[str, Any] = {} if tokenizer is None else dict(tokenizer.special_ids())
+def hf_config(
+    model: ModelConfig, dtype: torch.dtype, tokens: Mapping[str, Any] | None = None, seq_length: int | None = None
+) -> FemLMConfig:
+    """The configuration of ``model`` as an export with our code has it. tokens: as ``special_ids`` gives them."""
+    optional: dict[str, Any] = dict(tokens or {})
     if seq_length is not None:
         optional["max_position_embeddings"] = seq_length
     return FemLMConfig(
@@ -175,11 +181,6 @@ def hf_config(model: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | Non
         dtype=str(dtype).removeprefix("torch."),
         **optional,
     )
-
-
-def _stock_config(model: ModelConfig, dtype: torch.dtype, tokenizer: Tokenizer | None, seq_length: int | None) -> PretrainedConfig:
-    tokens = {} if tokenizer is None else tokenizer.special_ids()
-    return stock_config(model, dtype=dtype, max_position_embeddings=seq_length, **tokens)
 
 
 def _config_values(config: PretrainedConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from fem_common.errors import ConfigError, files_told
 
 CONFIG, WEIGHTS, INDEX, TRAINING = "config.json", "model.safetensors", "model.safetensors.index.json", "training.json"
+GENERATION = "generation_config.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 TOKENIZER_FILES = (*TOKENIZERS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")

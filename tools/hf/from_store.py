@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,39 +9,37 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedTokenizerBase
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint_reader import Weights
+from pretrain.checkpoint_reader import Found, Weights
 
 from .export import check_shapes, hf_config
 from .modeling_fem import FemLMForCausalLM
 from .recipes import VOCABULARY, Recipes, to_fem
 from .stock import stock_config, to_stock, why_not_stock
+from .tokenizer import special_ids
 
 
 def checkpoint_model(
-    step: Path,
+    found: Found,
     config: ModelConfig,
     tokenizer: PreTrainedTokenizerBase | None,
-    seq_length: int,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Any:
-    """The model of a step's folder on ``device`` in eval mode, special tokens as the tokenizer has them; dtype None: as stored.
+    """The model of a checkpoint on ``device`` in eval mode, special tokens as its export would have them; dtype None: as stored.
 
     Raises:
         ConfigError: the folder is damaged. ExportError: its tensors are not those of its configuration.
     """
-    weights = Weights(step)
+    weights, inherited = Weights(found.path), found.inherited
     check_shapes(weights.shapes, config)
     kept = dtype or weights.dtypes[VOCABULARY[0]]
     stock = why_not_stock(config) is None
-    tokens = {} if tokenizer is None else special_ids(tokenizer)
+    tokens = special_ids(tokenizer, inherited.special_ids)
     if stock:
-        built: Any = stock_config(config, dtype=kept, max_position_embeddings=seq_length, **tokens)
+        built: Any = stock_config(config, dtype=kept, max_position_embeddings=inherited.context_length, **tokens)
         maker: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
     else:
-        built, maker = hf_config(config, kept, seq_length=seq_length), FemLMForCausalLM
-        for name, value in tokens.items():
-            setattr(built, name, value)
+        built, maker = hf_config(config, kept, tokens, inherited.context_length), FemLMForCausalLM
     state = made(weights, to_stock(config) if stock else to_fem(config), kept, device)
     model, told = maker.from_pretrained(None, config=built, state_dict=state, output_loading_info=True, local_files_only=True)
     assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told  # check_state has seen to it
@@ -61,9 +58,3 @@ def made(source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.de
         # Of a part a copy, so that the whole can go.
         targets[name] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()
     return targets
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """The special tokens that ``generate`` must know; a text is padded with its end where there is nothing else."""
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    return {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos, "pad_token_id": eos if pad is None else pad}

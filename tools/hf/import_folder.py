@@ -28,18 +28,19 @@ from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.platform import quiet_libraries
 from fem_megatron.shapes.mup import starts_from
+from pretrain.checkpoint_reader import Inherited
 from pretrain.config import RunConfig
 from pretrain.loader import load_values, to_dict
 from pretrain.plan import model_weights
 
 from .configuration_fem import FemLMConfig
 from .export import beside, refuse_occupied
-from .folder import CONFIG, PICKLES, TRAINING, Folder, has_tokenizer, is_folder, read_folder
+from .folder import CONFIG, GENERATION, PICKLES, TRAINING, Folder, has_tokenizer, is_folder, json_object, read_folder
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
 from .recipes import Recipes, from_fem, to_fem
-from .stock import StockError, from_stock, model_of, to_stock
-from .tokenizer import Tokenizer
+from .stock import StockError, from_stock, model_of, read_stock, to_stock
+from .tokenizer import SPECIAL_IDS, Tokenizer
 
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED.values()}
@@ -65,6 +66,15 @@ class Source:
         """Name in the folder -> the shape that it must have."""
         recipes = to_fem(self.model) if self.folder.ours else to_stock(self.model)
         return {name: recipe.shape for name, recipe in recipes.items()}
+
+    @cached_property
+    def inherited(self) -> Inherited:
+        """The context length and the special tokens that transformers reads from the folder; ids outside the vocabulary are none."""
+        read: Any = FemLMConfig.from_dict(self.folder.config) if self.folder.ours else read_stock(self.folder.config)
+        path, entries = self.folder.path / GENERATION, range(self.model.vocab_size or 0)
+        generation = json_object(path) if path.is_file() else {}
+        told = {name: getattr(read, name) if generation.get(name) is None else generation[name] for name in SPECIAL_IDS}
+        return Inherited(read.max_position_embeddings, {name: ids for name, ids in told.items() if _all_in(ids, entries)})
 
     def weight(self, name: str) -> Tensor:
         """One whole weight by its name in the checkpoint, in its stored type; maybe a view into a mapped file."""
@@ -99,7 +109,7 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
         weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))
         parameters = sum(weight.numel() for weight in weights.values())
         types = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
-        step = save_weights(folder, weights, config, Progress(**kept.progress), kept.data, kept.heldout_loss)
+        step = save_weights(folder, weights, config, Progress(**kept.progress), kept.data, kept.heldout_loss, source.inherited)
         if tokenizer is not None:
             (folder / "tokenizer").mkdir()
             tokenizer.copy_to(folder / "tokenizer")
@@ -253,6 +263,11 @@ def _defaults(folder: Folder, dtype: str | None) -> dict[str, Any]:
     length = folder.config.get("max_position_embeddings")
     told = {"seq_length": length} if isinstance(length, int) and length > 0 else {}
     return {"name": folder.path.resolve().name, "train": {"precision": precision}, "data": told}
+
+
+def _all_in(ids: Any, entries: range) -> bool:
+    """Whether ``ids``, one token or several, are all entries of the vocabulary."""
+    return bool(ids != []) and all(type(token) is int and token in entries for token in (ids if isinstance(ids, list) else [ids]))
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def _open_checkpoint(path: Path, dtype: torch.dtype | None, device: torch.device
     if reader is not None:
         assert where is not None
         check_tokenizer(reader, config.vocab_size, where)
-    model = checkpoint_model(found.path, config, reader, found.manifest["config"]["data"]["seq_length"], dtype, device)
+    model = checkpoint_model(found, config, reader, dtype, device)
     return OpenModel(
         name=found.manifest["config"]["name"],
         source=found.path,

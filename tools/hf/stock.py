@@ -71,7 +71,7 @@ def stock_config(
     dtype: torch.dtype | None = None,
     max_position_embeddings: int | None = None,
     bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
+    eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
 ) -> PretrainedConfig:
     """The configuration of transformers' class that is exactly ``model``: Qwen2 with biases, Mistral with a window, else Llama.
@@ -149,6 +149,22 @@ def from_stock(model: ModelConfig) -> Recipes:
     return recipes
 
 
+def read_stock(config: dict[str, Any]) -> Any:
+    """A config.json as transformers' class of its family, with that class's defaults.
+
+    Raises:
+        StockError: another family, or the class does not compute what it says.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise StockError(f"config.json: model_type is {family!r}; a Transformer can be started from {', '.join(FAMILIES)}")
+    _refuse_foreign(config, family)
+    try:
+        return FAMILIES[family].from_dict(deepcopy(config))
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StockError(f"config.json is not one of {FAMILIES[family].__name__}: {_one_line(error)}") from None
+
+
 def model_of(config: dict[str, Any]) -> ModelConfig:
     """The ModelConfig that computes exactly what transformers' class does with this config.json.
 
@@ -157,14 +173,8 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
     Raises:
         StockError: another family, or something in it that the Transformer here does not compute.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise StockError(f"config.json: model_type is {family!r}; a Transformer can be started from {', '.join(FAMILIES)}")
-    _refuse_foreign(config, family)
-    try:
-        stock: Any = FAMILIES[family].from_dict(deepcopy(config))
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StockError(f"config.json is not one of {FAMILIES[family].__name__}: {_one_line(error)}") from None
+    stock = read_stock(config)
+    family = stock.model_type
     if stock.hidden_act not in ("silu", "swish"):
         raise StockError(f"config.json: hidden_act is {stock.hidden_act!r}; the MLP here is SwiGLU, silu alone")
     heads, groups = stock.num_attention_heads, stock.num_key_value_heads

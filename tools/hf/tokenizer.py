@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -17,6 +19,7 @@ from .errors import ExportError
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "training.json")  # of a model's folder that has its tokenizer in it
 ENDINGS_OF_OTHERS = (".index.json",)
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,11 @@ class Tokenizer:
         file = self.folder / "tokenizer.json"
         return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
-    def special_ids(self) -> dict[str, int | None]:
-        """The special tokens that ``generate`` must know; a text is padded with its end where there is nothing else."""
-        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
-        return {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": eos, "pad_token_id": eos if pad is None else pad}
+    def copy_to(self, folder: Path, pad: int | None = None) -> None:
+        """The tokenizer's files as they are, told to return nothing that the model does not take.
 
-    def copy_to(self, folder: Path) -> None:
-        """The tokenizer's files as they are, told to return nothing that the model does not take."""
+        pad: the id that fills up a batch where the tokenizer names none; on the left, as generation needs it, where it names no side.
+        """
         for file in sorted(self.folder.iterdir()):
             ours = file.is_file() and file.suffix in SUFFIXES and not file.name.endswith(ENDINGS_OF_OTHERS)
             if ours and file.name not in NOT_A_TOKENIZERS and not (folder / file.name).exists():
@@ -63,4 +64,23 @@ class Tokenizer:
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8"))
         settings.setdefault("model_input_names", ["input_ids", "attention_mask"])
+        if pad is not None:
+            settings.setdefault("padding_side", "left")
+            if self.tokenizer.pad_token_id is None:
+                settings["pad_token"] = self.tokenizer.convert_ids_to_tokens(pad)
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase | None, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The special tokens that ``generate`` must know: the tokenizer's, and those of ``known`` that it does not have.
+
+    Several known ends stay where the tokenizer's is one of them. A tokenizer that has nothing else for it pads a text with its end.
+    """
+    own = {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS}
+    found = {name: known.get(name) if value is None else value for name, value in own.items()}
+    end, ends = found["eos_token_id"], known.get("eos_token_id")
+    if tokenizer is not None and found["pad_token_id"] is None:
+        found["pad_token_id"] = end[0] if isinstance(end, list) else end
+    if isinstance(ends, list) and end in ends:
+        found["eos_token_id"] = ends
+    return found

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
+from pretrain.checkpoint_reader import Found
 from pretrain.config import RunConfig, Source
 from pretrain.data_facts import Manifest, read_manifest
 from pretrain.loader import load_values
@@ -62,19 +63,19 @@ def data_manifests(config: RunConfig) -> tuple[dict[str, Manifest], list[str]]:
     return found, list(dict.fromkeys(notes))
 
 
-def training_card(config: RunConfig, progress: dict[str, Any], loss: float | None, manifests: dict[str, Manifest]) -> dict[str, Any]:
+def training_card(config: RunConfig, found: Found, loss: float | None, manifests: dict[str, Manifest]) -> dict[str, Any]:
     """What is known, by the keys of ``model_card``; what is not known is left out."""
     train, length = config.train, config.data.seq_length
-    card: dict[str, Any] = {"name": config.name, "seq_length": length, "heldout_loss": loss}
+    card: dict[str, Any] = {"name": config.name, "seq_length": found.inherited.context_length, "heldout_loss": loss}
     if loss is not None and (ratio := _bytes_per_token(config.data.valid, manifests)):
         card["bits_per_byte"] = loss / math.log(2) / ratio
-    tokens = progress["consumed_samples"] * length
+    tokens = found.progress.consumed_samples * length
     if tokens:
         decay = config.optimizer
         card |= {
             "data": data_text(config.data.train, manifests),
             "tokens": tokens,
-            "steps": progress["step"],
+            "steps": found.progress.step,
             "batch": train.global_batch_size * length,
             "optimizer": f"AdamW, lr {decay.lr:g} to {decay.min_lr:g} ({decay.schedule}), weight decay {decay.weight_decay:g}",
             "precision": train.precision,

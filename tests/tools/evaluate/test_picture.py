@@ -33,8 +33,7 @@ def test_a_panel_a_column_a_dot_a_model(folder: Path) -> None:
         # By average rank: well 1.5, poor 2, middling 2.5.
         assert [x for _, x, _ in dots] == [VALUES[model][place] for model in ("well", "poor", "middling")]
         assert [y for y, _, _ in dots] == [0, 1, 2]
-        best = max(value[place] for value in VALUES.values())
-        assert [colour == picture.BEST for *_, colour in dots] == [x == best for _, x, _ in dots]
+        assert [colour == picture.BEST for *_, colour in dots] == [label == "ARC" and x == 0.6 for _, x, _ in dots]  # 0.32 and 0.31 tie
         whiskers = [tuple(float(f"{x:.3f}") for x, _ in path.vertices) for bars in panels[label].collections for path in bars.get_paths()]
         assert whiskers == [(round(x - 0.01, 3), round(x + 0.01, 3)) for _, x, _ in dots]
     assert [text.get_text() for text in panels["ARC"].get_yticklabels()] == ["well", "poor", "middling"]
@@ -53,6 +52,24 @@ def test_guessing_is_drawn_where_it_is_near_and_told_where_not(folder: Path) -> 
     far = _panels(picture.scores(build(read([folder]), suite("boolq"))))["BOOLQ"]
     assert not [line for line in far.lines if line.get_linestyle() == "--"]
     assert "‹ guessing 0.5" in [text.get_text() for text in far.texts]
+
+
+@pytest.mark.parametrize(
+    ("scores", "error", "won"),
+    [((0.0, 0.0), 0.0, False), ((0.5, 0.486), 0.01, False), ((0.5, 0.485), 0.01, True), ((0.338, 0.337), None, True)],
+    ids=["equal", "less than the difference's error", "more", "exact"],
+)
+def test_a_tie_is_no_win_and_the_axis_has_the_digits(scores: tuple[float, float], error: float | None, won: bool, tmp_path: Path) -> None:
+    """The standard error of a difference of two scores with 0.01 each is 0.0141; no tick is where no score can be, none is rounded."""
+    for model, score in zip("ab", scores, strict=True):
+        write(tmp_path, model, "arc", score, stderr=error, chance=0.0)
+    axes = _panels(picture.scores(build(read([tmp_path]), suite("arc"))))["ARC"]
+    assert [colour == picture.BEST for *_, colour in _dots(axes)] == [won, False]
+    ticks = list(zip(axes.get_xticks(), [label.get_text() for label in axes.get_xticklabels()], strict=True))
+    assert len(ticks) > 1 and min(at for at, _ in ticks) >= 0
+    assert all(float(text) == pytest.approx(at, rel=1e-9) and len(text.partition(".")[2]) >= 2 for at, text in ticks)
+    low, high = axes.get_xlim()
+    assert low < min(scores) <= max(scores) < high
 
 
 def test_held_out_loss_over_the_context(folder: Path) -> None:

@@ -26,7 +26,7 @@ FEW = ["hybrid", "cem", "hyperset", "rotated"]
 
 STRANGER = """
 import importlib.metadata as metadata, json, sys
-site, out, *folders = sys.argv[1:]
+site, out, *folders, fem, stock = sys.argv[1:]
 if site != "-":
     sys.path.insert(0, site)
 for name in ("triton", "fem_megatron", "kernels", "pretrain", "tools", "megatron"):
@@ -38,7 +38,7 @@ def version(name):
     return known(name)
 metadata.version = version
 import torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 ids, mask = torch.load(out)
 found = {}
 for folder in folders:
@@ -49,24 +49,30 @@ for folder in folders:
     ways = ({}, {"use_cache": False}, {"num_beams": 3}, {"num_beams": 3, "use_cache": False}, {"cache_implementation": "static"})
     found[folder] = [logits, *(model.generate(ids, **common, **way) for way in ways)]
 torch.save(found, out)
-last = folders[-1]
-model = AutoModelForCausalLM.from_pretrained(last, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(last, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(fem, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(fem, trust_remote_code=True)
 text = model.generate(**tokenizer("w1 w2 w3", return_tensors="pt"), max_new_tokens=5, do_sample=False)
-print(json.dumps([transformers.__version__, model.config.eos_token_id, model.generation_config.pad_token_id, text.shape[1]]))
+texts = []
+for folder in (fem, stock):
+    write = pipeline("text-generation", folder, trust_remote_code=folder == fem)
+    prompts = ["w1 w2 w3 w4 w5 w6", "w7", "w8 w9 w10"]
+    texts.append([write(prompts, batch_size=size, max_new_tokens=5, do_sample=False) for size in (1, 2)])
+print(json.dumps([transformers.__version__, model.config.eos_token_id, model.generation_config.pad_token_id, text.shape[1], texts]))
 """
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("age", ["newest", "oldest"])
 def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_path: Path, age: str, names: list[str]) -> None:
-    """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy and cache."""
+    """In one process of its own, models beside each other: the same logits and the same tokens, by every strategy, cache and batch."""
     if age == "oldest" and not OLDEST.is_dir():
         pytest.skip(f"no {OLDEST}: `make setup`, or pip install --no-deps --target {OLDEST} -r tests/oldest-transformers.txt")
     folders = [tmp_path / "moved" / name for name in names]
     for name, folder in zip(names, folders, strict=True):
         shutil.copytree(exported(name).folder, folder)
-    last = export(small(), tmp_path / "last", tokenizer_dir=write_tokenizer(tmp_path / "tokenizer", VOCAB), card={"seq_length": 77})
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)
+    assert "pad_token" not in (tokenizer / "tokenizer_config.json").read_text()  # as data_prep trains them
+    with_words = [export(small(name), tmp_path / name, tokenizer_dir=tokenizer) for name in ("fem_softmax", "transformer")]
     home, saved = tmp_path / "home", tmp_path / "saved.pt"
     ids, mask = padded_batch()
     torch.save((ids, mask), saved)
@@ -78,13 +84,15 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
         "OMP_NUM_THREADS": "1",
     }
     site = "-" if age == "newest" else str(OLDEST)
-    command = [sys.executable, "-I", "-c", STRANGER, site, str(saved), *map(str, folders), str(last)]
+    command = [sys.executable, "-I", "-c", STRANGER, site, str(saved), *map(str, [*folders, *with_words])]
     run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("["), run.stdout
-    used, eos, pad, length = json.loads(run.stdout)
+    used, eos, pad, length, texts = json.loads(run.stdout)
     assert used == (version("transformers") if age == "newest" else PINNED.removeprefix("transformers=="))
     assert (eos, pad) == (0, 0) and 4 <= length <= 8
+    for one_by_one, two_at_a_time in texts:
+        assert len(one_by_one) == 3 and one_by_one == two_at_a_time
     found = torch.load(saved)
     for name, folder in zip(names, folders, strict=True):
         logits, greedy, uncached, beams, beams_uncached, static = found[str(folder)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.tools.hf.checkpoints import hf, stock_folder
 from tests.tools.hf.small import VOCAB, export, small
 from tools.hf.open_model import open_model
 
-LENGTH = 16
+LENGTH, CONTEXT = 16, 64
 TEXT = [(7 * n * n + 3 * n) % (VOCAB - 1) for n in range(LENGTH)]
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,7 +27,9 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One text over and over, as long as a sequence: every sample is the same, in whatever order and on whichever rank."""
-    return write_folder(tmp_path_factory.mktemp("resume") / "data", vocab_size=VOCAB, documents=[TEXT * 60 + TEXT[:1]])
+    folder = write_folder(tmp_path_factory.mktemp("resume") / "data", vocab_size=VOCAB, documents=[TEXT * 60 + TEXT[:1]])
+    (folder / "manifest.json").unlink()  # so that no tokenizer is known
+    return folder
 
 
 @pytest.fixture(scope="module", params=["fem", "qwen2"])
@@ -34,9 +37,10 @@ def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A checkpoint, and the loss of the folder that it was made of, by transformers."""
     place = tmp_path_factory.mktemp("imported")
     if request.param == "fem":  # 50 entries padded to 64: at TP2 one rank holds most of the padding
-        folder = export(small(pattern=("fem_softmax", "cem"), tie_embeddings=True, make_vocab_size_divisible_by=64), place / "hf")
+        model = small(pattern=("fem_softmax", "cem"), tie_embeddings=True, make_vocab_size_divisible_by=64)
+        folder = export(model, place / "hf", card={"seq_length": CONTEXT})
     else:
-        folder = stock_folder("qwen2", place / "hf")
+        folder = stock_folder("qwen2", place / "hf", eos_token_id=[3, 4])
     assert hf("import", folder, place / "ck") == 0
     with torch.no_grad():
         logits = open_model(folder).model(torch.tensor([TEXT])).logits[0]
@@ -83,6 +87,31 @@ def test_one_process(
     assert f"weights taken from {find(checkpoint).path}" in capsys.readouterr().out
     check(tmp_path / "run", wanted)
     assert find(tmp_path / "run").progress.step == 2
+    assert hf("export", tmp_path / "run", tmp_path / "hf") == 0
+    assert of_the_model(tmp_path / "hf") == of_the_model(checkpoint.parent / "hf")
+
+
+def of_the_model(folder: Path) -> dict[str, object]:
+    """What a folder says of the model that no training changes, besides its weights' names and shapes."""
+    config = json.loads((folder / "config.json").read_text())
+    keys = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "rope_parameters", "sliding_window", "architecture")
+    return {key: config.get(key) for key in keys}
+
+
+def test_the_models_own_context_length_never_shrinks(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graft trained shorter, stopped and resumed; its run's weights longer than ever; and those shorter again."""
+    assert hf("import", stock_folder("llama", tmp_path / "hf"), tmp_path / "ck", "--mixer", "fem_gla") == 0
+    checkpoint = tmp_path / "ck"
+    for run, steps, length, context in (("a", 1, 16, 64), ("a", 2, 16, 64), ("b", 1, 128, 128), ("c", 1, 16, 128)):
+        settings = (f"checkpoint.load={checkpoint}", f"train.steps={steps}", f"data.seq_length={length}")
+        given = arguments(tmp_path / "ck", data, tmp_path / run, *settings)
+        assert here(monkeypatch, given) == 0
+        assert find(tmp_path / run).progress.step == steps
+        assert hf("export", tmp_path / run, tmp_path / "out", "--overwrite") == 0
+        told = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert (told["max_position_embeddings"], told["bos_token_id"], told["eos_token_id"]) == (context, 1, 2)
+        assert f"\n| Context length | {context} |\n" in (tmp_path / "out" / "README.md").read_text()
+        checkpoint = tmp_path / run if run != "a" or steps == 2 else checkpoint
 
 
 @pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])

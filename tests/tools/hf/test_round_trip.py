@@ -17,6 +17,7 @@ from fem_megatron.shapes.hyperset import HyperSetConfig
 from pretrain.checkpoint import find
 from tests.tools.hf.checkpoints import STOCK, changed, equal, hf, save, stock_folder, tensors, weights
 from tests.tools.hf.small import NAMES, VOCAB, config_of, random_state, small
+from tools.hf.open_model import open_model
 from tools.hf.recipes import VOCABULARY
 
 MIXERS = tuple(name for name in catalogue.MIXERS if not name.startswith("fla."))
@@ -87,6 +88,28 @@ def test_the_plain_transformer(changes: dict[str, Any], tmp_path: Path) -> None:
     model = small("transformer", num_query_groups=2, make_vocab_size_divisible_by=56, **changes)
     three_times(model, torch.float32, tmp_path)
     assert not list((tmp_path / "hf0").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer", "ends"), [("llama", None, 4), ("mistral", None, [6, 4]), ("qwen2", None, 4), ("llama", "fem_softmax", [6, 4])]
+)
+def test_special_tokens_need_no_tokenizer(name: str, mixer: str | None, ends: int | list[int], tmp_path: Path) -> None:
+    """A folder without one keeps them and its context length, as a checkpoint, as another mixer, through our own format; -1 is no token."""
+    folder = stock_folder(name, tmp_path / "hf", bos_token_id=3, eos_token_id=4, pad_token_id=None)
+    changed(folder / "config.json", pad_token_id=-1)
+    changed(folder / "generation_config.json", eos_token_id=ends)
+    place, more = folder, ["--mixer", mixer] if mixer else []
+    for trip in range(2):
+        assert hf("import", place, tmp_path / f"ck{trip}", *more) == 0
+        place, more = tmp_path / f"hf{trip}", []
+        assert hf("export", tmp_path / f"ck{trip}", place) == 0
+        for file in ("config.json", "generation_config.json"):
+            told = json.loads((place / file).read_text())
+            assert (told["bos_token_id"], told["eos_token_id"], told.get("pad_token_id")) == (3, ends, None)
+    opened = open_model(tmp_path / "ck1").model
+    for config in (opened.config, json.loads((place / "config.json").read_text())):
+        found = config if isinstance(config, dict) else config.to_dict()
+        assert (found["max_position_embeddings"], found["eos_token_id"]) == (64, ends)
 
 
 @pytest.mark.parametrize("name", STOCK)
