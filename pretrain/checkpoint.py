@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fem_common.errors import ConfigError, StorageError, reason
 from fem_megatron import platform
@@ -316,10 +316,10 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
             shutil.rmtree(old, ignore_errors=True) if damage(old) is None else _set_aside(old)
 
 
-def _set_aside(step: Path) -> None:
+def _set_aside(step: Path) -> Path:
     """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
     names = (f"damaged_{step.name}{again}" for again in itertools.chain([""], (f".{count}" for count in itertools.count(2))))
-    os.rename(step, next(path for name in names if not (path := step.with_name(name)).exists()))
+    return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))
 
 
 def _sync(path: Path) -> None:

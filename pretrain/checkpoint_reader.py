@@ -233,7 +233,8 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
                     archive.read(member)
         stretch.seek(0)
         part = torch.load(stretch, map_location="cpu", weights_only=True)
-        intact = zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()) == tensor.CRC
+        content: Any = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()
+        intact = zlib.crc32(content) == tensor.CRC
     except _DAMAGE as error:
         why = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
         raise DamagedCheckpoint(f"{place.relative_path}: {why}") from None
