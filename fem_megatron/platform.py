@@ -1,17 +1,22 @@
 """What machine this is: device, collective backend, random state, and what Megatron-core needs where there is no CUDA.
 
 This is the only file that asks whether a GPU is there, and the only one that patches the pinned Megatron-core. Each patch says why and
-where upstream the need arises. On CUDA ``prepare`` installs nothing but the optimizer fixes, which are gated on their own condition.
+where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of the optimizer, gated on their own condition, and those
+of the processes that write checkpoints. Long, because all patches are here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import logging
+import multiprocessing
 import os
 import queue
 import resource
+import signal
 import sys
 import time
 import types
@@ -62,6 +67,7 @@ PATCHED_MODULES = (
     "utils",
 )
 
+_PDEATHSIG = 1  # of <linux/prctl.h>
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "ones_like", "empty_like", "full_like")
 
 
@@ -110,6 +116,31 @@ def report_writes(*, asynchronous: bool) -> None:
         filesystem_async._results_queue = None
 
 
+def read_checkpoints_with(reader: type) -> None:
+    """The kind of torch's FileSystemReader through which Megatron reads; before ``dist_checkpointing.load``.
+
+    Upstream (strategies/torch.py:758 and 760, 0.16.1) names its own, which build whatever a pickle names and compare no checksum.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as upstream
+
+    vars(upstream).update(CachedMetadataFileSystemReader=reader, FileSystemReader=reader)
+
+
+def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` for a forked process, which the kernel kills when the process that forked it ends (Linux)."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        parent = multiprocessing.parent_process()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PDEATHSIG, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))
+        if parent is not None and os.getppid() != parent.pid:
+            os._exit(1)  # it ended before it could be watched
+        function(*args, **kwargs)
+
+    return call
+
+
 def prepare() -> str:
     """Make Megatron-core usable on this machine; once, before anything of it is built. Returns the collective backend.
 
@@ -124,6 +155,7 @@ def prepare() -> str:
             f"pip install megatron-core=={MEGATRON_VERSION}"
         )
     _fix_torch_adam_in_distributed_optimizer()
+    _fix_checkpoint_writers()
     if has_cuda():
         return "nccl"
     _install_cpu_shim()
@@ -390,3 +422,32 @@ def _fill_adam_state(adam: torch.optim.Optimizer) -> None:
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg_sq"] = torch.zeros_like(param)
+
+
+def _fix_checkpoint_writers() -> None:
+    """Let the processes that write a checkpoint's tensors say why they failed, and end with the rank that forked them.
+
+    Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises what torch's zip writer says at its end ("unexpected pos"), which
+    hides the file system's own error; ``write_preloaded_data`` (342) outlives a rank that is killed, with the rank's locks. What it logs
+    as an error (326) is raised, too.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as upstream
+
+    writer = upstream.FileSystemWriterAsync
+    if getattr(writer, "_writers_fixed", False):
+        return
+    write_item = upstream._write_item
+
+    @functools.wraps(write_item)
+    def fixed_write_item(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write_item(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    upstream._write_item = fixed_write_item
+    writer.write_preloaded_data = staticmethod(ending_with_parent(writer.write_preloaded_data))
+    upstream.logger.setLevel(logging.CRITICAL)
+    writer._writers_fixed = True

@@ -1,7 +1,9 @@
 """Checkpoints as they lie on disk, without Megatron: finding a good one, reading its weights one at a time, in one process, at any layout.
 
 Reading executes nothing: ``.metadata``, which the format stores as a pickle, may name a few classes alone, and tensors are read with
-torch's ``weights_only``. Writing, and reading into an engine, is ``pretrain.checkpoint``'s.
+torch's ``weights_only``; every tensor's checksum is compared. Writing, and reading into an engine, is ``pretrain.checkpoint``'s.
+
+Long, because reading a tensor, Megatron's reader and the pickle's limits share what a damaged byte may be.
 """
 
 from __future__ import annotations
@@ -12,14 +14,22 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from fem_common.errors import MISTAKES, ConfigError, StorageError, reason, told
 from fem_megatron.config import ModelConfig
@@ -40,6 +50,8 @@ _METADATA_NAMES = {
     ("pathlib", "PosixPath"),
     ("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
 }
+# What archives and pickles raise that are not as they were written.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError)
 Say = Callable[[str], None]
 
 
@@ -52,6 +64,10 @@ class Progress:
     order_samples: int  # number of samples the training order was drawn for
     skipped_steps: int = 0
     bad_steps_in_a_row: int = 0
+
+
+class DamagedCheckpoint(ConfigError):
+    """What a checkpoint holds is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +138,32 @@ def find(path: Path) -> Found:
         if wrong:
             raise ConfigError(f"checkpoint {path}: {wrong}")
         return Found(path, json.loads((path / MANIFEST).read_text()))
-    damaged: list[str] = []
+    damaged: dict[Path, str] = {}
     for folder in (path / "checkpoints", path):
-        found = newest_good(folder, damaged.append)
+        found = newest_good(folder, damaged)
         if found:
             return found
     if damaged:
-        raise ConfigError(f"{path}: no good checkpoint there: {damaged[0].removesuffix('; passing over it')}")
+        step, wrong = next(iter(damaged.items()))
+        raise ConfigError(f"{path}: no good checkpoint there: checkpoint {step} is damaged ({wrong})")
     raise ConfigError(f"{path}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
 
 
-def newest_good(folder: Path, say: Say) -> Found | None:
-    """The newest undamaged checkpoint in ``folder``; damaged ones are named through ``say`` and passed over.
+def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: None) -> Found | None:
+    """The newest undamaged checkpoint in ``folder``, as far as sizes and hashes tell.
+
+    damaged: those to pass over, with what is wrong; others that are found damaged are added, and named through ``say``.
 
     Raises:
         OSError: a file system fails.
     """
     for path in newest_first(folder):
+        if path in damaged:
+            continue
         wrong = damage(path)
         if wrong is None:
             return Found(path, json.loads((path / MANIFEST).read_text()))
+        damaged[path] = wrong
         say(f"checkpoint {path} is damaged ({wrong}); passing over it")
     return None
 
@@ -176,7 +198,8 @@ class Weights:
         """The weights of these names. What is held besides while one is read: its part that one rank had, where it had not all.
 
         Raises:
-            ConfigError: a weight is damaged, or parts of it are missing. StorageError: a file system failed.
+            DamagedCheckpoint: a weight's bytes are not as they were written, or parts of it are missing. StorageError: a file system
+                failed.
         """
         return {name: self._whole(name) for name in names}
 
@@ -198,19 +221,97 @@ class Weights:
             raise self._damaged(name, "no file of the folder holds it")
         try:
             with (self.step / place.relative_path).open("rb", buffering=0) as file:
-                part = torch.load(cast(IO[bytes], _Stretch(file, place.offset, place.length)), map_location="cpu", weights_only=True)
+                part = read_part(file, place)
         except OSError as error:
             raise StorageError(f"checkpoint {self.step} cannot be read: {reason(error)}") from None
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
-            raise self._damaged(
-                name, f"{place.relative_path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            ) from None
-        if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != self.dtypes[name]:
+        except DamagedCheckpoint as error:
+            raise self._damaged(name, str(error)) from None
+        if part.shape != chunk.sizes or part.dtype != self.dtypes[name]:
             raise self._damaged(name, f"{place.relative_path} holds another tensor in its place")
-        return part.detach()
+        return part
 
-    def _damaged(self, name: str, why: str) -> ConfigError:
-        return ConfigError(f"checkpoint {self.step} is damaged: {name}: {why}")
+    def _damaged(self, name: str, why: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"checkpoint {self.step} is damaged: {name}: {why}")
+
+
+def read_part(file: IO[bytes], place: Any) -> Tensor:
+    """A tensor, or the part of one that a rank had, from its place in an open file (a `_StorageInfo` of ``.metadata``), on the CPU.
+
+    It is an archive of its own, with a checksum for each of its members. torch compares none: here all are, the tensor's own over what
+    was read anyhow.
+
+    Raises:
+        DamagedCheckpoint: its bytes are not as they were written. OSError: a file system fails.
+    """
+    stretch = cast(IO[bytes], _Stretch(file, place.offset, place.length))
+    try:
+        with zipfile.ZipFile(stretch) as archive:
+            (tensor,) = [member for member in archive.infolist() if member.filename.endswith("/data/0")]
+            for member in archive.infolist():
+                if member is not tensor:  # the others are a few bytes; reading compares
+                    archive.read(member)
+        stretch.seek(0)
+        part = torch.load(stretch, map_location="cpu", weights_only=True)
+        content: Any = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()
+        intact = zlib.crc32(content) == tensor.CRC
+    except _DAMAGE as error:
+        why = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
+        raise DamagedCheckpoint(f"{place.relative_path}: {why}") from None
+    if not intact:
+        raise DamagedCheckpoint(f"{place.relative_path}: the bytes do not match their checksum")
+    return part.detach()
+
+
+def _position(place: Any) -> tuple[str, int]:
+    """By which places in a folder are sorted to be read from the front of each file to its end."""
+    return place.relative_path, place.offset
+
+
+def damaged_tensors(step: Path, advance: Callable[[int], None]) -> Iterator[str]:
+    """Reads every tensor of a step's folder and says what is wrong, a text for each that is damaged; ``advance`` hears the bytes read.
+
+    Raises:
+        ConfigError: ``.metadata`` is missing or damaged. OSError: a file system fails.
+    """
+    places = read_metadata(step / ".metadata").storage_data
+    for index, place in sorted(places.items(), key=lambda entry: _position(entry[1])):
+        try:
+            with (step / place.relative_path).open("rb", buffering=0) as file:
+                read_part(file, place)
+        except DamagedCheckpoint as error:
+            yield f"{error} ({index.fqn})"
+        advance(place.length)
+
+
+class CheckedReader(FileSystemReader):
+    """torch's reader of a step's folder, for Megatron, but that it runs no code and compares every tensor with its checksum."""
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return read_metadata(Path(self.path) / ".metadata")
+
+    def read_metadata(self, *unused: Any, **unused_too: Any) -> Metadata:
+        """Read once. Raises ConfigError (see `read_metadata`)."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """What this rank needs, each file from its front to its end.
+
+        Raises:
+            DamagedCheckpoint: bytes are not as they were written. OSError: a file system fails.
+        """
+        items = sorted(((self.storage_data[item.storage_index], item) for item in plan.items), key=lambda entry: _position(entry[0]))
+        for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
+            with (Path(self.path) / name).open("rb", buffering=0) as file:
+                for place, item in entries:
+                    stretches = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = read_part(file, place)[tuple(slice(start, start + length) for start, length in stretches)]
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:

@@ -5,6 +5,7 @@ In the trainer's own format, by its own last steps (``pretrain.checkpoint.publis
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 
 from fem_common.errors import files_told
 from fem_megatron import platform
-from pretrain.checkpoint import WEIGHTS_ALONE, Inherited, Progress, manifest_of, publish_step, write_tensors
+from pretrain.checkpoint import WEIGHTS_ALONE, WRITING, Inherited, Progress, manifest_of, publish_step, write_tensors
 from pretrain.config import RunConfig
 
 
@@ -36,18 +37,22 @@ def save_weights(
         ConfigError: the folder cannot be written to. StorageError: a file system failed.
     """
     final = folder / f"step_{progress.step:08d}"
-    temporary = folder / f".writing_{final.name}"
+    temporary = folder / f"{WRITING}{final.name}"
     state = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in weights.items()}
     begun = not torch.distributed.is_initialized()
     if begun:
         platform.initialize_distributed()
     try:
         with files_told():
+            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            write_tensors(state, temporary, get_default_save_sharded_strategy("torch_dist"))
+            write_tensors(state, temporary, get_default_save_sharded_strategy("torch_dist")).execute_sync()
             told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
             manifest = {**manifest_of(config, progress, content_key, inherited), **told, "contents": WEIGHTS_ALONE}
             publish_step(temporary, final, manifest, keep_last=None)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     finally:
         if begun:
             torch.distributed.destroy_process_group()

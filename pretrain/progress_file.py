@@ -63,12 +63,23 @@ class ProgressFile:
             "host": host.node(),
             "world_size": self.world_size,
         }
+        text = (json.dumps(content, indent=1) + "\n").encode()
         temporary = self.folder / f".{NAME}.new"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / NAME)
+        try:
+            _write(temporary, "wb", text)
+            temporary.replace(self.folder / NAME)
+        except OSError:
+            if state != "failed":
+                raise
+            # A full file system has room where the old file is; spaces make up the length.
+            _write(self.folder / NAME, "r+b", text.ljust((self.folder / NAME).stat().st_size))
+
+
+def _write(path: Path, mode: str, content: bytes) -> None:
+    with path.open(mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _one_line(message: str) -> str:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from fem_common.errors import CommandError, ConfigError
+from fem_common.errors import MISTAKES, CommandError, ConfigError, StorageError, reason
 from fem_megatron import catalogue, platform
-from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, Found, Progress, find, newest_good
+from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, DamagedCheckpoint, Found, Progress, find, newest_good
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets
 from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
+from pretrain.engines import Engine
 from pretrain.engines.building import initialize_model_parallel, make_engine
 from pretrain.engines.deepspeed_ops import check_ops
 from pretrain.evaluations import Evaluations, check_suite
@@ -82,7 +83,7 @@ def build_index(prepared: Prepared) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         contents = _contents(facts, say)
-        last = from_rank_0(lambda: newest_good(folder / "checkpoints", say))
+        last = from_rank_0(lambda: newest_good(folder / "checkpoints", {}, say))
         samples = max(Schedule.of(config).total_samples, last.progress.order_samples if last else 0)
         data = _data(config, facts, contents, samples, folder, say)
     finally:
@@ -130,13 +131,22 @@ def _check_deepspeed(config: RunConfig) -> None:
 
 @contextmanager
 def _failure_told(file: ProgressFile) -> Iterator[None]:
-    """Writes what ends the attempt early to progress.json on its way out."""
+    """Writes what ends the attempt early to progress.json on its way out.
+
+    Raises:
+        StorageError: a file system failed, under whatever the run writes.
+    """
     try:
         yield
     except BaseException as error:
-        kind = "" if isinstance(error, CommandError) else f"{type(error).__name__}: "
+        told: BaseException = error
+        if isinstance(error, OSError) and not isinstance(error, (*MISTAKES, BrokenPipeError)):
+            told = StorageError(reason(error))
+        kind = "" if isinstance(told, CommandError) else f"{type(told).__name__}: "
         with suppress(OSError):
-            file.tell("failed", message=f"{kind}{error}")
+            file.tell("failed", message=f"{kind}{told}")
+        if told is not error:
+            raise told from None
         raise
 
 
@@ -148,16 +158,8 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, file: Prog
     from_rank_0(lambda: check_suite(config.evaluate))
     initialize_model_parallel(config)
     checkpoints = Checkpoints(folder / "checkpoints", config, say)
-    found = _starting_point(config, checkpoints)
-    own = found if found is not None and found.path.parent == checkpoints.folder else None
-    progress = Progress(0, 0, schedule.total_samples)
-    changed: list[Change] = []
-    if own is not None:
-        changed = changes(own.manifest["config"], config)
-        _check_resumable(own, changed, config, facts, contents, schedule)
-        progress = replace(own.progress, order_samples=max(own.progress.order_samples, schedule.total_samples))
-    elif found is not None:
-        check_model(found.path, found.manifest["config"], config)
+    checkpoints.sweep()
+    found, own, progress, changed = _start(config, facts, contents, schedule, checkpoints)
     file.at(progress.step, progress.consumed_samples, checkpoints.last)
     file.tell("starting")
     if first:
@@ -174,16 +176,41 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, file: Prog
         if first:
             _evaluate_late(config, schedule, checkpoints, received, progress.step)
         return Outcome(progress, None, own.path)
-    trainer = _trainer(config, facts, contents, file, checkpoints, progress, received)
+    engine, callbacks = _engine(config, schedule, say), list[Callback]()
     try:
-        if found is not None:
-            checkpoints.load(trainer.engine, found, model_only=own is None)
-            say(f"{'resumed' if own else 'weights taken'} from {found.path}" + (f" at step {progress.step}" if own else ""))
+        while found is not None:
+            try:
+                checkpoints.load(engine, found, model_only=own is None)
+                say(f"{'resumed' if own else 'weights taken'} from {found.path}" + (f" at step {progress.step}" if own else ""))
+                break
+            except DamagedCheckpoint as error:
+                if own is None:
+                    raise
+                checkpoints.pass_over(own, error)
+            found, own, progress, _ = _start(config, facts, contents, schedule, checkpoints)
+            file.at(progress.step, progress.consumed_samples, checkpoints.last)
+        trainer = _trainer(config, facts, contents, file, checkpoints, engine, progress, received)
+        callbacks = trainer.callbacks
         return trainer.run()
     finally:
-        trainer.engine.close()
-        for callback in trainer.callbacks:
+        engine.close()
+        for callback in callbacks:
             callback.on_end()
+
+
+def _start(
+    config: RunConfig, facts: DataFacts, contents: Contents, schedule: Schedule, checkpoints: Checkpoints
+) -> tuple[Found | None, Found | None, Progress, list[Change]]:
+    """(the checkpoint to read, the same if it is the run's own, the position it is at, what the configuration has changed since)."""
+    found = _starting_point(config, checkpoints)
+    if found is None or found.path.parent != checkpoints.folder:
+        if found is not None:
+            check_model(found.path, found.manifest["config"], config)
+        return found, None, Progress(0, 0, schedule.total_samples), []
+    changed = changes(found.manifest["config"], config)
+    _check_resumable(found, changed, config, facts, contents, schedule)
+    progress = replace(found.progress, order_samples=max(found.progress.order_samples, schedule.total_samples))
+    return found, found, progress, changed
 
 
 def _complete_at(before: dict[str, Any] | None, step: int) -> bool:
@@ -197,20 +224,15 @@ def _trainer(
     contents: Contents,
     file: ProgressFile,
     checkpoints: Checkpoints,
+    engine: Engine,
     progress: Progress,
     received: list[int],
 ) -> Trainer:
-    """The loop with all its parts; its weights are fresh."""
+    """The loop with all its parts."""
     schedule, world_size, first = file.schedule, file.world_size, file.folder is not None
     folder, say = run_directory(config), _speaker(first)
     plan = make_plan(config, world_size, facts, cuda=platform.has_cuda())
     data = _data(config, facts, contents, progress.order_samples, folder, say)
-    try:
-        engine = make_engine(config, schedule, say)
-    except ValueError as error:
-        if any(block.mixer.external for block in config.model.blocks()):  # what another package says of its layer's options
-            raise ConfigError(str(error)) from None
-        raise
     say(
         f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {schedule.steps} steps of {schedule.step_tokens} tokens on "
         f"{world_size} x {platform.device_name()} (TP {config.parallel.tensor_model_parallel_size}, "
@@ -236,6 +258,16 @@ def _trainer(
         progress_file=file,
         received=received,
     )
+
+
+def _engine(config: RunConfig, schedule: Schedule, say: Callable[[str], None]) -> Engine:
+    """Its weights are fresh."""
+    try:
+        return make_engine(config, schedule, say)
+    except ValueError as error:
+        if any(block.mixer.external for block in config.model.blocks()):  # what another package says of its layer's options
+            raise ConfigError(str(error)) from None
+        raise
 
 
 def _diagnostics_interval(config: RunConfig, say: Callable[[str], None]) -> int:

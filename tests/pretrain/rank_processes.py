@@ -84,13 +84,13 @@ def _rank(arguments: list[str], environment: dict[str, str], output: str, nap: f
     raise SystemExit(main(arguments))
 
 
-def wait_until(holds: Callable[[], bool], ranks: list[BaseProcess]) -> None:
+def wait_until(holds: Callable[[], bool], ranks: list[BaseProcess], nap: float = 0.02) -> None:
     """Until ``holds`` while all ranks live; fails after two minutes."""
     deadline = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < deadline, "waited for too long"
         assert all(rank.is_alive() for rank in ranks), "a rank has ended"
-        time.sleep(0.02)
+        time.sleep(nap)
 
 
 def send(process: BaseProcess, number: signal.Signals) -> None:

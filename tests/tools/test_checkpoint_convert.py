@@ -259,6 +259,26 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(plain: tuple[str, Path,
     assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141) and not done.stderr
 
 
+@fp32_alone
+def test_verify(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One bit of one tensor, of any of a run's checkpoints; `show` reads no tensor and does not see it."""
+    _, run_dir, _ = plain
+    assert main(["verify", str(run_dir)]) == 0
+    assert capsys.readouterr().out.count(": undamaged, ") == len(list((run_dir / "checkpoints").glob("step_*")))
+    step = altered(run_dir, tmp_path / "run")
+    file = next(step.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["show", str(step)]) == 0
+    capsys.readouterr()
+    for given in (step, tmp_path / "run"):
+        assert main(["verify", str(given)]) == 1
+        assert capsys.readouterr().out.startswith(f"{step}: damaged: {file.name}: the bytes do not match their checksum (")
+    assert main(["verify", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline_model_parallel_size: int = 1) -> Path:
     """A copy of the run's third step (made unless it is there) whose manifest fits its files, with what is given in it."""
     step = step_of(to)

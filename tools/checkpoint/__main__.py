@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tools.checkpoint", description="What a checkpoint holds; the same one for another engine.")
+    parser = argparse.ArgumentParser(
+        prog="tools.checkpoint", description="What a checkpoint holds, and whether it is whole; the same one for another engine."
+    )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verb = verbs.add_parser(
         "convert",
@@ -60,6 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=CHECKPOINT)
     verb.set_defaults(run=_show)
+    verb = verbs.add_parser(
+        "verify",
+        help="read every byte of a checkpoint, or of all of a run, and compare it with its checksums",
+        description="Reads checkpoints whole and compares sizes, hashes and every tensor's checksum. Exit code 1: one is damaged.",
+    )
+    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run directory (all its checkpoints), or a step_NNNNNNNN")
+    verb.set_defaults(run=_verify)
     return parser
 
 
@@ -85,6 +94,12 @@ def _show(given: argparse.Namespace) -> int:
     for title, text in lines:
         print(f"{title:<11} {text}")
     return 0 if undamaged else 1
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from tools.checkpoint.verify import verify
+
+    return 0 if verify(given.checkpoint) else 1
 
 
 if __name__ == "__main__":

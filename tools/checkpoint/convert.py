@@ -14,10 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fem_common.errors import ConfigError, StorageError, files_told
-from pretrain.checkpoint import MANIFEST, PICKLES, WEIGHTS_ALONE, publish_step
+from pretrain.checkpoint import MANIFEST, PICKLES, WEIGHTS_ALONE, WRITING, publish_step, write_common
 from pretrain.checkpoint_reader import Found, find, newest_first, read_common, read_metadata
 from pretrain.config import EngineConfig
 from pretrain.loader import load_values, to_dict
@@ -103,15 +101,16 @@ def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) 
 
 def _write(found: Found, final: Path, manifest: dict[str, Any], pickles: dict[str, Any]) -> bool:
     """The files, then the manifest and the name; whether every file that stays as it is could be linked."""
-    temporary = final.parent / f".writing_{final.name}"
+    temporary = final.parent / f"{WRITING}{final.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         kept = [found.path / name for name in found.manifest["files"] if name not in pickles and name != MANIFEST]
         linked = [_linked(path, temporary / path.name) for path in kept]
-        for name, contents in pickles.items():
-            with (temporary / name).open("wb") as file:
-                pickle.dump(contents, file) if name == ".metadata" else torch.save(contents, file)
+        if pickles:
+            metadata, common = (pickles[name] for name in PICKLES)
+            (temporary / ".metadata").write_bytes(pickle.dumps(metadata))
+            write_common(temporary, common)
         publish_step(temporary, final, manifest, keep_last=None)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

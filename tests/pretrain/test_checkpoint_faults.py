@@ -1,0 +1,292 @@
+"""Faults of disks and machines: full file systems, flipped bits, killed writers. What was good stays, and the run says what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fem_megatron import platform
+from pretrain.checkpoint import MANIFEST
+from pretrain.checkpoint_reader import DamagedCheckpoint, read_metadata, read_part
+from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.rank_processes import PATIENCE, started, wait_until
+from tests.pretrain.test_checkpoints import curve, same, weights
+
+LARGER_THAN_METADATA = 300_000  # bytes; the small run's files of tensors are larger, all others smaller
+
+
+def flip(file: Path, position: int) -> None:
+    """One bit of a file, its size and name the same."""
+    content = bytearray(file.read_bytes())
+    content[position] ^= 4
+    file.write_bytes(content)
+
+
+def steps(pretrain: Command) -> list[str]:
+    """The names in the run's folder of checkpoints."""
+    return sorted(path.name for path in pretrain.checkpoints.iterdir())
+
+
+# --- flipped bits -------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_flipped_bit_makes_another_tensor() -> None:
+    """In any byte of a tensor's archive, headers and padding among them: refused as damaged, or without effect."""
+    archive, tensor = io.BytesIO(), torch.randn(16, 16)
+    torch.save(tensor, archive)
+    whole, dice = archive.getvalue(), random.Random(0)
+    place = SimpleNamespace(relative_path="__0_0.distcp", offset=3, length=len(whole))
+    refused = 0
+    for position in range(len(whole)):
+        content = bytearray(b"abc" + whole + b"the next one")
+        content[3 + position] ^= 1 << dice.randrange(8)
+        try:
+            found = read_part(io.BytesIO(content), place)
+        except DamagedCheckpoint:
+            refused += 1
+        else:
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), position
+    assert refused > tensor.nbytes, "each of the tensor's own bytes is covered"
+
+
+def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Command) -> None:
+    """Found while the engine reads, which is then read into anew: the run is the one that was never damaged."""
+    assert pretrain() == 0
+    expected, last = curve(pretrain.run_dir), weights(pretrain.run_dir)
+    newest = pretrain.checkpoints / "step_00000012"
+    weight = "decoder.layers.0.mlp.gate_up"
+    place = next(place for index, place in read_metadata(newest / ".metadata").storage_data.items() if index.fqn == weight)
+    file = newest / place.relative_path
+    flip(file, place.offset + place.length // 2)
+    damaged = file.read_bytes()
+    with pytest.raises(DamagedCheckpoint, match=f"step_00000012 is damaged: {weight}: {file.name}: "):
+        weights(pretrain.run_dir)
+    (pretrain.run_dir / "progress.json").unlink()  # else it is complete, and reads nothing
+    assert pretrain("checkpoint.keep_last=1") == 0
+    assert f"{newest} is damaged: {file.name}: " in pretrain.out and "step_00000008 at step 8" in pretrain.out
+    assert curve(pretrain.run_dir) == expected and same(weights(pretrain.run_dir), last)
+    assert steps(pretrain) == ["damaged_step_00000012", "latest", "step_00000012"]
+    assert (pretrain.checkpoints / "damaged_step_00000012" / file.name).read_bytes() == damaged
+
+
+def test_two_ranks_agree_on_a_flipped_bit(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
+    """One rank meets it in its own tensors: both pass over the checkpoint. DeepSpeed's engine, which reads piece by piece."""
+    arguments = [DEMO, *settings, "parallel.tensor_model_parallel_size=2", "engine.name=deepspeed"]
+    assert ranks(2, arguments, tmp_path / "first")[0] == [0, 0]
+    expected = curve(pretrain.run_dir)
+    flip(pretrain.checkpoints / "step_00000012" / "__1_0.distcp", 100_000)
+    (pretrain.run_dir / "progress.json").unlink()
+    codes, said = ranks(2, arguments, tmp_path / "second")
+    assert codes == [0, 0], said
+    assert "step_00000012 is damaged: __1_0.distcp: " in said[0] and "step_00000008 at step 8" in said[0]
+    assert curve(pretrain.run_dir) == expected
+
+
+@pytest.mark.parametrize("fault", ["a file is missing", "a bit is flipped"])
+def test_no_run_starts_anew_over_damaged_checkpoints(pretrain: Command, fault: str) -> None:
+    """A file system that has a fault for a moment destroys nothing: refused, nothing changed, and afterwards the run goes on."""
+    assert pretrain() == 0
+    (pretrain.run_dir / "progress.json").unlink()
+    before = steps(pretrain)
+    for step in pretrain.checkpoints.glob("step_*"):
+        shutil.copytree(step, pretrain.run_dir / "kept" / step.name)
+        (step / "common.pt").unlink() if fault == "a file is missing" else flip(step / "__0_1.distcp", 400_000)
+    for _ in range(2):
+        assert pretrain("checkpoint.keep_last=1", "train.steps=14") == 1
+        assert pretrain.err.startswith("pretrain: error: no checkpoint in ") and pretrain.err.count("\n") == 1
+        assert "checkpoint.load" in pretrain.err and "run_dir" in pretrain.err
+        assert steps(pretrain) == before
+    shutil.copytree(pretrain.run_dir / "kept", pretrain.checkpoints, dirs_exist_ok=True)
+    assert pretrain("train.steps=14") == 0
+    assert "step_00000012 at step 12" in pretrain.out
+
+
+def test_keep_last_deletes_no_damaged_checkpoint(pretrain: Command) -> None:
+    assert pretrain("train.steps=8", "optimizer.schedule=constant") == 0
+    (pretrain.checkpoints / "step_00000004" / "common.pt").unlink()
+    assert pretrain("checkpoint.keep_last=1", "optimizer.schedule=constant") == 0
+    assert steps(pretrain) == ["damaged_step_00000004", "latest", "step_00000012"]
+
+
+# --- full file systems --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """What ``ulimit -f`` does, in this process and what it forks."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def failed(run_dir: Path, step: str) -> None:
+    """The run's own word: it failed, at this checkpoint, of which nothing is left."""
+    told = json.loads((run_dir / "progress.json").read_text())
+    assert told["state"] == "failed" and f"{step} cannot be written: " in told["message"]
+    assert not [path.name for path in (run_dir / "checkpoints").iterdir() if step in path.name]
+
+
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
+def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command, how: str) -> None:
+    assert pretrain("train.steps=4", "optimizer.schedule=constant") == 0
+    with largest_file(LARGER_THAN_METADATA):
+        assert pretrain(how, "optimizer.schedule=constant") == 1
+    step = pretrain.checkpoints / "step_00000008"
+    assert pretrain.err == f"pretrain: error: checkpoint {step} cannot be written: File too large (rank 0)\n"
+    failed(pretrain.run_dir, step.name)
+    assert pretrain(how, "optimizer.schedule=constant") == 0
+    assert "step_00000004 at step 4" in pretrain.out
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of its own, in which `fill` leaves so many bytes."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def ranks(world: int, arguments: list[str], output: Path) -> tuple[list[int | None], list[str]]:
+    """(exit codes, output) of all ranks of a run."""
+    with started(world, arguments, output) as processes:
+        for process in processes:
+            process.join(PATIENCE)
+        return [process.exitcode for process in processes], [Path(f"{output}.{rank}").read_text() for rank in range(world)]
+
+
+@pytest.mark.parametrize("room", ["for nothing", "for the tensors alone"])
+def test_a_full_file_system_under_two_ranks(full: Path, settings: list[str], tmp_path: Path, room: str) -> None:
+    """No rank hangs or raises, whichever of them meets it: the tensors are of both, .metadata of the first alone."""
+    run_dir = full / "run"
+    arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant"]
+    assert ranks(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
+    kept = run_dir / "checkpoints" / "step_00000004"
+    tensors = sum(path.stat().st_size for path in kept.glob("*.distcp"))
+    free = os.statvfs(full)
+    left = 200_000 if room == "for nothing" else tensors + 60_000
+    with (full / "filling").open("wb") as filling:
+        filling.write(bytes(free.f_bavail * free.f_frsize - left))
+    codes, said = ranks(2, arguments, tmp_path / "second")
+    assert codes == [1, 1]
+    for text in said:
+        assert text.count("cannot be written: No space left on device") == 1 and "Traceback" not in text, text
+    failed(run_dir, "step_00000008")
+    (full / "filling").unlink()
+    assert ranks(2, arguments, tmp_path / "third")[0] == [0, 0]
+
+
+def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Command) -> None:
+    """Not a byte is left while the run writes its metrics."""
+    run_dir = full / "run"
+    assert pretrain(f"run_dir={run_dir}", "train.steps=4") == 0
+    free = os.statvfs(full)
+    with (full / "filling").open("wb") as filling, contextlib.suppress(OSError):
+        filling.write(bytes(free.f_bavail * free.f_frsize))
+    assert pretrain(f"run_dir={run_dir}") == 1
+    assert "No space left on device" in pretrain.err and pretrain.err.count("\n") == 1
+    assert json.loads((run_dir / "progress.json").read_text())["state"] == "failed"
+
+
+# --- killed writers -----------------------------------------------------------------------------------------------------------------
+
+
+def _sleep(pipe: Any) -> None:
+    pipe.send(os.getpid())
+    time.sleep(PATIENCE)
+
+
+def _rank_with_a_writer(pipe: Any) -> None:
+    context = multiprocessing.get_context("fork")
+    context.Process(target=platform.ending_with_parent(_sleep), args=(pipe,)).start()
+    time.sleep(PATIENCE)
+
+
+def test_a_writer_ends_with_its_rank() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=_rank_with_a_writer, args=(theirs,))
+    rank.start()
+    theirs.close()
+    assert ours.recv()
+    rank.kill()
+    rank.join()
+    assert ours.poll(10), "nobody holds the other end any more"
+    with pytest.raises(EOFError):
+        ours.recv()
+
+
+def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
+    """Its rank is killed while it is stopped in the middle of a file; what it had half written is swept, whatever the step."""
+    large = ["model.hidden_size=256", "model.ffn_hidden_size=1024", "train.steps=4"]
+    stopped: list[int] = []
+
+    def stop_writer() -> bool:
+        for pid in _children(processes[0].pid):
+            with contextlib.suppress(OSError):
+                if any(os.readlink(file).endswith(".distcp") for file in Path(f"/proc/{pid}/fd").iterdir()):
+                    os.kill(pid, signal.SIGSTOP)
+                    stopped.append(pid)
+        return bool(stopped)
+
+    with started(1, [DEMO, *settings, *large], tmp_path / "out") as processes:
+        wait_until(stop_writer, processes, nap=0.0)
+        assert list(pretrain.checkpoints.glob(".writing_*"))
+        processes[0].kill()
+        processes[0].join()
+    try:
+        with (pretrain.run_dir / "lock").open("w") as lock:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.05)
+            else:
+                pytest.fail("the writer holds the lock")
+        assert pretrain("train.steps=5", "checkpoint.interval=0") == 0
+        assert steps(pretrain) == ["latest", "step_00000005"]
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int | None) -> list[int]:
+    """Of a process and theirs, by their ids."""
+    found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return found + [inner for child in found for inner in _children(child)]
+
+
+# --- what nobody else wrote ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_file_but_the_tensors_has_a_hash(pretrain: Command) -> None:
+    assert pretrain("train.steps=4") == 0
+    step = pretrain.checkpoints / "step_00000004"
+    hashed = set(json.loads((step / MANIFEST).read_text())["sha256"])
+    assert {path.name for path in step.iterdir() if path.suffix != ".distcp"} == {*hashed, MANIFEST}
