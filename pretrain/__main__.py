@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from fem_common.errors import MISTAKES, CommandError, ConfigError, end
+from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, end
 from fem_common.exits import Exit
 from fem_megatron.catalogue import table
 from pretrain import signals
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.index:
             return _index(prepare(config, None), int(launched or 1))
         return _train(config, int(launched or 1))
-    except ConfigError as error:
+    except UserError as error:
         return end("pretrain", error) if speaks else error.code
     except CommandError as error:  # told by every rank: it may have met one alone
         return end("pretrain", error)
