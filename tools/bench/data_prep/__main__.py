@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fem_common.errors import CommandError, UserError, end
+from fem_common.errors import CommandError, end
 from tools.bench import environment
 from tools.bench.data_prep import breakdown, corpus, encoding, index, peers, report
 from tools.bench.data_prep.processes import ROOT, Neighbours, Spread, load, run
@@ -141,8 +141,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None, effort: Effort | None = None, folder: Path = FOLDER) -> int:
     """Measure, print the report: 0, 1 where a target is missed or bytes differ, 2 where something that is needed is absent."""
     options = parse(arguments)
-    if options.corpus is not None and not options.corpus.exists():
-        return end("tools.bench.data_prep", UserError(f"--corpus {options.corpus}: no such file or folder"))
+    try:
+        if options.corpus is not None:
+            options.corpus.stat()
+    except OSError as error:
+        return end("tools.bench.data_prep", error)
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=folder))
     bench = Bench(effort or (QUICK if options.quick else FULL), folder, scratch, options.corpus, options.peers)
