@@ -144,7 +144,7 @@ def patches_a_library(sources: Sources) -> list[str]:
 
 
 def own_exit_code(sources: Sources) -> list[str]:
-    """A number other than 0 and 1 that ends a process, or a command's ``main``, outside the one table of exit codes; or its number's name."""
+    """A number other than 0 and 1 with which a process, or a command's ``main``, ends: the table of exit codes has its name."""
     faults = []
     for name, text in sources.items():
         if name == "fem_common/exits.py":

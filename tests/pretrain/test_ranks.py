@@ -65,13 +65,18 @@ def test_all_ranks_hear_the_same(tmp_path: Path, case: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fails", "said", "code"), [(False, "unknown key model.num_layer", Exit.WRONG_INPUT), (True, "Input/output error", Exit.FAULT)]
+    ("config", "said", "code"),
+    [
+        (DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT),
+        ("failing.yaml", "Input/output error", Exit.FAULT),  # it opens, and reading fails
+    ],
 )
-def test_torchruns_last_lines_are_the_error(tmp_path: Path, fails: bool, said: str, code: Exit) -> None:
-    config = tmp_path / "run.yaml"
-    config.symlink_to("/proc/self/mem" if fails else ROOT / DEMO)  # it opens, and reading fails
+def test_torchruns_last_lines_are_the_error(tmp_path: Path, config: str, said: str, code: Exit) -> None:
+    (tmp_path / "failing.yaml").symlink_to("/proc/self/mem")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain"]
-    done = subprocess.run([*command, str(config), "model.num_layer=3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    file = ROOT / config if config == DEMO else tmp_path / config
+    done = subprocess.run([*command, str(file), "model.num_layer=3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1  # torchrun's own, whatever the ranks' are
     (cause,) = done.stderr.split("Root Cause")[1:]
-    assert re.search(rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z", cause), cause
+    last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
+    assert re.search(last, cause), cause
