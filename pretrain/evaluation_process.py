@@ -1,6 +1,7 @@
 """``python -m pretrain.evaluation_process PARENT COMMAND...`` becomes the command: niced, and ended when its parent, a training rank, ends.
 
-Standard library and the table of exit codes alone. It replaces itself, so that the process that was started is the command and not its keeper.
+Standard library and the table of exit codes alone. It replaces itself, so that the process that was started is the command and not its
+keeper.
 """
 
 from __future__ import annotations
