@@ -213,7 +213,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_one_merge_at_a_time(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Lock(data):
-        assert "another data_prep process" in refused(data, capsys)
+        assert "another data_prep process" in refused(data, capsys, code=75)
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
@@ -260,7 +260,8 @@ def test_merges_at_once_without_a_working_lock_leave_the_data_whole(data: Path, 
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, "BESIDE": BESIDE})
     assert "met" in result.stdout, result
     errors = [line for line in result.stderr.splitlines() if "cannot be locked" not in line]
-    assert (result.returncode, len(errors)) in ((0, 0), (2, 1)), result
+    # Refused as busy, or by a file that the other has moved away, depending on how far it was.
+    assert (result.returncode, len(errors)) in ((0, 0), (2, 1), (75, 1)), result
     assert snapshot(data) == snapshot(merged)
 
 
