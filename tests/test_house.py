@@ -1,6 +1,7 @@
 """The house's rules, read off the sources of the whole repository: who imports whom, who may know CUDA, sizes, docstrings, packaging.
 
 Each rule is a function from sources to faults, and is shown a fault of its kind too: a rule that finds nothing anywhere is worth nothing.
+Long, because every rule of the house stands here beside the faults that it must find.
 """
 
 from __future__ import annotations
