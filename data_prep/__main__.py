@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from data_prep.errors import Terminated, UserError, describe_os_error
+from data_prep.errors import Terminated
+from fem_common.errors import CommandError, Fault, end
+from fem_common.exits import Exit
 
 # Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {
@@ -35,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with 2."""
         print(f"data_prep: error: {message} (see: {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(Exit.WRONG_INPUT)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -75,23 +77,19 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a verb: its exit code; 2 with one line for an error a user can mend, 130 when interrupted, 143 when terminated."""
+    """Run a verb: its exit code, with one line where it is not 0."""
     try:
         with _sigterm_as_interrupt():
             arguments = parse(sys.argv[1:] if argv is None else argv)
             return int(arguments.main(arguments))
-    except UserError as error:
-        message = str(error)
-    except OSError as error:
-        message = describe_os_error(error)
+    except (CommandError, OSError) as error:
+        return end("data_prep", error)
     except MemoryError:
-        message = "not enough memory; what is finished is kept: the same command goes on where there is more"
+        return end("data_prep", Fault("not enough memory; what is finished is kept: the same command goes on where there is more"))
     except KeyboardInterrupt as interrupt:
-        end, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
-        print(f"data_prep: {end}; what is finished is kept: the same command goes on", file=sys.stderr)
+        said, code = ("terminated", Exit.TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", Exit.INTERRUPTED)
+        print(f"data_prep: {said}; what is finished is kept: the same command goes on", file=sys.stderr)
         return code
-    print(f"data_prep: error: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data_prep.errors import UserError, describe_os_error
+from fem_common.errors import InUse, reason, told
 
 UNFINISHED = ".unfinished"
 LOCK = ".lock"
@@ -63,11 +63,11 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Raises UserError where that is impossible."""
+    """Create a folder and its parents. Raises UserError, StorageError where that is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot create the folder {path} ({describe_os_error(error)})") from None
+        raise told(error, f"cannot create the folder {path} (", ")") from None
 
 
 def temporary(path: Path) -> Path:
@@ -134,7 +134,7 @@ class Lock:
     """A folder, created where it is missing, that one process alone may write in; or, ``shared``, any number of them that all share it.
 
     The lock is on a file in it, ``.lock``, that stays: NFS locks no folders, and files to those alone who may write them. It ends with the
-    process. Raises UserError when others hold it. A file system without locks is told of, and the work goes on: ``held`` is False.
+    process. Raises InUse when others hold it. A file system without locks is told of, and the work goes on: ``held`` is False.
     """
 
     def __init__(self, folder: Path, *, shared: bool = False) -> None:
@@ -148,10 +148,10 @@ class Lock:
             self.held = True
         except BlockingIOError:
             os.close(self._lock)
-            raise UserError(f"another data_prep process is writing {self.folder}; wait for it or choose another --out") from None
+            raise InUse(f"another data_prep process is writing {self.folder}; wait for it or choose another --out") from None
         except OSError as error:
             if not self.shared:
-                print(f"data_prep: {self.folder} cannot be locked ({describe_os_error(error)}); start no second run on it", file=sys.stderr)
+                print(f"data_prep: {self.folder} cannot be locked ({reason(error)}); start no second run on it", file=sys.stderr)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -166,15 +166,15 @@ def _open_lock(path: Path) -> int:
         try:
             return os.open(path, os.O_RDONLY)  # another user's, or on a file system that is read only
         except OSError:
-            raise UserError(f"cannot write in {path.parent} ({describe_os_error(error)})") from None
+            raise told(error, f"cannot write in {path.parent} (", ")") from None
 
 
 class Staging:
     """A folder's new content, gathered in a folder of its own in ``OUT/.unfinished`` and moved to its final names at the end.
 
     ``.unfinished`` beside final names and no seal: a publication was cut short there, and those names are ours to replace.
-    One process may stage in a folder at a time; where locks do not work, several do each other no harm. Raises UserError when another
-    stages, or when the folder cannot be written.
+    One process may stage in a folder at a time; where locks do not work, several do each other no harm. Raises InUse when another
+    stages; UserError, StorageError when the folder cannot be written.
     """
 
     def __init__(self, out: Path) -> None:
@@ -194,19 +194,19 @@ class Staging:
                 remove_leftovers(self.path.parent)
         except OSError as error:
             self._lock.__exit__(None, None, None)
-            raise UserError(f"cannot write in {self.out} ({describe_os_error(error)})") from None
+            raise told(error, f"cannot write in {self.out} (", ")") from None
         return self
 
     def publish(self, names: Iterable[str], *, seal: str, stale: Iterable[str] = ()) -> None:
         """Remove the old ``seal`` and the ``stale`` names, then move the staged ``names`` to their final names, and the new seal last.
 
-        A seal of the same content stays: it vouches for the new names as well. Raises UserError, and changes nothing, where a staged file
+        A seal of the same content stays: it vouches for the new names as well. Raises InUse, and changes nothing, where a staged file
         is gone.
         """
         names = list(names)
         for name in (*names, seal):
             if not (self.path / name).is_file():
-                raise UserError(f"{self.path / name} is gone: another process works on {self.out}; give the command again after it")
+                raise InUse(f"{self.path / name} is gone: another process works on {self.out}; give the command again after it")
         if not _same_content(self.path / seal, self.out / seal):
             (self.out / seal).unlink(missing_ok=True)
         for name in stale:

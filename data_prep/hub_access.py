@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from data_prep.errors import UserError, one_line
+from fem_common.errors import Fault
 
 SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a person waits for an answer
 LONG_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # in the middle of hours of work
@@ -46,7 +47,7 @@ def patiently(
 ) -> Answer:
     """What ``call`` returns; after a broken connection, 408, 429 or 5xx again, after each of ``waits`` [s] or as long as the server asks.
 
-    Raises UserError where it goes on failing, or fails in a way that waiting does not mend.
+    Raises Fault where it goes on failing, UserError where it fails in a way that waiting does not mend.
     """
     failures = hub_failures()
     for wait in (*waits, None):
@@ -99,7 +100,7 @@ def _seconds_asked(error: Exception) -> float:
     return float(limit[1]) + 1.0 if limit is not None and _status(error) == 429 else 0.0
 
 
-def explain(error: Exception, repository: Repository) -> UserError:
+def explain(error: Exception, repository: Repository) -> UserError | Fault:
     """The failure as one line that names the repository and the nearest fix."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -130,7 +131,7 @@ def explain(error: Exception, repository: Repository) -> UserError:
     if status == 403:
         return UserError(f"{name}: {server} refuses access (403); set HF_TOKEN to a token that may read it")
     if status == 429:
-        return UserError(f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer workers, or {first}")
+        return Fault(f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer workers, or {first}")
     if status is not None:
-        return UserError(f"{name}: {server} answers {status}; try again later, or {first}")
-    return UserError(f"{name}: no answer from {server} ({one_line(error)}); check the network, set HF_ENDPOINT to a mirror, or {first}")
+        return Fault(f"{name}: {server} answers {status}; try again later, or {first}")
+    return Fault(f"{name}: no answer from {server} ({one_line(error)}); check the network, set HF_ENDPOINT to a mirror, or {first}")

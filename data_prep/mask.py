@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.errors import UserError, describe_os_error, one_line
+from data_prep.errors import UserError, one_line
+from fem_common.errors import told
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def load_mask(spec: str) -> Mask:
     except FileNotFoundError:
         raise UserError(f"no such file: {file} (of --mask {spec})") from None
     except OSError as error:
-        raise UserError(f"--mask {spec} cannot be read ({describe_os_error(error)})") from None
+        raise told(error, f"--mask {spec} cannot be read (", ")") from None
     module = ModuleType("data_prep_mask")
     module.__file__ = str(file.absolute())
     try:
@@ -111,7 +112,7 @@ def _digest(source: bytes, files: tuple[str, ...], file: Path) -> str:
             with (file.parent / name).open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         except OSError as error:
-            raise UserError(f"{file}: its file {name!r} cannot be read ({describe_os_error(error)})") from None
+            raise told(error, f"{file}: its file {name!r} cannot be read (", ")") from None
     return digest.hexdigest()
 
 

@@ -31,6 +31,7 @@ from data_prep.progress import count, counted, size
 from data_prep.reading import Reading
 from data_prep.samples import sample_digest
 from data_prep.units import manifest_of, plan_settings, read_entries, units_bytes
+from fem_common.errors import StorageError
 
 COPY_BYTES = 1 << 22
 OURS = re.compile(rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.(bin|idx))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+")  # in OUT/shards
@@ -202,7 +203,7 @@ def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
     free = shutil.disk_usage(out).free
     if wanted > free:
         sizes = f"merging takes {size(wanted)} beside the shards and {size(free)} are free"
-        raise UserError(f"{out}: {sizes}; make room and merge again with: python -m data_prep merge {out}")
+        raise StorageError(f"{out}: {sizes}; make room and merge again with: python -m data_prep merge {out}")
 
 
 def remove_shards(out: Path) -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.errors import UserError, describe_os_error
+from data_prep.errors import UserError
 from data_prep.files import make_folder, sha256_file, sync_file, sync_folder
+from fem_common.errors import told
 
 SCHEMA = pa.schema(
     [
@@ -99,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
         os.replace(temporary, out)
         sync_folder(out.parent)
     except OSError as error:
-        raise UserError(f"cannot write {out} ({describe_os_error(error)})") from None
+        raise told(error, f"cannot write {out} (", ")") from None
     finally:
         temporary.unlink(missing_ok=True)
     text_bytes = sum(len(text.encode()) for text in table.column("text").to_pylist())

@@ -22,13 +22,15 @@ from data_prep.documents import Selection, Settings
 from data_prep.drops import Drop
 from data_prep.encoder import load_folder
 from data_prep.encoders import Encoder, make
-from data_prep.errors import UserError, describe_os_error
+from data_prep.errors import UserError
 from data_prep.indexed import Index, read_index, with_ending
 from data_prep.layout import SPLITS, TOKENIZER, Plan, Unit, shard_prefix
 from data_prep.manifest import UnitEntry
 from data_prep.reading import Reading
 from data_prep.sources import Rows, SourceFile, Span, open_files, read_span
 from data_prep.units import plan_settings
+from fem_common.errors import CommandError
+from fem_common.errors import reason as reason_of
 
 FROM_A_UNIT = 10
 WHILE_READING = (Drop.UNREADABLE, Drop.MALFORMED)
@@ -74,8 +76,8 @@ def check_sample(folder: Path, plan: Plan, entries: Sequence[UnitEntry], number:
             try:
                 file = _unchanged(SourceFile(**plan.files[unit.file]), settings)
                 documents = _draw(file, unit, entries[unit.number], selection, wanted, result, reading.advance)
-            except (UserError, OSError) as error:
-                reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+            except (CommandError, OSError) as error:
+                reason = reason_of(error) if isinstance(error, OSError) else str(error)
                 result.unchecked.setdefault(reason, []).append(unit.number)
             else:
                 for document in documents:

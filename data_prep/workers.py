@@ -23,10 +23,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from data_prep.drops import Tally
-from data_prep.errors import FULL, UserError, describe_os_error, one_line
+from data_prep.errors import UserError, one_line
 from data_prep.files import remove_own_leftovers
 from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
 from data_prep.manifest import UnitEntry
+from fem_common.errors import FULL, CommandError, Fault, told
 
 if TYPE_CHECKING:
     from data_prep.unit import Engine
@@ -51,7 +52,7 @@ class Step:
 class Failed:
     """Why a worker gave its unit up, as a person reads it."""
 
-    message: str
+    error: CommandError
 
 
 class Watcher(Protocol):
@@ -70,10 +71,10 @@ class Watcher(Protocol):
 def run_units(out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, watcher: Watcher) -> None:
     """Do ``units`` in at most ``workers`` processes that encode with ``kind`` (see encoders.make).
 
-    Raises UserError for the first unit that fails or whose worker dies, after the others have ended the unit they are at.
+    Raises CommandError for the first unit that fails, Fault where its worker died, after the others have ended the unit they are at.
     """
     waiting = deque(units)
-    problems: list[str] = []
+    problems: list[CommandError] = []
     with _Crew(out, plan, kind) as crew:
         for _ in range(min(workers, len(waiting))):
             crew.hire(waiting.popleft())
@@ -86,14 +87,14 @@ def run_units(out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: 
                 if isinstance(message, UnitEntry):
                     watcher.done(worker.unit, message)
                 else:
-                    problems.append(message.message if message else crew.describe_death(worker))
+                    problems.append(message.error if message else Fault(crew.describe_death(worker)))
                 if waiting and not problems:
                     worker.give(waiting.popleft())
                 else:
                     crew.dismiss(worker)
             watcher.tick()
     if problems:
-        raise UserError(problems[0])
+        raise problems[0]
 
 
 class _Worker:
@@ -242,19 +243,19 @@ def _reporter(parent: Connection) -> Callable[[int, Tally], None]:
     return report
 
 
-def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) -> str:
+def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) -> CommandError:
     """An error in a worker as one line; of a fault of ours the traceback is printed too."""
-    if isinstance(error, UserError):
-        return str(error)
+    if isinstance(error, CommandError):
+        return error
     where = describe_unit(plan, plan.units[number]) if plan else f"unit {number}"
     if isinstance(error, MemoryError):
-        return f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}"
+        return Fault(f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}")
     if isinstance(error, OSError):
         if error.errno in FULL:
             error.filename = str(out / SHARDS / "unfinished")
-        return f"{describe_os_error(error)} ({where})"
+        return told(error, after=f" ({where})")
     traceback.print_exception(error)
-    return f"{type(error).__name__} at {where}: {one_line(error)}"
+    return Fault(f"{type(error).__name__} at {where}: {one_line(error)}")
 
 
 def _leave_with_parent(lifeline: int) -> None:

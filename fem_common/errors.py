@@ -5,16 +5,19 @@ One rule tells a wrong path from a file system that fails, for every command: `M
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 from fem_common.exits import Exit
 
 # What the operating system says of a wrong path, or of another's. All else (no space, a stale handle, an I/O error) is the file system's.
 MISTAKES = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, whoever's limit it is
 
 
 class CommandError(Exception):
@@ -36,6 +39,12 @@ class ConfigError(UserError, ValueError):
         super().__init__(" ".join(message.split()))
 
 
+class InUse(UserError):
+    """Another process has the folder: the same command may do later."""
+
+    code = Exit.IN_USE
+
+
 class Fault(CommandError):
     """A failure with nothing wrong in the input: the same command may do later."""
 
@@ -50,8 +59,11 @@ class StorageError(Fault):
 
 
 def reason(error: OSError) -> str:
-    """``PATH: reason``, without Python's error number; the reason alone where the error names no path."""
+    """``PATH: reason``, without Python's error number; the reason alone where the error names no path; of a full disk also what to do."""
     said = error.strerror or str(error) or type(error).__name__
+    if error.errno in FULL:  # the file's name is often a temporary one
+        folder = f"{Path(error.filename).parent}: " if isinstance(error.filename, str) else ""
+        return f"{folder}{said}; make room and give the same command again"
     return f"{error.filename}: {said}" if error.filename else said
 
 

@@ -13,6 +13,8 @@ class Exit(IntEnum):
     WRONG_INPUT = 2  # a wrong path, key, value or command line: the same command ends the same way; argparse's code, too
     DIVERGED = 3  # loss or gradient stayed non-finite: the same command ends the same way
     IN_USE = 75  # another process has the folder: the same command may do later (sysexits.h: EX_TEMPFAIL)
+    NOT_STARTED = 126  # of what starts another program: there is one, and it cannot be started
+    NOT_FOUND = 127  # ... there is none
     INTERRUPTED = 130  # SIGINT
     KILLED = 137  # SIGKILL: never a command's own
     READER_GONE = 141  # SIGPIPE: who read the output has seen enough

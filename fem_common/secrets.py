@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 SHORTEST = 8  # a value with fewer characters is not looked for in output: it would be found everywhere
-_SECRET_ENDINGS = ("KEY", "KEYS", "TOKEN", "TOKENS", "JWT", "PASSPHRASE")
-_SECRET_PARTS = ("SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+SECRET_ENDINGS = ("KEY", "KEYS", "TOKEN", "TOKENS", "JWT", "PASSPHRASE")
+SECRET_PARTS = ("SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _HARMLESS_WORDS = {"PKEY"}  # InfiniBand's partition key, a number: NCCL_IB_PKEY
 _PASSWORD_IN_URL = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s/@:]*:([^\s/@]+)@")
 
@@ -26,7 +26,7 @@ _HARMLESS_BEGINNINGS = tuple(
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is a secret: ``WANDB_API_KEY``, ``HF_TOKEN``, ``DB_PASSWORD``, ``MY_CREDENTIALS``."""
     words = [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word not in _HARMLESS_WORDS]
-    return any(word.endswith(_SECRET_ENDINGS) or any(part in word for part in _SECRET_PARTS) for word in words)
+    return any(word.endswith(SECRET_ENDINGS) or any(part in word for part in SECRET_PARTS) for word in words)
 
 
 def hides_a_password(value: str) -> bool:

@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from fem_common.exits import Exit
 from kernels import machine
 from kernels.implementations import Op, overrides, triton_version
 from kernels.operations import check_overrides, operations
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         check_overrides()
     except ValueError as error:
         print(f"kernels: {error}", file=sys.stderr)
-        return 2
+        return Exit.WRONG_INPUT
     triton = triton_version()
     architecture = f" (sm_{machine.architecture(device)})" if device.type == "cuda" else ""
     print(

@@ -27,6 +27,7 @@ from types import FrameType
 
 from fem_common import secrets
 from fem_common.errors import reason
+from fem_common.exits import Exit
 from launch import stacks
 from launch.failures import Findings, blameless_signal, kind_of
 from launch.layout import rank_log, rank_record, write_json
@@ -44,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) < 3 or words[1] != "--":
         print("launch.rank: error: usage: python -m launch.rank ATTEMPT -- COMMAND...", file=sys.stderr)
-        return 2
+        return Exit.WRONG_INPUT
     try:
         return Keeper(Path(words[0]), words[2:], os.environ).run()
     except OSError as error:
         print(f"launch.rank: error: {reason(error)}", file=sys.stderr)
-        return 126
+        return Exit.NOT_STARTED
 
 
 class Keeper:
@@ -112,7 +113,7 @@ class Keeper:
         message = self._scribe.hide(f"cannot start {self.command[0]}: {why}")
         print(f"launch.rank: error: {message}", file=sys.stderr)
         self._scribe.note(message)
-        code = 127 if isinstance(error, FileNotFoundError) else 126
+        code = Exit.NOT_FOUND if isinstance(error, FileNotFoundError) else Exit.NOT_STARTED
         self._save(ended=time.time(), exit=code, kind="exit", error=message, error_time=time.time())
         return code
 

@@ -9,12 +9,15 @@ Exit codes: those of every command (``fem_common/README.md``). 0: the run is com
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from fem_common.errors import MISTAKES, CommandError, ConfigError, end
+from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, end, reason
 from fem_common.exits import Exit
 from fem_megatron.catalogue import table
 from pretrain import signals
@@ -55,17 +58,26 @@ def main(arguments: list[str] | None = None) -> int:
         if options.index:
             return _index(prepare(config, None), int(launched or 1))
         return _train(config, int(launched or 1))
-    except ConfigError as error:
-        return end("pretrain", error) if speaks else error.code
-    except CommandError as error:  # told by every rank: it may have met one alone
-        return end("pretrain", error)
+    except CommandError as error:
+        _tell_torchrun(str(error))
+        # What is no mistake is told by every rank: it may have met one alone.
+        return error.code if isinstance(error, UserError) and not speaks else end("pretrain", error)
     except OSError as error:
         if isinstance(error, MISTAKES):  # a wrong path of the user's is refused above; this one is a fault of ours
             raise
+        _tell_torchrun(reason(error))
         return end("pretrain", error)
     except KeyboardInterrupt:  # nothing was to be saved
         print("pretrain: interrupted; the same command starts again", file=sys.stderr, flush=True)
         return Exit.INTERRUPTED
+
+
+def _tell_torchrun(message: str) -> None:
+    """Have torchrun end its own lines with this error, instead of with advice on how to see one."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": f"pretrain: error: {message}", "timestamp": str(int(time.time()))}))
 
 
 class _ListMixers(argparse.Action):

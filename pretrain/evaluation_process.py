@@ -1,6 +1,7 @@
 """``python -m pretrain.evaluation_process PARENT COMMAND...`` becomes the command: niced, and ended when its parent, a training rank, ends.
 
-Standard library alone. It replaces itself, so that the process that was started is the command and not its keeper.
+Standard library and the table of exit codes alone. It replaces itself, so that the process that was started is the command and not its
+keeper.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import ctypes
 import os
 import signal
 import sys
+
+from fem_common.exits import Exit
 
 _PDEATHSIG = 1  # of <linux/prctl.h>
 _NICENESS = 19
@@ -28,7 +31,7 @@ def main(words: list[str]) -> int:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"pretrain.evaluation_process: error: {command[0]}: {error.strerror}", file=sys.stderr)
-    return 127
+    return Exit.NOT_FOUND
 
 
 if __name__ == "__main__":

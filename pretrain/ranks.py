@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from fem_common.errors import ConfigError, StorageError, told
+from fem_common.errors import CommandError, told
 
 Answer = TypeVar("Answer")
 
@@ -16,16 +16,15 @@ def from_rank_0(compute: Callable[[], Answer]) -> Answer:
     """What ``compute`` gives on rank 0, on all ranks; collective.
 
     Raises:
-        ConfigError: on all ranks, where it was raised on rank 0, or a path there is wrong.
+        CommandError: on all ranks, where it was raised on rank 0.
+        ConfigError: on all ranks, where a path is wrong on rank 0.
         StorageError: on all ranks, where a file system failed on rank 0.
     """
-    said: list[tuple[Answer | None, ConfigError | StorageError | None]] = [(None, None)]
+    said: list[tuple[Answer | None, CommandError | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
         try:
             said = [(compute(), None)]
-        except ConfigError as error:
-            said = [(None, ConfigError(str(error)))]
-        except StorageError as error:
+        except CommandError as error:
             said = [(None, error)]
         except OSError as error:
             said = [(None, told(error))]

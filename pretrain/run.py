@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from fem_common.errors import MISTAKES, CommandError, ConfigError, StorageError, reason
+from fem_common.errors import MISTAKES, CommandError, ConfigError, InUse, StorageError, reason
 from fem_megatron import catalogue, platform
 from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, DamagedCheckpoint, Found, Progress, find, newest_good
 from pretrain.config import RunConfig
@@ -30,7 +30,7 @@ from pretrain.plan import flops_per_token, make_plan, peak_tflops
 from pretrain.progress_file import ProgressFile, read_progress
 from pretrain.ranks import from_rank_0
 from pretrain.resume import TOLD, Change, changes, check, check_model
-from pretrain.run_directory import DirectoryInUse, claimed, describe, run_directory
+from pretrain.run_directory import claimed, describe, run_directory
 from pretrain.schedule import Schedule
 from pretrain.stragglers import Stragglers
 from pretrain.trainer import Outcome, Trainer
@@ -43,7 +43,7 @@ def train(prepared: Prepared, received: list[int]) -> Outcome:
     """One attempt of the run, from its newest good checkpoint or from the start; ``received`` has the stop signals as they come.
 
     Raises:
-        DirectoryInUse: another process trains in the run directory.
+        InUse: another process trains in the run directory.
         ConfigError: what only the checkpoints can tell is wrong with the configuration.
         StorageError: a file system failed.
         TooManyBadSteps: the loss or gradient stayed non-finite.
@@ -57,7 +57,7 @@ def train(prepared: Prepared, received: list[int]) -> Outcome:
         contents = _contents(facts, _speaker(first))
         with ExitStack() as stack:
             if not from_rank_0(lambda: stack.enter_context(claimed(folder))):
-                raise DirectoryInUse(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
+                raise InUse(f"{folder} is in use by another process; wait for it, end it, or choose another run_dir")
             file = ProgressFile(folder if first else None, Schedule.of(config), prepared.world_size)
             if first:  # elsewhere warnings alone come through, to stderr
                 stack.enter_context(kernels_told(_speaker(first)))

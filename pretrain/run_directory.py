@@ -17,8 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import ConfigError
-from fem_common.exits import Exit
 from pretrain.config import RunConfig
 from pretrain.loader import dump_yaml
 
@@ -35,12 +33,6 @@ def run_directory(config: RunConfig) -> Path:
 def resolved(config: RunConfig) -> RunConfig:
     """The configuration with its run directory written out, so that a file of any name and place that holds it means the same run."""
     return replace(config, run_dir=str(run_directory(config)))
-
-
-class DirectoryInUse(ConfigError):
-    """Another process has the run directory; it may be free later."""
-
-    code = Exit.IN_USE
 
 
 @contextmanager

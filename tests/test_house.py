@@ -1,6 +1,7 @@
 """The house's rules, read off the sources of the whole repository: who imports whom, who may know CUDA, sizes, docstrings, packaging.
 
 Each rule is a function from sources to faults, and is shown a fault of its kind too: a rule that finds nothing anywhere is worth nothing.
+Long, because every rule of the house stands here beside the faults that it must find.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from fem_common import secrets
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -141,6 +144,37 @@ def patches_a_library(sources: Sources) -> list[str]:
     return faults
 
 
+def own_exit_code(sources: Sources) -> list[str]:
+    """A number other than 0 and 1 with which a process, or a command's ``main``, ends: the table of exit codes has its name."""
+    faults = []
+    for name, text in sources.items():
+        if name == "fem_common/exits.py":
+            continue
+        tree = ast.parse(text)
+        mains = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        returned = [node.value for main in mains for node in ast.walk(main) if isinstance(node, ast.Return)]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        ended = [call.args[0] for call in calls if call.args and ast.unparse(call.func) in ("sys.exit", "os._exit", "SystemExit")]
+        faults += [
+            f"{name}:{node.lineno}: {node.value}"
+            for node in (*returned, *ended)
+            if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value not in (0, 1)
+        ]
+    return faults
+
+
+def own_list_of_secrets(sources: Sources) -> list[str]:
+    """A string that is one of the words by which ``fem_common.secrets`` knows a secret: a second list of them."""
+    words = {*secrets.SECRET_ENDINGS, *secrets.SECRET_PARTS} - {"KEY", "KEYS", "TOKEN", "TOKENS"}
+    return [
+        f"{name}:{node.lineno}: {node.value}"
+        for name, text in sources.items()
+        if name != "fem_common/secrets.py"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and node.value in words
+    ]
+
+
 def too_long(sources: Sources) -> list[str]:
     """A module of more than 400 lines or a function of more than 70 whose docstring gives no reason ("Long, because ...")."""
     faults = []
@@ -225,7 +259,9 @@ def test_every_room_has_a_rule_and_a_first_page() -> None:
     assert [room for room in sorted(rooms) if not ast.get_docstring(ast.parse(python_sources().get(f"{room}/__init__.py", "")))] == []
 
 
-@pytest.mark.parametrize("rule", [imports_against_the_stream, knows_cuda, patches_a_library, undocumented])
+@pytest.mark.parametrize(
+    "rule", [imports_against_the_stream, knows_cuda, patches_a_library, own_exit_code, own_list_of_secrets, undocumented]
+)
 def test_in_the_rooms(rule: Callable[[Sources], list[str]]) -> None:
     faults = rule(of_rooms())
     assert not faults, "\n".join(faults)
@@ -260,6 +296,9 @@ def test_no_machine_is_named() -> None:
         (patches_a_library, "pretrain/a.py", "import torch\ntorch.Tensor.cuda = None"),
         (patches_a_library, "tools/a.py", "from megatron.core import parallel_state as p\np.x = 1"),
         (patches_a_library, "tools/a.py", "import megatron.core\nsetattr(megatron.core.utils, 'x', 1)"),
+        (own_exit_code, "tools/a.py", "def main():\n    return 2"),
+        (own_exit_code, "tools/a.py", "import sys\nsys.exit(75)"),
+        (own_list_of_secrets, "tools/a.py", "ENDINGS = ('KEY', 'PASSWD')"),
         (too_long, "tools/a.py", "x = 1\n" * (MODULE_LINES + 1)),
         (too_long, "tools/a.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
         (undocumented, "tools/a.py", "x = 1"),
@@ -279,6 +318,7 @@ def test_a_rule_finds_its_fault(rule: Callable[[Sources], list[str]], name: str,
     [
         (imports_against_the_stream, "tools/hf/a.py", "from .export import x\nfrom ..demo import y\nimport pretrain, kernels"),
         (patches_a_library, "pretrain/a.py", "import torch\nself.torch = torch\nx.torch.y = 1"),
+        (own_exit_code, "tools/a.py", "def main():\n    return Exit.WRONG_INPUT\ndef f():\n    return 2\nsys.exit(main())"),
         (too_long, "tools/a.py", "'''M.\n\nLong, because the table is.\n'''\n" + "x = 1\n" * MODULE_LINES),
         (
             undocumented,

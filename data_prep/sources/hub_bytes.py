@@ -26,7 +26,7 @@ class HubBytes(io.RawIOBase):
 
     The Hub is asked once where the bytes are (a signed address elsewhere, for large files) and again when that expires; each window is one
     request, and while the reading goes on forwards the next window comes in the background. At most KEPT + 1 windows are in memory.
-    Raises UserError, never OSError, where the bytes do not come: a reader must not take a broken network for a damaged file.
+    Raises CommandError, never OSError, where the bytes do not come: a reader must not take a broken network for a damaged file.
     """
 
     def __init__(self, repository: Repository, path: str) -> None:

@@ -8,16 +8,17 @@ import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
-from data_prep.errors import UserError, describe_os_error
+from data_prep.errors import UserError
 from data_prep.sources import hub
 from data_prep.sources.packed import gunzip, unzstd
+from fem_common.errors import CommandError, told
 
 CHUNK_BYTES = 1 << 20
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64
 
 
 class LocalFile(io.FileIO):
-    """A file whose reads raise UserError, never OSError: a reader must not take a failing disk for a damaged file."""
+    """A file whose reads raise UserError or StorageError, never OSError: a reader must not take a failing disk for a damaged file."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -47,14 +48,14 @@ class LocalFile(io.FileIO):
             raise _unreadable(str(self.name), error) from None
 
 
-def _unreadable(path: str, error: OSError) -> UserError:
+def _unreadable(path: str, error: OSError) -> CommandError:
     if isinstance(error, FileNotFoundError):
         return UserError(f"no such file: {path}")
-    return UserError(f"{path} cannot be read ({describe_os_error(OSError(error.errno, error.strerror))})")
+    return told(OSError(error.errno, error.strerror), f"{path} cannot be read (", ")")
 
 
 def open_input(path: str) -> BinaryIO:
-    """A local file or an ``hf://`` one, for reading at any place. Opening and reading raise UserError where the bytes do not come."""
+    """A local file or an ``hf://`` one, for reading at any place. Opening and reading raise CommandError where the bytes do not come."""
     return hub.open_remote(path) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
 
 

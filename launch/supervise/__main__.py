@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fem_common.errors import CommandError, UserError, end
+from fem_common.errors import CommandError, InUse, UserError, end
 from fem_common.exits import Exit
 from launch.job import Item, Job, load_job
 from launch.layout import attempts, launch_folder, read_json
@@ -88,7 +88,7 @@ def _alone(item: Item, place: Place, signals: Signals) -> Iterator[bool]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if place.job_id is None:
-                    raise UserError(f"{item.directory} is kept going by another process already; see: python -m launch status") from None
+                    raise InUse(f"{item.directory} is kept going by another process already; see: python -m launch status") from None
                 if time.monotonic() - began < LOCK_SECONDS and not signals.ends:
                     time.sleep(1.0)
                     continue

@@ -318,8 +318,8 @@ def environment(endpoint: str, home: Path, **more: str) -> dict[str, str]:
 
 CLIENT = """
 import contextlib, io, json, sys
-from data_prep.errors import UserError
 from data_prep.sources import hub, hub_bytes
+from fem_common.errors import CommandError
 hub.SHORT_WAITS = tuple(wait / 200 for wait in hub.SHORT_WAITS)
 hub_bytes.LONG_WAITS = tuple(wait / 200 for wait in hub_bytes.LONG_WAITS)
 names = {"hub": hub, "hub_bytes": hub_bytes}
@@ -328,7 +328,7 @@ for line in sys.stdin:
     try:
         exec(json.loads(line), names)
         answer = {"result": names["result"]}
-    except UserError as error:
+    except CommandError as error:
         answer = {"user_error": str(error)}
     except Exception as error:
         answer = {"error": repr(error)}
@@ -337,7 +337,7 @@ for line in sys.stdin:
 
 
 class ClientUserError(Exception):
-    """A UserError in the client."""
+    """A CommandError in the client."""
 
 
 class Client:

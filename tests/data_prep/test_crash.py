@@ -26,6 +26,7 @@ from data_prep.__main__ import main
 from data_prep.errors import UserError
 from data_prep.files import LOCK, Lock, Staging, temporary
 from data_prep.manifest import read_entry
+from fem_common.exits import Exit
 from tests.data_prep.conftest import HF, ROOT, SHARES, SMALL_UNITS, children, cli, kill, snapshot, start, wait_until
 
 # Makes units take a while, and writes down each that is begun: a unit of the corpus is one batch. With MOVES, kills its worker in the place
@@ -148,7 +149,7 @@ def test_sigkill_at_random_moments(tmp_path: Path, reference: Reference, moment:
 def test_sigkill_between_any_two_moves_of_files(tmp_path: Path, reference: Reference, moves: int) -> None:
     out, log = tmp_path / "out", str(tmp_path / "log")
     result = cli(*reference.command(out), "--workers", "1", LOG=log, DELAY="0", MOVES=str(moves))
-    assert result.returncode == 2 and "SIGKILL" in result.stderr, result
+    assert result.returncode == 1 and "SIGKILL" in result.stderr, result
     finals = [path for path in (out / "shards").iterdir() if not path.name.startswith(".")]
     assert len(finals) == moves
     done = nothing_partial(out, reference)
@@ -207,10 +208,10 @@ def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(
     out, command = tmp_path / "out", list(map(str, reference.command(tmp_path / "out")))
     with Lock(out):
         for options in ([], ["--task-id", "0", "--tasks", "2"]):
-            assert main([*command, *options]) == 2
+            assert main([*command, *options]) == Exit.IN_USE
             assert "another data_prep process is writing" in capsys.readouterr().err
     with Lock(out, shared=True):
-        assert main(command) == 2 and entries(out) == 0
+        assert main(command) == Exit.IN_USE and entries(out) == 0
         assert main([*command, "--task-id", "0", "--tasks", "40"]) == 0
     assert main(command) == 0
     assert snapshot(out) == reference.merged
@@ -252,7 +253,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(tmp_path: Path
     planned = snapshot(out)
     for limit in (2_000, 40_000):  # no unit at all; none of train
         result = subprocess.run([sys.executable, "-c", LIMITED, str(limit), *command], cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == 2, result
+        assert result.returncode == 1, result
         assert result.stderr.startswith(f"data_prep: error: {out / 'shards'}: File too large; make room"), result.stderr
         assert result.stderr.count("\n") == 1
         assert snapshot(out) == planned
@@ -277,7 +278,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_line_and_a_rerun_with_room_finishes(tmp_path: Path, small_disk: Path, reference: Reference) -> None:
     out, log = small_disk / "out", str(tmp_path / "log")
     result = cli(*reference.command(out), LOG=log, DELAY="0")
-    assert result.returncode == 2, result
+    assert result.returncode == 1, result
     assert result.stderr.startswith(f"data_prep: error: {out / 'shards'}: No space left on device; make room"), result.stderr
     assert result.stderr.count("\n") == 1 and not list((out / "shards").glob(".*"))
     done = nothing_partial(out, reference)

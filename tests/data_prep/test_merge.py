@@ -107,11 +107,11 @@ def besides_bad_rows(out: Path) -> dict[str, bytes]:
     return {name: content for name, content in snapshot(out).items() if name != "bad_rows.jsonl"}
 
 
-def refused(out: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def refused(out: Path, capsys: pytest.CaptureFixture[str], *options: str, code: int = 2) -> str:
     """What merge says when it refuses; nothing has got a final name, and the shards are as they were."""
     before = besides_bad_rows(out)
     capsys.readouterr()
-    assert merge(out, *options) == 2
+    assert merge(out, *options) == code
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     assert besides_bad_rows(out) == before
@@ -192,7 +192,7 @@ def test_a_disk_too_small_is_said_before_anything_is_copied(
 ) -> None:
     usage = shutil.disk_usage(data)
     monkeypatch.setattr("data_prep.merge.shutil.disk_usage", lambda path: usage._replace(free=5000))
-    assert "and 5 kB are free; make room" in refused(data, capsys)
+    assert "and 5 kB are free; make room" in refused(data, capsys, code=1)
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(data: Path, merged: Path) -> None:
@@ -206,14 +206,14 @@ sys.exit(main(sys.argv[1:]))
     before = snapshot(data)
     command = [sys.executable, "-c", code, "merge", str(data), "--max-bad", "100%"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "make room" in result.stderr, result
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "make room" in result.stderr, result
     assert besides_bad_rows(data) == before
     assert merge(data) == 0 and snapshot(data) == snapshot(merged)
 
 
 def test_one_merge_at_a_time(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Lock(data):
-        assert "another data_prep process" in refused(data, capsys)
+        assert "another data_prep process" in refused(data, capsys, code=75)
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
@@ -260,7 +260,8 @@ def test_merges_at_once_without_a_working_lock_leave_the_data_whole(data: Path, 
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ, "BESIDE": BESIDE})
     assert "met" in result.stdout, result
     errors = [line for line in result.stderr.splitlines() if "cannot be locked" not in line]
-    assert (result.returncode, len(errors)) in ((0, 0), (2, 1)), result
+    # Refused as busy, or by a file that the other has moved away, depending on how far it was.
+    assert (result.returncode, len(errors)) in ((0, 0), (2, 1), (75, 1)), result
     assert snapshot(data) == snapshot(merged)
 
 

@@ -17,6 +17,7 @@ from data_prep.errors import UserError
 from data_prep.sources import Columns, Rows, Span, Unreadable, open_files, opening, parquet, read_span, spans
 from data_prep.sources.pages import BadHeader, Pages, pages_of
 from data_prep.sources.types import BATCH_BYTES
+from fem_common.errors import StorageError
 from tests.data_prep.sources_made import parts, read_all, row
 
 COLUMNS = Columns()
@@ -204,7 +205,7 @@ class Failing(opening.LocalFile):
     def read(self, size: int | None = -1, /) -> bytes:
         self.left -= 1
         if self.left < 0:
-            raise UserError(f"{self.name} cannot be read (Input/output error)")
+            raise StorageError(f"{self.name} cannot be read (Input/output error)")
         return super().read(size)
 
 
@@ -213,14 +214,14 @@ def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.M
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet", compression="none")
     (file,) = open_files([str(tmp_path)], COLUMNS)
     monkeypatch.setattr(opening, "LocalFile", Failing)
-    with pytest.raises(UserError, match="Input/output error"):
+    with pytest.raises(StorageError, match="Input/output error"):
         list(read_span(file, Span(0, 1, None, 0), COLUMNS))
 
 
 def test_an_os_error_becomes_one_line(tmp_path: Path) -> None:
     with (
         opening.LocalFile("/proc/self/mem") as file,
-        pytest.raises(UserError, match="^/proc/self/mem cannot be read \\(Input/output error\\)$"),
+        pytest.raises(StorageError, match="^/proc/self/mem cannot be read \\(Input/output error\\)$"),
     ):
         file.read(10)
     with pytest.raises(UserError, match="no such file: "):

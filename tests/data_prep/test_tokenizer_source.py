@@ -18,13 +18,13 @@ from tests.data_prep.hub_server import NOBODY, TOKEN, Fault, HubServer, environm
 CODE = """
 import sys
 from data_prep import hub_access, tokenizer_source
-from data_prep.errors import UserError
+from fem_common.errors import CommandError
 tokenizer_source.SHORT_WAITS = (0.01, 0.01, 0.01)
 try:
     print(tokenizer_source.find_tokenizer(sys.argv[1]))
-except UserError as error:
+except CommandError as error:
     print(error, file=sys.stderr)
-    sys.exit(2)
+    sys.exit(error.code)
 """
 
 
@@ -70,8 +70,8 @@ def found(done: subprocess.CompletedProcess[str]) -> Path:
     return Path(done.stdout.strip())
 
 
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 2, done.stdout + done.stderr
+def refused(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    assert done.returncode == code, done.stdout + done.stderr
     *before, last = done.stderr.splitlines()
     assert all("Traceback" not in line for line in before)
     return last
@@ -157,6 +157,6 @@ def test_what_cannot_be_had_is_one_line(server: HubServer, tmp_path: Path) -> No
         assert line.startswith(f"no model org/nothing on {server.endpoint} and no such folder here: check the spelling, or set HF_TOKEN")
     assert "model org/gated is gated: accept its terms on" in refused(find(server, "org/gated", tmp_path))
     assert found(find(server, "org/gated", tmp_path, HF_TOKEN=TOKEN)).is_dir()
-    assert f"model org/tok: no answer from {NOBODY} " in refused(find(NOBODY, "org/tok", tmp_path))
+    assert f"model org/tok: no answer from {NOBODY} " in refused(find(NOBODY, "org/tok", tmp_path), code=1)
     assert "model org/tok: HF_HUB_OFFLINE is set; unset it" in refused(find(server, "org/tok", tmp_path, HF_HUB_OFFLINE="1"))
     assert TOKEN not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from fem_common.exits import Exit
 from launch.layout import write_json
 from launch.supervise.local import processes
 from launch.supervise.watchdog import Patience, Watchdog
@@ -251,7 +252,7 @@ def test_two_supervisors_do_not_share_an_item(tmp_path: Path) -> None:
     supervisor = case.start()
     wait_for(lambda: case.state.get("state") == "running")
     code, said = case.run()
-    assert code == 2 and said.startswith(f"launch: error: {tmp_path} is kept going by another process already")
+    assert code == Exit.IN_USE and said.startswith(f"launch: error: {tmp_path} is kept going by another process already")
     assert end(supervisor)[0] == 0 and len(case.attempts) == 1
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pretrain.conftest import ROOT
+from fem_common.exits import Exit
+from tests.pretrain.conftest import DEMO, ROOT
 
 SCRIPT = """
 import sys
@@ -60,3 +62,21 @@ def test_all_ranks_hear_the_same(tmp_path: Path, case: str, said: str) -> None:
             rank.kill()
     assert heard == [said.replace("{store}", str(store))] * 2
     assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "code"),
+    [
+        (DEMO, "unknown key model.num_layer", Exit.WRONG_INPUT),
+        ("failing.yaml", "Input/output error", Exit.FAULT),  # it opens, and reading fails
+    ],
+)
+def test_torchruns_last_lines_are_the_error(tmp_path: Path, config: str, said: str, code: Exit) -> None:
+    (tmp_path / "failing.yaml").symlink_to("/proc/self/mem")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain"]
+    file = ROOT / config if config == DEMO else tmp_path / config
+    done = subprocess.run([*command, str(file), "model.num_layer=3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1  # torchrun's own, whatever the ranks' are
+    (cause,) = done.stderr.split("Root Cause")[1:]
+    last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
+    assert re.search(last, cause), cause

@@ -18,6 +18,7 @@ import pytest
 
 from data_prep.indexed import read_index
 from data_prep.stdlib import SCHEMA
+from fem_common.errors import UserError
 from tools.bench.data_prep import __main__ as bench
 from tools.bench.data_prep import corpus, encoding, index, peers, report
 from tools.bench.data_prep.processes import BenchError, Neighbours, Spread, Usage, run
@@ -226,9 +227,9 @@ def test_peers_of_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest
     python = peers.environment(Path(sys.prefix), tmp_path)
     assert peers.versions(python)["datatrove"] == peers.DATATROVE_VERSION
     monkeypatch.setattr(peers, "DATATROVE_VERSION", "0.0.1")
-    with pytest.raises(BenchError, match=r"needed: datatrove 0\.0\.1"):
+    with pytest.raises(UserError, match=r"needed: datatrove 0\.0\.1"):
         peers.versions(python)
-    with pytest.raises(BenchError, match="no Python environment"):
+    with pytest.raises(UserError, match="no Python environment"):
         peers.environment(tmp_path, tmp_path)
     assert bench.main(["--corpus", str(tmp_path / "absent")], SMALL, tmp_path) == 2
 
@@ -285,10 +286,10 @@ def test_a_given_corpus_is_its_rows_that_have_text(tmp_path: Path) -> None:
     made = corpus.make("given", 1, tmp_path / "cache", tmp_path / "given.parquet")
     assert [row["text"] for row in contents(made.folder)] == texts
     pq.write_table(pa.table({"words": texts}), tmp_path / "wrong.parquet")
-    with pytest.raises(BenchError, match="columns text and id"):
+    with pytest.raises(UserError, match="columns text and id"):
         corpus.make("given", 1, tmp_path / "cache", tmp_path / "wrong.parquet")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BenchError, match="no .parquet"):
+    with pytest.raises(UserError, match="no .parquet"):
         corpus.make("given", 1, tmp_path / "cache", tmp_path / "empty")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fem_common.errors import UserError, end
 from tools.bench import environment
 from tools.bench.speed import Speed, implementations, time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, Scale, train_step
@@ -166,9 +167,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.compare:
         try:
             earlier = json.loads(options.compare.read_text(encoding="utf-8"))["rows"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"tools.bench.cpu_suite: error: --compare {options.compare}: not the JSON of an earlier run: {error}", file=sys.stderr)
-            return 2
+        except OSError as error:
+            return end("tools.bench.cpu_suite", error)
+        except (ValueError, KeyError, TypeError) as error:
+            said = f"--compare {options.compare}: not the JSON of an earlier run: {error}"
+            return end("tools.bench.cpu_suite", UserError(said))
     began = time.monotonic()
 
     def tell(text: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 
 import torch
 
-from fem_common.errors import ConfigError
+from fem_common.errors import CommandError, end
 from fem_megatron import platform
 from fem_megatron.catalogue import MIXERS
 from pretrain.config import RunConfig
@@ -89,9 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
             share = look / step
             rows.append({"mixer": name, "step_seconds": step, "look_seconds": look, "interval": interval})
             print(f"| {name} | {step:.3f} | {look:.3f} | {share:.2f} | {share / interval:.2%} |", flush=True)
-    except ConfigError as error:
-        print(f"tools.bench.diagnostics_cost: error: {error}", file=sys.stderr)
-        return 2
+    except CommandError as error:
+        return end("tools.bench.diagnostics_cost", error)
     torch.distributed.destroy_process_group()
     environment.write_json(options.json, {"suite": "diagnostics_cost", "machine": environment.facts(), "rows": rows})
     return 0

@@ -15,7 +15,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-from fem_common.errors import ConfigError
+from fem_common.errors import CommandError, Fault, end
 from fem_megatron.catalogue import MIXERS
 from pretrain.loader import load_run
 from pretrain.plan import count_by_component, decoding_state_bytes
@@ -52,12 +52,12 @@ def overrides(name: str, steps: int, folder: Path) -> list[str]:
 
 
 def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
-    """One run; its numbers. Raises RuntimeError with the end of its output where it fails."""
+    """One run; its numbers. Raises Fault with the end of its output where it fails."""
     settings = overrides(name, steps, folder)
     command = [sys.executable, "-m", "pretrain", RUN, *settings]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{name}: {' '.join(command)} ended with {done.returncode}\n{done.stderr[-2000:]}")
+        raise Fault(f"{name}: {' '.join(command)} ended with {done.returncode}\n{done.stderr[-2000:]}")
     run_dir = Path(next(setting for setting in settings if setting.startswith("run_dir=")).removeprefix("run_dir="))
     config, history = load_run(run_dir / "config.yaml", ()), History.read(run_dir)
     counts = count_by_component(config.model)
@@ -113,9 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
             left = (time.monotonic() - began) / (number + 1) * (len(chosen) - number - 1)
             print(f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True)
             environment.write_json(options.out / "table.json", rows)
-    except (RuntimeError, ConfigError) as error:
-        print(f"tools.bench.mixers: error: {error}", file=sys.stderr)
-        return 1
+    except (CommandError, OSError) as error:
+        return end("tools.bench.mixers", error)
     (options.out / "table.md").write_text(table(rows, options.steps))
     environment.write_json(
         options.json, {"suite": "mixers", "machine": environment.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}

@@ -1,36 +1,29 @@
-"""``python -m tools.checkpoint VERB``. Reads arguments and tells errors in one line (exit code 2); the work is in the verbs' modules."""
+"""``python -m tools.checkpoint VERB``. Reads arguments and tells errors in one line; the work is in the verbs' modules."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from fem_common.errors import ConfigError, StorageError
+from fem_common.errors import CommandError, ConfigError, end
+from fem_common.exits import Exit
 
 CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one verb; returns the exit code: 0, 1 (damaged; a file system failed), 2 (a mistake in the input), 130 (interrupted)."""
+    """Runs one verb; returns the exit code; 1 also of a damaged checkpoint."""
     given = _parser().parse_args(arguments)
     try:
         code = int(given.run(given))
         sys.stdout.flush()
         return code
-    except ConfigError as error:
-        print(f"tools.checkpoint: error: {error}", file=sys.stderr)
-        return 2
-    except StorageError as error:
-        print(f"tools.checkpoint: error: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except (CommandError, OSError) as error:
+        return end("tools.checkpoint", error)
     except KeyboardInterrupt:
         print("tools.checkpoint: interrupted; no checkpoint was written", file=sys.stderr)
-        return 130
+        return Exit.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import ConfigError, StorageError, files_told
+from fem_common.errors import ConfigError, InUse, StorageError, files_told
 from pretrain.checkpoint import MANIFEST, PICKLES, WEIGHTS_ALONE, WRITING, publish_step, write_common
 from pretrain.checkpoint_reader import Found, find, newest_first, read_common, read_metadata
 from pretrain.config import EngineConfig
@@ -33,7 +33,7 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
     plain: for Megatron's optimizer that is not split over the ranks.
 
     Raises:
-        ConfigError: no good checkpoint there; ``out`` has a newer one, is the source's run directory, or is in use.
+        ConfigError: no good checkpoint there; ``out`` has a newer one, is the source's run directory. InUse: ``out`` is in use.
         StorageError: a file system failed.
     """
     with files_told():
@@ -44,7 +44,7 @@ def convert(checkpoint: Path, engine: str, out: Path, *, plain: bool) -> None:
         manifest = _manifest(found.manifest, engine, plain=plain, alone=bool(why_alone))
         with claimed(out) as ours:
             if not ours:
-                raise ConfigError(f"{out} is in use by another process; wait for it, end it, or choose another --out")
+                raise InUse(f"{out} is in use by another process; wait for it, end it, or choose another --out")
             linked = _write(found, final, manifest, pickles)
     objection = None if why_alone else _objection(manifest, final)
     if objection:

@@ -1,6 +1,6 @@
 """``python -m tools.demo [--out DIR] [--readme] [section.key=value ...]``: the whole product at work in a few minutes on a CPU.
 
-Exit codes: 0 all is as it should be; 1 a step failed, or the model learned too little; 2 the input is wrong.
+Exit codes: those of every command (``fem_common/README.md``). 1: a step failed, or the model learned too little.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-from fem_common.errors import ConfigError
+from fem_common.errors import CommandError, end
+from fem_common.exits import Exit
 from pretrain.loader import load_run
 from tools.demo import picture, readme, report, steps
 from tools.demo.history import History
@@ -47,21 +48,17 @@ def main(arguments: list[str] | None = None) -> int:
             demo.evaluate()
             readme.write(ROOT, demo.out, found)
             say(f"rewritten: {', '.join(readme.PAGES.values())}, docs/demo.png, docs/evaluation.png")
-    except ConfigError as error:
-        print(f"demo: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except DemoError as error:
-        print(f"demo: {error}", file=sys.stderr, flush=True)
-        return 1
+    except (CommandError, OSError) as error:
+        return end("demo", error)
     except KeyboardInterrupt:
         print("demo: interrupted", file=sys.stderr, flush=True)
-        return 130
+        return Exit.INTERRUPTED
     return 0
 
 
 def _terminated(*_: object) -> None:
     print("demo: ended by SIGTERM", file=sys.stderr, flush=True)
-    sys.exit(143)
+    sys.exit(Exit.TERMINATED)
 
 
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:

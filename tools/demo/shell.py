@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fem_common.errors import Fault
+
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 45.0  # torchrun itself gives its workers 30 s
 
 
-class DemoError(RuntimeError):
+class DemoError(Fault):
     """A step of the demo failed; one line."""
 
 

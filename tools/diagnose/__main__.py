@@ -1,4 +1,4 @@
-"""``python -m tools.diagnose CHECKPOINT``: one picture of layers x quantities. Tells errors in one line (exit code 2)."""
+"""``python -m tools.diagnose CHECKPOINT``: one picture of layers x quantities. Tells errors in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fem_common.errors import ConfigError
+from fem_common.errors import CommandError, end
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,11 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         found = diagnose(given.checkpoint, given.data, given.tokens)
-    except ConfigError as error:
-        print(f"tools.diagnose: error: {error}", file=sys.stderr)
-        return 2
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    picture.draw(found.values, found.title, given.out)
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        picture.draw(found.values, found.title, given.out)
+    except (CommandError, OSError) as error:
+        return end("tools.diagnose", error)
     print(f"wrote {given.out}: {len(found.values)} numbers of {found.title}")
     return 0
 

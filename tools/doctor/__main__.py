@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
+from fem_common.errors import end
+from fem_common.exits import Exit
 from tools.doctor.checks import Check, examine
 
 
@@ -34,14 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
         for check in examine(given.build, given.fix, progress):
             wrong += check.level == "wrong"
             show(check)
-    except BrokenPipeError:  # who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:
+        return end("tools.doctor", error)
     except KeyboardInterrupt:
         print("\ntools.doctor: interrupted", file=sys.stderr)
-        return 130
+        return Exit.INTERRUPTED
     print(f"{wrong} of these {'is' if wrong == 1 else 'are'} wrong" if wrong else "nothing is wrong")
-    return 1 if wrong else 0
+    return Exit.FAULT if wrong else Exit.DONE
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``python -m tools.evaluate MODEL... --suite paper|quick|FILE``: scores of models in one folder, and a table of them.
 
-Exit codes: 0 every task has its result; 1 a task failed, the others have theirs; 2 the input is wrong or data is missing, nothing was
-asked; 130 interrupted: the same command goes on.
+Exit codes: those of every command (``fem_common/README.md``). 1: a task failed, the others have their results; 2: the input is wrong or
+data is missing, nothing was asked.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from fem_common.errors import ConfigError, StorageError
-from tools.hf.errors import ExportError
+from fem_common.errors import CommandError, ConfigError, end
+from fem_common.exits import Exit
 
 from . import cache
 from .harness_tasks import find_tasks, harness_version
@@ -26,12 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_intermixed_args(arguments)
     try:
         return _command(given)
-    except (ConfigError, StorageError, ExportError) as error:
-        print(f"tools.evaluate: error: {error}", file=sys.stderr)
-        return 2
+    except (CommandError, OSError) as error:
+        return end("tools.evaluate", error)
     except KeyboardInterrupt:
         print("tools.evaluate: interrupted; the same command goes on where it was", file=sys.stderr)
-        return 130
+        return Exit.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,22 +112,17 @@ def _end(runner: object, out: Path, suite: Suite) -> int:
     """The report, and what has no result; the exit code."""
     from .report import report
     from .run import Runner
-    from .scores import ScoreError
 
     assert isinstance(runner, Runner)
     for line in runner.skipped:
         print(f"skipped: {line}", file=sys.stderr)
     if any(out.glob("*/*.json")):
-        try:
-            report(out, suite)
-        except ScoreError as error:
-            print(f"tools.evaluate: error: {error}", file=sys.stderr)
-            return 2
+        report(out, suite)
     for line in runner.failed:
         print(f"failed: {line}", file=sys.stderr)
     if runner.failed:
         print("tools.evaluate: some tasks failed; the same command asks them again", file=sys.stderr)
-        return 1
+        return Exit.FAULT
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from fem_common.errors import ConfigError
+from fem_common.errors import InUse
 
 
 class NotANumber(ValueError):
@@ -27,7 +27,7 @@ class Answers:
 
     truncated: keys of the requests whose beginning did not fit into the context. told: called after each answer.
 
-    Raises ConfigError on entering where another process writes the file.
+    Raises InUse on entering where another process writes the file.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Answers:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise ConfigError(f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}: wait for it") from None
+            raise InUse(f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}: wait for it") from None
         except OSError:
             pass  # a file system without locks: starting the same evaluation twice is the user's to leave
         self._read()

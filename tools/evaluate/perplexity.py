@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from data_prep.files import json_bytes, sha256_json, write_whole
-from fem_common.errors import ConfigError, StorageError, files_told
+from fem_common.errors import CommandError, ConfigError, StorageError, UserError, end, files_told
+from fem_common.exits import Exit
 
 from .perplexity_data import Text, check_vocabulary, open_text
 from .perplexity_measure import Kept, Settings, measure, vocabulary
@@ -221,13 +222,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with files_told():
             _command(given)
-    except (ConfigError, StorageError, ValueError) as error:
-        print(f"tools.evaluate.perplexity: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, StorageError) else 2
+    except CommandError as error:
+        return end("tools.evaluate.perplexity", error)
+    except ValueError as error:
+        return end("tools.evaluate.perplexity", UserError(str(error)))
     except KeyboardInterrupt:
         again = "the same command goes on where it stopped" if given.out else "with --out DIR it could have gone on where it stopped"
         print(f"tools.evaluate.perplexity: interrupted; {again}", file=sys.stderr)
-        return 130
+        return Exit.INTERRUPTED
     return 0
 
 

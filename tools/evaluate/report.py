@@ -2,7 +2,7 @@
 
     python -m tools.evaluate.report DIR... --suite paper --out merged
 
-puts the results of several folders, of several machines say, into one table. A mistake is one line and exit code 2.
+puts the results of several folders, of several machines say, into one table.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.files import write_whole
-from fem_common.errors import ConfigError, StorageError, files_told
+from fem_common.errors import CommandError, end, files_told
 
 from . import render
-from .scores import ScoreError, read
+from .scores import read
 from .suite import Suite, load_suite
 from .table import build, heldout
 
@@ -63,9 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--out DIR: say where the report of several folders goes")
     try:
         report(given.out or given.folders[0], load_suite(given.suite) if given.suite else None, given.folders)
-    except (ScoreError, ConfigError, StorageError) as error:
-        print(f"tools.evaluate.report: error: {error}", file=sys.stderr)
-        return 2
+    except (CommandError, OSError) as error:
+        return end("tools.evaluate.report", error)
     return 0
 
 

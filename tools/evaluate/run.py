@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data_prep.progress import LiveLine, duration
-from fem_common.errors import ConfigError, StorageError
+from fem_common.errors import CommandError, ConfigError, StorageError
 
 from . import results
 from .answers import Answers, NotANumber
@@ -149,7 +149,7 @@ class Runner:
             raise
         except Exception as error:  # a task's code, its data and the libraries raise what they like; the other tasks go on
             first = " ".join(str(error).split())[:300] or "no message"
-            kind = "" if isinstance(error, ConfigError | NotANumber) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, CommandError | NotANumber) else f"{type(error).__name__}: "
             if kind:
                 trace.parent.mkdir(parents=True, exist_ok=True)
                 trace.write_text(traceback.format_exc(), encoding="utf-8")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import files_told
+from fem_common.errors import UserError, files_told
 
 from .normalise import Score
 from .perplexity import METRIC as HELDOUT
@@ -23,7 +23,7 @@ FORMAT = 1
 TEXTS = ("model", "model_key", "task", "label", "metric", "version")
 
 
-class ScoreError(ValueError):
+class ScoreError(UserError, ValueError):
     """Results that cannot stand in one table, told in one line: which file, what is wrong."""
 
 

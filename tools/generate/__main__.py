@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from fem_common.errors import ConfigError, StorageError, files_told
+from fem_common.errors import CommandError, ConfigError, end, files_told
+from fem_common.exits import Exit
 
 from .settings import Settings
 
@@ -49,14 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
         from .generation import run  # torch and transformers take seconds: not for --help or a wrong argument
 
         return run(given.model, prompts, settings)
-    except (ConfigError, StorageError) as error:
-        print(f"tools.generate: error: {error}", file=sys.stderr)
-        return 2
+    except (CommandError, OSError) as error:
+        return end("tools.generate", error)
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # who reads has seen enough; nothing is left to be flushed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return Exit.INTERRUPTED
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:

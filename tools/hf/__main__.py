@@ -1,4 +1,4 @@
-"""``python -m tools.hf VERB``. Reads arguments and tells errors in one line (exit code 2); the work is in the verbs' modules."""
+"""``python -m tools.hf VERB``. Reads arguments and tells errors in one line; the work is in the verbs' modules."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ import sys
 import threading
 from pathlib import Path
 
-from fem_common.errors import ConfigError, StorageError
-
-from .errors import ExportError
+from fem_common.errors import CommandError, end
+from fem_common.exits import Exit
 
 MODEL = "a run directory (its newest checkpoint), a checkpoint step_NNNNNNNN, or a Hugging Face folder"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one verb; returns the exit code: 0, 1 (models differ; a file system failed), 2 (a mistake in the input), 130 (interrupted)."""
+    """Runs one verb; returns the exit code; 1 also where models differ."""
     given = _parser().parse_args(arguments)
     before = None
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is half written is removed on the way out
     try:
         return int(given.run(given))
-    except (ConfigError, ExportError) as error:
-        print(f"tools.hf: error: {error}", file=sys.stderr)
-        return 2
-    except StorageError as error:
-        print(f"tools.hf: error: {error}", file=sys.stderr)
-        return 1
+    except (CommandError, OSError) as error:
+        return end("tools.hf", error)
     except KeyboardInterrupt:
         print("tools.hf: interrupted; nothing was left behind", file=sys.stderr)
-        return 130
+        return Exit.INTERRUPTED
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

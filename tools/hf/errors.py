@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fem_common.errors import UserError
 
-class ExportError(ValueError):
+
+class ExportError(UserError, ValueError):
     """What a user asked to export cannot be exported, or not there; one line."""
 
     def __init__(self, message: str) -> None:

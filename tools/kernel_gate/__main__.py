@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from fem_common.exits import Exit
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
 from tools.kernel_gate.compile import ARCHITECTURES
 from tools.kernel_gate.gate import build_all, page
@@ -26,14 +27,14 @@ def main(argv: list[str] | None = None) -> int:
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
         print(f"kernel_gate: Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton", file=sys.stderr)
-        return 2
+        return Exit.WRONG_INPUT
     if interpreted():
         print("kernel_gate: TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it", file=sys.stderr)
-        return 2
+        return Exit.WRONG_INPUT
     whole = asked.prefix == "kernels" and asked.sm is None
     if (asked.write or asked.check) and not whole:
         print("kernel_gate: --write and --check are about all kernels and architectures; leave the others out", file=sys.stderr)
-        return 2
+        return Exit.WRONG_INPUT
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
     if not built:
         print(f"kernel_gate: no module under {asked.prefix!r} has builds; kernels.<operation> does", file=sys.stderr)
-        return 2
+        return Exit.WRONG_INPUT
     for one in built:
         for report in one.reports.values():
             said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]
@@ -59,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         PAGE.write_text(text, encoding="utf-8")
     if asked.check and PAGE.read_text(encoding="utf-8") != text:
         print(f"kernel_gate: {PAGE.name} is not what is built now: run python -m tools.kernel_gate --write", file=sys.stderr)
-        return 1
-    return 1 if faults else 0
+        return Exit.FAULT
+    return Exit.FAULT if faults else Exit.DONE
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """``python -m tools.scaling VERB STUDY.yaml``: from a question about models and compute to a fitted law, and to the run it recommends.
 
-Exit codes: 0 done; 1 a file system or a run failed; 2 the input is wrong, and nothing was written; 130 interrupted.
+Exit codes: those of every command (``fem_common/README.md``). 1: also where runs failed or are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
 import sys
 from types import ModuleType
 from typing import NoReturn
 
-from fem_common.errors import ConfigError, StorageError, told
+from fem_common.errors import CommandError, end
+from fem_common.exits import Exit
 
 # Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with 2."""
         print(f"tools.scaling: error: {message} (see: {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(Exit.WRONG_INPUT)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -71,21 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         return int(arguments.main(arguments))
-    except (ConfigError, StorageError) as error:
-        return _told(error)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: leave without a word at exit either
-        return 0
-    except OSError as error:
-        return _told(told(error))
+    except (CommandError, OSError) as error:
+        return end("tools.scaling", error)
     except KeyboardInterrupt:
         print("tools.scaling: interrupted; the same command goes on where it was", file=sys.stderr)
-        return 130
-
-
-def _told(error: ConfigError | StorageError) -> int:
-    print(f"tools.scaling: error: {error}", file=sys.stderr)
-    return 2 if isinstance(error, ConfigError) else 1
+        return Exit.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from data_prep.errors import UserError
+from fem_common.errors import CommandError, end
 from tools.bench import environment
 from tools.bench.data_prep import breakdown, corpus, encoding, index, peers, report
-from tools.bench.data_prep.processes import ROOT, BenchError, Neighbours, Spread, load, run
+from tools.bench.data_prep.processes import ROOT, Neighbours, Spread, load, run
 
 FOLDER = ROOT / "runs" / "bench" / "data_prep"
 PAGE = ROOT / "docs" / "benchmarks" / "data_prep.md"
@@ -141,9 +141,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None, effort: Effort | None = None, folder: Path = FOLDER) -> int:
     """Measure, print the report: 0, 1 where a target is missed or bytes differ, 2 where something that is needed is absent."""
     options = parse(arguments)
-    if options.corpus is not None and not options.corpus.exists():
-        print(f"tools.bench.data_prep: error: --corpus {options.corpus}: no such file or folder", file=sys.stderr)
-        return 2
+    try:
+        if options.corpus is not None:
+            options.corpus.stat()
+    except OSError as error:
+        return end("tools.bench.data_prep", error)
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=folder))
     bench = Bench(effort or (QUICK if options.quick else FULL), folder, scratch, options.corpus, options.peers)
@@ -152,9 +154,8 @@ def main(arguments: list[str] | None = None, effort: Effort | None = None, folde
         for part in PARTS:
             if part in options.only:
                 steps[part]()
-    except (BenchError, UserError) as error:
-        print(f"tools.bench.data_prep: error: {error}", file=sys.stderr)
-        return 2
+    except (CommandError, OSError) as error:
+        return end("tools.bench.data_prep", error)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return conclude(bench, options)

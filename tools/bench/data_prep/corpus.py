@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from data_prep.encoders import MAX_DOCUMENT_BYTES
 from data_prep.stdlib import SCHEMA
-from tools.bench.data_prep.processes import BenchError
+from fem_common.errors import UserError
 
 FORMAT = 2  # raise it when the same wishes give other documents
 MEDIAN, MEAN = 3000, 4800  # characters of FineWeb-Edu's documents, about
@@ -66,7 +66,7 @@ def make(name: str, megabytes: float, cache: Path, given: Path | None = None) ->
     """The corpus ``name`` ("prose", "code", or "given": from the parquet file or folder ``given``) of at most ``megabytes`` of text.
 
     What an earlier call with the same wishes and sources made is used again. Documents that data_prep would not write are left out:
-    empty ones, and those over its limit. Raises BenchError where there is no text.
+    empty ones, and those over its limit. Raises UserError where there is no text.
     """
     if given is not None:
         documents, sources = from_parquet(given), _listing(sorted(given.rglob("*.parquet")) if given.is_dir() else [given], given.parent)
@@ -100,7 +100,7 @@ def _write(name: str, what: str, documents: Iterator[Piece], most: float, folder
         if total >= most:
             break
     if len(rows) < 2 * FILES:
-        raise BenchError(f"the corpus {name!r} has {len(rows)} documents; at least {2 * FILES} are needed")
+        raise UserError(f"the corpus {name!r} has {len(rows)} documents; at least {2 * FILES} are needed")
     tiny = rows[:TINY_DOCUMENTS] if len(rows) > 4 * TINY_DOCUMENTS else rows[: len(rows) // 4]
     _write_files(rows, folder / "whole", FILES)
     _write_files(tiny, folder / "tiny", 2)
@@ -180,10 +180,10 @@ KINDS = {
 
 
 def from_parquet(path: Path) -> Iterator[Piece]:
-    """(id, text) of the rows that have both. Raises BenchError where there is no such file or no such columns."""
+    """(id, text) of the rows that have both. Raises UserError where there is no such file or no such columns."""
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
-        raise BenchError(f"no .parquet below {path}")
+        raise UserError(f"no .parquet below {path}")
     for file in files:
         try:
             with pq.ParquetFile(file) as opened:
@@ -192,7 +192,7 @@ def from_parquet(path: Path) -> Iterator[Piece]:
                         if row["text"] and row["id"] is not None:
                             yield str(row["id"]), row["text"]
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            raise BenchError(f"{file}: not parquet with the columns text and id ({str(error).splitlines()[0]})") from None
+            raise UserError(f"{file}: not parquet with the columns text and id ({str(error).splitlines()[0]})") from None
 
 
 def lengths() -> Iterator[int]:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from data_prep.encoder import TokenizerFolder, load_folder
+from fem_common.errors import UserError
 from tools.bench.data_prep.processes import ROOT, BenchError
 
 DATATROVE_VERSION = "0.10.1"
@@ -118,7 +119,7 @@ def pins() -> list[str]:
 
 
 def environment(given: Path | None, cache: Path) -> Path:
-    """The Python of the peers' environment: ``given``'s, or of one that is made below ``cache`` once. Raises BenchError."""
+    """The Python of the peers' environment: ``given``'s, or of one that is made below ``cache`` once. Raises UserError, BenchError."""
     if given is not None:
         return _python_of(given)
     folder, wanted = cache / "peers", "\n".join([sys.version, *pins()])
@@ -132,19 +133,19 @@ def environment(given: Path | None, cache: Path) -> Path:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Versions of what a peer is made of, as its environment has them. Raises BenchError where they are not those that are asked for."""
+    """Versions of what a peer is made of, as its environment has them. Raises UserError where they are not those that are asked for."""
     code = "import json, sys; from importlib.metadata import version; print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
     found: dict[str, str] = json.loads(_command([str(python), "-c", code, "datatrove", *SAME]))
     if found["datatrove"] != DATATROVE_VERSION or found["tokenizers"] != version("tokenizers"):
         expected = f"datatrove {DATATROVE_VERSION} and tokenizers {version('tokenizers')}"
-        raise BenchError(f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; needed: {expected}")
+        raise UserError(f"{python} has datatrove {found['datatrove']} and tokenizers {found['tokenizers']}; needed: {expected}")
     return found
 
 
 def _python_of(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
-        raise BenchError(f"{folder} is no Python environment (no bin/python); leave --peers out to have one made")
+        raise UserError(f"{folder} is no Python environment (no bin/python); leave --peers out to have one made")
     return python
 
 

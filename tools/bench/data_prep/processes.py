@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fem_common.errors import Fault
+
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = Path(__file__).with_name("launch.py")
 TAIL = 15  # lines of a failed command's output that are shown
@@ -30,7 +32,7 @@ ONE_THREAD = {
 SLURM = "SLURM_"
 
 
-class BenchError(Exception):
+class BenchError(Fault):
     """A command failed, or something that is needed is absent: one line for the user, then what the command said."""
 
 

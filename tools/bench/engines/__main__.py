@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fem_common.errors import ConfigError
+from fem_common.errors import CommandError, Fault, end
+from fem_common.exits import Exit
 from fem_megatron import platform
 from tools.bench import environment
 from tools.bench.data_prep.processes import Neighbours, load
@@ -31,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with 2."""
         print(f"{PROGRAM}: error: {message} (see: {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(Exit.WRONG_INPUT)
 
 
 @dataclass
@@ -168,15 +169,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         configuration(job)
-    except ConfigError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
+    except CommandError as error:
+        return end(PROGRAM, error)
     names = [name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}]
     bench, load_before, neighbours = Bench(job, names, options.rounds, cuda), load(), Neighbours()
     bench.run()
     if BASELINE in bench.cannot:
-        print(f"{PROGRAM}: error: {BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}", file=sys.stderr)
-        return 1
+        return end(PROGRAM, Fault(f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}"))
     conclude(bench, options.out, load_before, neighbours.cores())
     return 0
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import UserError, end
 from fem_megatron import platform
 from kernels.fem_attention.table import write as write_table
 from tools.bench import environment
@@ -125,11 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(dry(tasks(options.parts, ops, None)[0], options.minutes))
         return 0
     if not platform.has_cuda():
-        print(
-            "tools.bench.gpu_suite: error: torch sees no CUDA device; --dry prints the plan, tools.bench.cpu_suite measures a CPU",
-            file=sys.stderr,
-        )
-        return 2
+        said = "torch sees no CUDA device; --dry prints the plan, tools.bench.cpu_suite measures a CPU"
+        return end("tools.bench.gpu_suite", UserError(said))
     clock = Clock(options.minutes)
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "workers.log"

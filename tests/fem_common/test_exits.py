@@ -1,0 +1,100 @@
+"""One table of exit codes, the same in every command: a wrong path is 2, a file system that fails is 1."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import importlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fem_common.exits import Exit
+
+# Command -> a command line that reads or writes below FOLDER first of all. Not here: commands without a path, and launch's doctor, which
+# reports a profile that it cannot read as any check that fails (1).
+COMMANDS: dict[str, list[str]] = {
+    "pretrain": ["FOLDER/run.yaml"],
+    "data_prep stdlib": ["FOLDER/text.parquet"],
+    "data_prep train-tokenizer": ["FOLDER/text.parquet", "--vocab-size", "300", "--out", "FOLDER/tokenizer"],
+    "data_prep inspect": ["FOLDER/text.parquet"],
+    "data_prep plan": ["FOLDER/text.parquet", "--tokenizer", "FOLDER/tokenizer", "--out", "FOLDER/out"],
+    "data_prep run": ["FOLDER/text.parquet", "--tokenizer", "FOLDER/tokenizer", "--out", "FOLDER/out"],
+    "data_prep status": ["FOLDER"],
+    "data_prep merge": ["FOLDER"],
+    "data_prep verify": ["FOLDER"],
+    "data_prep stats": ["FOLDER"],
+    "data_prep blend": ["FOLDER/blend.yaml", "FOLDER/a=1"],
+    "launch submit": ["FOLDER/run.yaml", "--cluster", "FOLDER/cluster.yaml"],
+    "launch local": ["FOLDER/run.yaml", "--cluster", "FOLDER/cluster.yaml"],
+    "launch sweep": ["FOLDER/run.yaml", "--list", "FOLDER/runs.yaml", "--cluster", "FOLDER/cluster.yaml"],
+    "launch status": ["FOLDER"],
+    "launch logs": ["FOLDER"],
+    "launch cancel": ["FOLDER"],
+    "launch requeue": ["FOLDER"],
+    "launch.supervise": ["FOLDER"],
+    "tools.evaluate": ["--list", "--suite", "FOLDER/suite.yaml"],
+    "tools.evaluate.report": ["FOLDER"],
+    "tools.evaluate.perplexity": ["FOLDER"],
+    "tools.hf export": ["FOLDER", "FOLDER/out"],
+    "tools.generate": ["FOLDER", "--file", "FOLDER/prompts"],
+    "tools.checkpoint show": ["FOLDER"],
+    "tools.scaling plan": ["FOLDER/study.yaml"],
+    "tools.diagnose": ["FOLDER"],
+    "tools.bench.cpu_suite": ["--compare", "FOLDER/earlier.json"],
+    "tools.bench.data_prep": ["--corpus", "FOLDER"],
+}
+FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO)
+
+
+def run(command: str, folder: Path) -> int:
+    """The exit code of a command's main in this process."""
+    module, *verb = command.split()
+    try:
+        importlib.import_module(f"{module}.__main__")
+    except ModuleNotFoundError:
+        main = importlib.import_module(module).main
+    else:
+        main = importlib.import_module(f"{module}.__main__").main
+    try:
+        return int(main([*verb, *(word.replace("FOLDER", str(folder)) for word in COMMANDS[command])]))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:
+    """Whatever is asked of the operating system below ``folder`` fails with this error."""
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Any, *arguments: Any, **more: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(str(folder)):
+                raise OSError(number, os.strerror(number), os.fspath(path))
+            return call(path, *arguments, **more)
+
+        return wrapped
+
+    of_os = [(os, name) for name in ("open", "stat", "lstat", "scandir", "listdir", "mkdir")]
+    for owner, name in ((builtins, "open"), (io, "open"), *of_os):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_path_is_2_and_a_failing_file_system_1(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    if command == "data_prep stdlib":  # it makes the folder; not below a file
+        folder.write_text("")
+    assert run(command, folder) == Exit.WRONG_INPUT, capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(folder) in said
+    for number in FAULTS:
+        with monkeypatch.context() as patch:
+            fail(patch, folder, number)
+            assert run(command, folder) == Exit.FAULT, (errno.errorcode[number], capsys.readouterr())
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and os.strerror(number) in said and str(folder.parent) in said, said
