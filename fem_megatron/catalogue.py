@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
 from fem_megatron.shapes.attention import AttentionShape
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 EVERY_LAYOUT = "TP SP PP VPP DP"
+# What every part of a model says, so that one may be tried with any mixer: a mixer with heads or an MLP of its own leaves those out, and
+# one without positions is as it is under rope=false. muP's base is checked by muP itself.
+EVERYONES = frozenset(
+    "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size vocab_size make_vocab_size_divisible_by "
+    "tie_embeddings causal rope norm_eps init_std parametrization mup".split()
+)
 
 
 @dataclass(frozen=True)
@@ -119,13 +125,27 @@ def describe(name: str) -> Mixer:
 
 
 def blocks(model: ModelConfig) -> list[BlockShape]:
-    """Every layer's shape. Raises ValueError, with the key, where sizes do not fit."""
+    """Every layer's shape. Raises ValueError, with the key, where sizes do not fit or a key is set that no layer reads."""
     names = mixer_names(model)
-    if "transformer" not in names and (changed := model.attention.changed()):
-        what = f"model.pattern={','.join(model.pattern)}" if model.pattern else f"model.mixer={model.mixer}"
-        raise ValueError(f"model.attention.{changed[0]} is for the mixer transformer alone, and {what} has none; leave it out")
     check_mup(model, names)
-    return [block(model, name, layer) for layer, name in enumerate(names)]
+    made = [block(model, name, layer) for layer, name in enumerate(names)]
+    if keys := unread(model, made):
+        what = f"model.pattern={','.join(model.pattern)}" if model.pattern else f"model.mixer={model.mixer}"
+        raise ValueError(f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} reads this as it is set up; leave it out")
+    return made
+
+
+def unread(model: ModelConfig, made: Sequence[BlockShape]) -> list[str]:
+    """The keys of ``model`` that are not at their defaults and that none of its layers reads."""
+    read, default = set().union(*(block.reads() for block in made)), type(model)()
+    keys = []
+    for name in (item.name for item in fields(model) if item.name not in EVERYONES | read):
+        ours, theirs = getattr(model, name), getattr(default, name)
+        if is_dataclass(theirs):
+            keys += [f"{name}.{key}" for key, value in vars(theirs).items() if getattr(ours, key) != value]
+        elif ours != theirs:
+            keys.append(name)
+    return [key for key in keys if key not in read]
 
 
 def mixer_names(model: ModelConfig) -> list[str]:

@@ -121,6 +121,9 @@ class AttentionShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads, "model.num_query_groups": self.groups}
 
+    def reads(self) -> set[str]:
+        return {"num_query_groups", "attention"}
+
     def rotary_size(self) -> int:
         return self.head if self.rope else 0
 

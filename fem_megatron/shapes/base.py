@@ -37,6 +37,7 @@ class Weight:
     to a rank's slice of the sequence (norms), so that under sequence parallelism its gradient is summed over the ranks. bare: a matrix
     that is used in another way than in one product with a token (read forth and back, squared), so that it is no linear module, which
     adapters or quantisation might replace by something else. mup: how it follows the width, where that is not its shape's (``scaling``).
+    vectors: its rows are vectors of their own, stored together, so that none of them is decayed.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +46,12 @@ class Weight:
     per_token: bool = False
     bare: bool = False
     mup: Scaling | None = None
+    vectors: bool = False
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay pulls at it: at matrices, filters of convolutions among them, and not at vectors."""
+        return len(self.shape) > 1 and not self.vectors
 
     @property
     def scaling(self) -> Scaling:
@@ -82,6 +89,13 @@ class Shape(ABC):
     @abstractmethod
     def state_bytes(self, length: int, element: int) -> int:
         """Bytes of one sequence's decoding state after ``length`` tokens, in activations of ``element`` bytes (kept sums are fp32)."""
+
+    def reads(self) -> set[str]:
+        """The keys of the model that it reads, sections whole or by key (``fem.gate``), besides those that every part of a model has.
+
+        One that no layer reads is refused where it is set (``catalogue.unread``).
+        """
+        return set()
 
     def summary(self) -> str:
         """The widths that a reader of the plan wants to see, in a few words."""

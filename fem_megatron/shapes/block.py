@@ -32,6 +32,11 @@ class BlockShape:
         """Bytes of one sequence's decoding state after ``length`` tokens; every iteration has its own."""
         return self.recurrence * sum(shape.state_bytes(length, element) for shape in (self.mixer, self.mlp) if shape is not None)
 
+    def reads(self) -> set[str]:
+        """The keys of the model that one of the two reads, besides those that every part of a model has."""
+        mlp = set() if self.mlp is None else self.mlp.reads()
+        return self.mixer.reads() | mlp | ({"rope_base"} if self.mixer.rotary_size() else set())
+
     def split_widths(self) -> dict[str, int]:
         """What the tensor-parallel size must divide."""
         return self.mixer.split_widths() | ({} if self.mlp is None else self.mlp.split_widths())

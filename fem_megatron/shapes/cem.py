@@ -69,6 +69,12 @@ def preconditioner_flops(switches: CemConfig, groups: int, rows: int, hidden: in
     return {"preconditioner": 8.0 * groups * hidden * rank * times}
 
 
+def _reads(switches: CemConfig, part: str) -> set[str]:
+    """The keys of attention or of the MLP."""
+    names = ["preconditioner", "residual", f"steps_{part}", f"eta_{part}"]
+    return {f"cem.{name}" for name in [*names, *([f"rank_{part}"] if switches.preconditioner == "low_rank" else [])]}
+
+
 def _check(switches: CemConfig, part: str) -> None:
     for key, why in ((f"steps_{part}", "a layer takes at least one step"), (f"rank_{part}", "diagonal has no low-rank part")):
         if getattr(switches, key) < 1:
@@ -143,6 +149,9 @@ class CemAttentionShape(Shape):
     def summary(self) -> str:
         return f"{self.heads} heads of {self.head}, {self.switches.steps_attention} steps"
 
+    def reads(self) -> set[str]:
+        return {"cem.diagonal", "cem.scale"} | _reads(self.switches, "attention")
+
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
@@ -183,6 +192,9 @@ class CemMlpShape(Shape):
 
     def summary(self) -> str:
         return f"MLP {self.inner}, {self.switches.steps_mlp} steps"
+
+    def reads(self) -> set[str]:
+        return _reads(self.switches, "mlp")
 
     def split_widths(self) -> dict[str, int]:
         return {"the MLP's width, model.ffn_hidden_size": self.inner}

@@ -99,6 +99,9 @@ class DeltaShape(Shape):
         matrix = self.key_head * self.value_head * max(4, element)
         return self.heads * (matrix + (self.conv - 1) * self.mixed_width * element)
 
+    def reads(self) -> set[str]:
+        return {"delta"}
+
     def split_widths(self) -> dict[str, int]:
         return {"the delta rule's heads, model.delta.heads": self.heads}
 

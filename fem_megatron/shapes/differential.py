@@ -55,7 +55,7 @@ class DifferentialShape(Shape):
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
             "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0),
-            "lam": Weight((4, self.head), init=Normal(LAMBDA_STD), mup=FIXED),
+            "lam": Weight((4, self.head), init=Normal(LAMBDA_STD), mup=FIXED, vectors=True),
             "head_norm.weight": Weight((2 * self.head,), init=1.0),
             "out_proj.weight": Weight((self.hidden, 2 * self.heads * self.head), split=1),
         }

@@ -196,5 +196,9 @@ class FemShape(Shape):
             widths["the conditioner's width, model.fem.conditioner_size"] = size
         return widths
 
+    def reads(self) -> set[str]:
+        own = {f"fem.{name}" for name in ("conditioner", "free_energy", "temperature", "gate", "budget", "value_size")}
+        return own | self.prior.reads() | {"attention_backend"} | ({"fem.conditioner_size"} if self.conditioner else set())
+
     def rotary_size(self) -> int:
         return self.prior.rotary_size()

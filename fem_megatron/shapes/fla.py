@@ -58,6 +58,9 @@ class FlaShape(Shape):
         """The normalised inputs of all tokens: decoding reads them anew at every step."""
         return length * self.hidden * element
 
+    def reads(self) -> set[str]:
+        return {"fla"}
+
     def split_widths(self) -> dict[str, int]:
         return {"flash-linear-attention's layers, which are not split": 1}
 

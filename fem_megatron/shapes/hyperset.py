@@ -163,6 +163,16 @@ class HyperSetShape(Shape):
         """Heads and widths."""
         return f"{self.heads} heads of {self.head}, feed-forward {self.inner}"
 
+    def reads(self) -> set[str]:
+        switches = self.switches
+        names = {"attention", "feed_forward", "multiplier", "step_size", "update", "lora_rank"}
+        names |= {"step_norm", "time_mlp"} if switches.step_size == "learned" else {"alpha", "gamma"}
+        names |= {"step_condition"} if switches.step_size == "learned" and self.iterations > 1 else set()
+        names |= {"time_size"} if switches.step_size == "learned" and switches.time_mlp else set()
+        names |= {"beta1"} if switches.update in ("momentum", "adam") else set()
+        names |= {"beta2"} if switches.update in ("rmsprop", "adam") else set()
+        return {f"hyperset.{name}" for name in names}
+
     def split_widths(self) -> dict[str, int]:
         """Heads, and the feed-forward's width."""
         return {"model.num_attention_heads": self.heads, "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner}

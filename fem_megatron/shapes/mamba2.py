@@ -90,6 +90,9 @@ class Mamba2Shape(Shape):
         """Every head's matrix [N, d] (fp32) and the convolutions' last inputs."""
         return self.inner * self.state * max(4, element) + (self.conv - 1) * (self.inner + 2 * self.state) * element
 
+    def reads(self) -> set[str]:
+        return {"mamba2"}
+
     def split_widths(self) -> dict[str, int]:
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
 

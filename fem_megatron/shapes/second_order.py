@@ -109,6 +109,10 @@ class SecondOrderShape(_Heads):
         solves = 2.0 * self.hidden * d + (self.hidden * (2.0 / 3.0 * d * d + 2.0 * d) if self.exact else 0.0)
         return {"mixer projections": self.linear_flops(), "attention": products, "gram": gram, "solves": solves}
 
+    def reads(self) -> set[str]:
+        names = {"jitter", "temperature"} | ({"exact_max_length"} if self.exact else set())
+        return {f"second_order.{name}" for name in names}
+
     def state_bytes(self, length: int, element: int) -> int:
         """Keys alone: half of standard attention's cache."""
         return length * self.hidden * element
@@ -135,6 +139,9 @@ class EnergyLinearShape(_Heads):
         """Projections, comparisons within a chunk, and the sums that stand for all before."""
         inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
         return {"mixer projections": self.linear_flops(), "attention": self.hidden * (inside + 4.0 * self.head)}
+
+    def reads(self) -> set[str]:
+        return {"second_order.linear_read"}
 
     def state_bytes(self, length: int, element: int) -> int:
         """A head's d_h x d_h sum of k k^T, whatever the length."""

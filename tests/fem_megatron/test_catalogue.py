@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,15 +24,7 @@ from fem_megatron.shapes.hyperset import HyperSetConfig
 from fem_megatron.shapes.second_order import SecondOrderConfig
 from pretrain.plan import forward_flops, parameter_shapes
 
-SMALL = ModelConfig(
-    hidden_size=32,
-    num_layers=2,
-    num_attention_heads=4,
-    ffn_hidden_size=48,
-    vocab_size=100,
-    tie_embeddings=True,
-    attention_backend="reference",
-)
+SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, tie_embeddings=True)
 NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
 LENGTH = 13
 # The mixers whose future-proofness rests on a kernel of torch that rounds several rows together: equal within rounding, not bit for bit.
@@ -71,8 +63,14 @@ CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
 }
 
 
+def model_of(name: str, *, attention_backend: str = "reference", **changes: Any) -> ModelConfig:
+    """A case's model; the FEM alone has a read to choose a backend for."""
+    model = replace(SMALL, **{**CASES[name], **changes})
+    return replace(model, attention_backend=attention_backend) if model.mixer.startswith("fem_") else model
+
+
 def shape_of(name: str) -> BlockShape:
-    return replace(SMALL, **CASES[name]).blocks()[0]
+    return model_of(name).blocks()[0]
 
 
 def is_causal(name: str) -> bool:
@@ -81,7 +79,12 @@ def is_causal(name: str) -> bool:
 
 def block_of(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Block:
     """The first block, every weight moved off its start so that zero-initialised parts take part, too."""
-    block = Block(replace(SMALL, **{**CASES[name], **changes}).blocks()[0], OneProcess(dtype))
+    return filled(model_of(name, **changes).blocks()[0], dtype)
+
+
+def filled(shape: BlockShape, dtype: torch.dtype = torch.float64) -> Block:
+    """The block of a shape, every weight moved off its start."""
+    block = Block(shape, OneProcess(dtype))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for weight in block.parameters():
@@ -183,6 +186,81 @@ def test_recurrence_is_a_stack_of_the_same_block(name: str) -> None:
     one, three = (forward_flops(replace(model, recurrence=count), 64) for count in (1, 3))
     assert three.pop("output layer") == one.pop("output layer")
     assert three == {part: 3 * value for part, value in one.items()}
+
+
+def other(value: Any, choices: tuple[Any, ...] | None) -> Any:
+    """A value of a key's type that is not its default."""
+    if choices:
+        return next(choice for choice in reversed(choices) if choice != value)
+    if isinstance(value, dict):
+        return {"expand_v": 2}
+    if isinstance(value, bool):
+        return not value
+    return 12 if value is None else value * 2 or 1
+
+
+def guarded() -> list[tuple[str, Any]]:
+    """(key, another value) of every key that is not every mixer's."""
+    found = []
+    for item in fields(ModelConfig):
+        default = getattr(ModelConfig(), item.name)
+        if item.name in catalogue.EVERYONES:
+            continue
+        inner = (
+            [(f"{item.name}.{part.name}", part, getattr(default, part.name)) for part in fields(default)] if is_dataclass(default) else []
+        )
+        for key, part, value in inner or [(item.name, item, default)]:
+            found.append((key, other(value, part.metadata["choices"])))
+    return found
+
+
+def with_key(model: ModelConfig, key: str, value: Any) -> ModelConfig:
+    section, _, name = key.rpartition(".")
+    return replace(model, **({section: replace(getattr(model, section), **{name: value})} if section else {name: value}))
+
+
+def fitting(model: ModelConfig, key: str) -> BlockShape | None:
+    """The first block, None where sizes do not fit with this value of the key, which is read then."""
+    try:
+        shape = catalogue.block(model, model.mixer, 0)
+    except ValueError as error:
+        if key not in str(error):
+            raise
+        return None
+    return None if shape.mixer.rotary_size() % 2 else shape
+
+
+# Heard, and not seen in the numbers of a short float64 sequence: how it is computed, and a limit on lengths.
+UNSEEN = ("attention_backend", "second_order.exact_max_length")
+# Heard, and what it asks for is so already: one width where a prior or the switches have one, T off where L is.
+MET = ("fem.budget", "fem.temperature")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_key_that_no_layer_reads_is_refused_and_no_other(name: str) -> None:
+    """A key set away from its default is refused just where the block computes the same with it."""
+    model, x = replace(SMALL, **CASES[name]), tokens()
+    with torch.no_grad():
+        plain = filled(catalogue.block(model, model.mixer, 0))(x, Context(causal=model.causal))
+    for key, value in guarded():
+        changed = with_key(model, key, value)
+        shape = fitting(changed, key)
+        if key in UNSEEN or shape is None or changed == model:
+            continue
+        refused = key in catalogue.unread(changed, [shape])
+        if refused:
+            with pytest.raises(ValueError, match=f"model.{key}.*: no layer of"):
+                changed.blocks()
+        with torch.no_grad():
+            same = torch.equal(filled(shape)(x, Context(causal=model.causal)), plain)
+        assert refused == same or (same and key in MET), key
+
+
+@pytest.mark.parametrize("key", UNSEEN)
+def test_what_is_heard_unseen_is_refused_elsewhere(key: str) -> None:
+    models = {name: with_key(replace(SMALL, mixer=name), key, dict(guarded())[key]) for name in NAMES}
+    readers = [name for name, model in models.items() if key not in catalogue.unread(model, [catalogue.block(model, name, 0)])]
+    assert readers == (["mha2nd"] if "." in key else [name for name in NAMES if name.startswith("fem_")])
 
 
 def test_a_pattern_repeats() -> None:

@@ -59,7 +59,7 @@ def test_initialisation_is_as_documented() -> None:
 @pytest.mark.parametrize("name", ["fem", "fem without L", "transformer"])
 def test_the_future_does_not_leak(name: str) -> None:
     """Replacing every token after t leaves the logits up to t, bit for bit in the reference form; and what is replaced does matter."""
-    model = build(replace(MODELS[name], attention_backend="reference"))
+    model = build(MODELS[name] if name == "transformer" else replace(MODELS[name], attention_backend="reference"))
     tokens = torch.randint(0, 100, (1, 16), generator=torch.Generator().manual_seed(3))
     changed = tokens.clone()
     changed[:, 9:] = (changed[:, 9:] + 17) % 100

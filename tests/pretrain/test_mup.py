@@ -35,14 +35,13 @@ def engine_of(settings: list[str], *overrides: str) -> Iterator[Any]:
     from megatron.core import parallel_state
 
     from fem_megatron import platform
-    from pretrain.engines.building import initialize_model_parallel
-    from pretrain.engines.megatron import MegatronEngine
+    from pretrain.engines.building import initialize_model_parallel, make_engine
     from pretrain.schedule import Schedule
 
     config = prepare(load_run(DEMO, [*settings, *overrides]), 1).config
     platform.initialize_distributed()
     initialize_model_parallel(config)
-    engine = MegatronEngine(config, Schedule.of(config))
+    engine = make_engine(config, Schedule.of(config), print)
     try:
         yield engine
     finally:
@@ -92,6 +91,20 @@ def test_groups_learn_and_decay_by_their_powers(settings: list[str], base: int, 
             assert group["min_lr"] == pytest.approx(ours.min_lr * group["lr_mult"], rel=1e-12)
             decay = ours.weight_decay if group["wd_mult"] else 0.0
             assert group["lr"] * group["weight_decay"] == pytest.approx(ours.lr * decay, rel=1e-12)
+
+
+@pytest.mark.parametrize("mixer", ["differential", "gated_deltanet", "mamba2"])
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
+def test_vectors_are_not_decayed_however_they_are_stored(settings: list[str], mixer: str, engine: str) -> None:
+    """differential's four lambda vectors are one parameter of two dimensions."""
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    with engine_of(settings, f"model.mixer={mixer}", f"engine.name={engine}") as made:
+        names = {id(parameter): name for name, parameter in made.models[0].named_parameters()}
+        optimizer = made.optimizer if engine == "megatron" else made._adam()
+        decayed = {names[id(p)]: bool(group["wd_mult"]) for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+        vectors = {name for name, p in made.models[0].named_parameters() if p.ndim == 1 or name.endswith(".lam")}
+        assert {name for name, is_decayed in decayed.items() if not is_decayed} == vectors and len(decayed) == len(names)
 
 
 def test_at_the_base_it_is_the_standard_run_to_the_bit(settings: list[str]) -> None:

@@ -37,6 +37,9 @@ class AftShape(PriorShape):
         """q and k, ``width`` each."""
         return {"q": self.width, "k": self.width}
 
+    def reads(self) -> set[str]:
+        return {"fem.aft_query"}
+
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
         """None: a scan has no matrix products."""
         return 0.0

@@ -27,6 +27,10 @@ class PriorShape(ABC):
         """Parameters besides the packed projection."""
         return {}
 
+    def reads(self) -> set[str]:
+        """The keys of the model that this prior alone reads."""
+        return set()
+
     def rotary_size(self) -> int:
         """Channels of q and k that RoPE turns."""
         return 0

@@ -34,6 +34,9 @@ class LinearShape(ScanShape):
     def slices(self) -> dict[str, int]:
         return {"q": self.features, "k": self.features} | ({"decay": self.decays} if self.decays else {})
 
+    def reads(self) -> set[str]:
+        return {"fem.feature_eps"} | ({"fem.gla_decay"} if self.decays else set())
+
     def rotary_size(self) -> int:
         return self.features if self.rope else 0
 

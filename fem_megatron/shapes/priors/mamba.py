@@ -40,6 +40,9 @@ class MambaShape(PriorShape):
         """The step of each value channel, B and C."""
         return {"delta": self.value, "b": self.states, "c": self.states}
 
+    def reads(self) -> set[str]:
+        return {"fem.mamba_states", "fem.mamba_normalise"}
+
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
         """The products of C with the states of every stream."""
         return 2.0 * self.scans * self.states * (streams + self.value * self.normalise)
