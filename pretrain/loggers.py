@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from fem_megatron import platform
 from pretrain.config import RunConfig
 from pretrain.loader import to_dict
 from pretrain.metrics import StepRecord
@@ -55,6 +56,8 @@ class Console:
         self.interval, self.total_steps = interval, total_steps
 
     def on_step(self, record: StepRecord) -> None:
+        for handler in logging.getLogger("kernels").handlers:
+            handler.flush()
         if record.step % self.interval and record.step != self.total_steps and not record.skipped:
             return
         mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
@@ -181,11 +184,23 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 
 @contextmanager
 def kernels_told(say: Callable[[str], None]) -> Iterator[None]:
-    """Passes on what the kernels log meanwhile, each line once: which implementation of an operation runs, and why not a faster one."""
+    """Passes on what the kernels log meanwhile: which implementation of an operation runs, and why not a faster one.
+
+    Without a GPU the reasons are all the same: the choices of a step are one line, without them.
+    """
+    chosen: list[str] = []
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            say(f"kernels: {self.format(record)}")
+            if record.levelno > logging.INFO or platform.has_cuda():
+                say(f"kernels: {self.format(record)}")
+            else:
+                chosen.append(self.format(record).partition(" (")[0])
+
+        def flush(self) -> None:
+            if chosen:
+                say(f"kernels: {'; '.join(chosen)}")
+                chosen.clear()
 
     logger = logging.getLogger("kernels")
     handlers, level = logger.handlers, logger.level
@@ -194,6 +209,7 @@ def kernels_told(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        logger.handlers[0].flush()
         logger.handlers = handlers
         logger.setLevel(level)
 

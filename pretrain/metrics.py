@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,20 +35,28 @@ class StepRecord:
 
 
 class Meter:
-    """Turns step ends into rates. The ETA uses a running mean, which forgets the slow first steps."""
+    """Turns step ends into rates, and says how long the rest will take.
+
+    The ETA is the steps left, at a running mean that forgets the slow first ones, and the pauses left ("save", "validation"), each at the
+    mean of those of its kind so far, none where none has been seen yet. A pause counts as itself alone: it lengthens no step.
+    """
 
     def __init__(self, *, step_tokens: int, flops_per_token: float, world_size: int, peak_tflops: float | None) -> None:
         self.step_tokens, self.flops_per_token = step_tokens, flops_per_token
         self.world_size, self.peak_tflops = world_size, peak_tflops
         self.last = time.monotonic()
         self.mean: float | None = None
+        self.pauses: dict[str, list[float]] = {}
 
-    def restart(self) -> None:
-        """Do not count what happened since the last step (evaluation, checkpoints)."""
-        self.last = time.monotonic()
+    def restart(self, pause: str | None = None) -> None:
+        """Do not count what happened since the last step as a part of the next one, but as a ``pause`` of this kind, or not at all."""
+        now = time.monotonic()
+        if pause is not None:
+            self.pauses.setdefault(pause, []).append(now - self.last)
+        self.last = now
 
-    def measure(self, steps_left: int) -> dict[str, Any]:
-        """The record's fields that time gives."""
+    def measure(self, steps_left: int, pauses_left: Mapping[str, int]) -> dict[str, Any]:
+        """The record's fields that time gives. pauses_left: how many of each kind are still to come."""
         now = time.monotonic()
         seconds, self.last = now - self.last, now
         self.mean = seconds if self.mean is None else 0.9 * self.mean + 0.1 * seconds
@@ -58,8 +67,12 @@ class Meter:
             "tokens_per_second": rate,
             "tflops_per_device": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            "eta_seconds": steps_left * self.mean,
+            "eta_seconds": steps_left * self.mean + sum(count * self._pause(kind) for kind, count in pauses_left.items()),
         }
+
+    def _pause(self, kind: str) -> float:
+        seen = self.pauses.get(kind, [])
+        return sum(seen) / max(1, len(seen))
 
 
 def peak_memory_over_ranks() -> int:

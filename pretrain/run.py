@@ -167,7 +167,8 @@ def _attempt(config: RunConfig, facts: DataFacts, contents: Contents, file: Prog
     told = ", ".join(str(change) for change in changed if change.rule == TOLD)
     if told:
         say(f"changed since the last attempt: {told}")
-    if own is not None and progress.step >= schedule.steps and _complete_at(before, progress.step):
+    ended = progress.step > schedule.steps or (progress.step == schedule.steps and _complete_at(before, progress.step))
+    if own is not None and ended:
         say(
             f"{config.name} is complete at step {progress.step}; raise train.steps or train.tokens to continue it, or start another run "
             "with another run_dir"

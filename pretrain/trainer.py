@@ -113,7 +113,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             peak_memory_bytes=peak_memory_over_ranks(),
-            **self.meter.measure(self.schedule.steps - self.progress.step),
+            **self.meter.measure(self.schedule.steps - self.progress.step, self._pauses_left()),
         )
         self._note_progress()
         if result.times is not None:
@@ -135,11 +135,11 @@ class Trainer:
             return
         loss = self.engine.evaluate(self._stream(self.data.valid, 0), self.config.train.eval_batches)
         self._tell(lambda callback: callback.on_eval(self.progress.step, {"valid_loss": loss}))
-        self.meter.restart()
+        self.meter.restart("validation")
 
     def _save(self) -> None:
         self.checkpoints.save(self.engine, self.progress, self.content_key)
-        self.meter.restart()
+        self.meter.restart("save")
 
     def _asked_to_stop(self) -> str | None:
         """The signal that any rank received, the same answer on every rank; None once the last step is done."""
@@ -159,6 +159,14 @@ class Trainer:
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.progress.step % interval == 0 and self.progress.step < self.schedule.steps
+
+    def _pauses_left(self) -> dict[str, int]:
+        """Saves and validations from the step just done on, the last ones included."""
+        intervals = {"save": self.config.checkpoint.interval}
+        if self.data.valid is not None:
+            intervals["validation"] = self.config.train.eval_interval
+        before, last = self.progress.step - 1, self.schedule.steps - 1
+        return {kind: 1 + (last // every - before // every if every else 0) for kind, every in intervals.items()}
 
     def _tell_step(self, record: StepRecord, seen: dict[str, float]) -> None:
         self._tell(lambda callback: callback.on_step(record))
