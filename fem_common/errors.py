@@ -97,5 +97,6 @@ def end(program: str, error: CommandError | OSError) -> Exit:
         return Exit.READER_GONE
     if isinstance(error, OSError):
         error = told(error)
-    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    for line in str(error).splitlines() or [""]:  # one, or one for each mistake of several
+        print(f"{program}: error: {line}", file=sys.stderr, flush=True)
     return error.code

@@ -89,7 +89,9 @@ def pretrain(words: Sequence[str], world_size: int, stop: str, code: Path = ROOT
     except subprocess.TimeoutExpired:
         raise UserError(f"pretrain read {words[0]} for {SECONDS:g} seconds without an end; is a file system stuck?") from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1].removeprefix("pretrain: error: ")
+        lines = done.stderr.strip().splitlines() or ["no word"]
+        told = [line.removeprefix("pretrain: error: ") for line in lines if line.startswith("pretrain: error: ")]
+        last = "; ".join(told) or lines[-1]
         raise UserError(last if done.returncode == 2 else f"python -m pretrain {words[0]} {stop} failed with {done.returncode}: {last}")
     return done.stdout
 

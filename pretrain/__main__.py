@@ -1,9 +1,7 @@
 """``python -m pretrain CONFIG.yaml [section.key=value ...]``: check everything, then train, then say how it ended.
 
 ``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
-whether its data is there and fits, build its index cache.
-Exit codes: those of every command (``fem_common/README.md``). 0: the run is complete, or was stopped by a signal after a checkpoint
-(progress.json says which).
+whether its data is there and fits, build its index cache. `EXITS` has the exit codes.
 """
 
 from __future__ import annotations
@@ -15,49 +13,48 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, end, reason
 from fem_common.exits import Exit
 from fem_megatron.catalogue import table
 from pretrain import signals
 from pretrain.config import RunConfig
-from pretrain.loader import dump_yaml, load_run
-from pretrain.plan import make_plan, render
-from pretrain.run_directory import resolved
+from pretrain.loader import ConfigErrors, dump_yaml, load_run
+from pretrain.plan import make_plan, memory_excess, render
+from pretrain.reference_page import section_text
+from pretrain.run_directory import resolved, run_directory
 from pretrain.validate import Prepared, check_before_data, prepare
+
+USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--plan] [--check] [--resolve | --index]
+       pretrain --help [SECTION] | --list-mixers"""
+EXAMPLES = """examples:
+  pretrain configs/run/demo.yaml --plan                   what the run needs; nothing is started
+  pretrain configs/run/demo.yaml --check                  is everything there that it takes?
+  pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
+  torchrun --nproc-per-node 2 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2
+  pretrain configs/run/demo.yaml --plan --check log.device=H100      exit code 2 where its memory does not fit
+  pretrain --help optimizer                               the section's keys, their types, defaults and meanings
+"""
+EXITS = """exit codes:
+    0  the run is complete, or a signal stopped it after a checkpoint (progress.json says which); a plan or check found nothing wrong
+    1  it failed while training, or a file system did: the same command may do
+    2  the input is wrong
+    3  loss or gradient stayed non-finite: the same command would end the same way, and a launcher does not retry it
+   75  another process has the run directory: the same command may do later
+  130  Ctrl-C, where nothing was to be saved
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, check, and either print the plan or train. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="pretrain", description="Pretrain a language model; see docs/configuration.md for every key.")
-    parser.add_argument("config", metavar="CONFIG.yaml", help="a run, such as configs/run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    parser.add_argument("--list-mixers", action=_ListMixers, nargs=0, help="print the names that model.mixer may take, and stop")
-    stops = parser.add_mutually_exclusive_group()
-    stops.add_argument("--plan", action="store_true", help="print parameters, FLOPs, memory, tokens and layout, and stop")
-    stops.add_argument("--resolve", action="store_true", help="print the run's whole configuration as YAML, and stop")
-    stops.add_argument("--check", action="store_true", help="check the configuration and its data, and stop")
-    stops.add_argument("--index", action="store_true", help="build the run's index cache, in this process and without a GPU, and stop")
-    options = parser.parse_intermixed_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # one on every host: what is wrong may be wrong on one of them alone
     launched = os.environ.get("WORLD_SIZE")
     try:
-        config = load_run(options.config, options.overrides)
-        if options.plan:
-            prepared = prepare(config, None, plan_only=True)
-            print(render(make_plan(prepared.config, prepared.world_size, prepared.facts)))
-            return 0
-        if options.resolve:
-            check_before_data(config)
-            print(dump_yaml(resolved(config)), end="")
-            return 0
-        if options.check:
-            prepare(config, None)
-            return 0
-        if options.index:
-            return _index(prepare(config, None), int(launched or 1))
-        return _train(config, int(launched or 1))
+        return _run(options, int(launched) if launched else None)
     except CommandError as error:
         _tell_torchrun(str(error))
         # What is no mistake is told by every rank: it may have met one alone.
@@ -78,6 +75,84 @@ def _tell_torchrun(message: str) -> None:
     if file:
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": f"pretrain: error: {message}", "timestamp": str(int(time.time()))}))
+
+
+def _parser() -> argparse.ArgumentParser:
+    sections = ", ".join(item.name for item in fields(RunConfig) if item.name not in ("name", "run_dir"))
+    parser = argparse.ArgumentParser(
+        prog="pretrain",
+        usage=USAGE,
+        description=f"Pretrain a language model. The sections of a configuration: {sections}; docs/configuration.md has every key.",
+        epilog=EXAMPLES + "\n" + EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a run, such as configs/run/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="print this, or the keys of SECTION, and stop")
+    parser.add_argument("--list-mixers", action=_ListMixers, nargs=0, help="print the names that model.mixer may take, and stop")
+    parser.add_argument("--plan", action="store_true", help="print parameters, FLOPs, memory, tokens and layout, and stop")
+    parser.add_argument(
+        "--check", action="store_true", help="check the configuration and its data, and with --plan that its memory fits, and stop"
+    )
+    stops = parser.add_mutually_exclusive_group()
+    stops.add_argument("--resolve", action="store_true", help="print the run's whole configuration as YAML, and stop")
+    stops.add_argument("--index", action="store_true", help="build the run's index cache, in this process and without a GPU, and stop")
+    return parser
+
+
+def _run(options: argparse.Namespace, launched: int | None) -> int:
+    if options.config is None:
+        raise ConfigError("no CONFIG.yaml: name a run, such as configs/run/demo.yaml; pretrain --help has examples")
+    if (options.resolve or options.index) and (options.plan or options.check):
+        raise ConfigError(f"{'--resolve' if options.resolve else '--index'} stands alone, without --plan and --check")
+    stops = options.plan or options.resolve or options.check or options.index  # whatever was launched
+    try:
+        config = load_run(options.config, options.overrides)
+    except ConfigErrors as error:
+        if error.config is not None:
+            prepare(error.config, None if stops else launched or 1, plan_only=options.plan or options.resolve, before=error.mistakes)
+        raise
+    if options.resolve:
+        check_before_data(config)
+        print(dump_yaml(resolved(config)), end="")
+    elif options.index:
+        return _index(prepare(config, None), launched or 1)
+    elif stops:
+        _check(prepare(config, None, plan_only=not options.check), plan=options.plan, check=options.check)
+    else:
+        return _train(config, launched or 1)
+    return 0
+
+
+def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
+    """Prints the plan, or what was checked and found right. Raises ConfigError where both are asked for and the memory does not fit."""
+    config, facts = prepared.config, prepared.facts
+    needs = make_plan(config, prepared.world_size, facts) if plan else None
+    if needs:
+        print(render(needs), flush=True)
+    if not check or facts is None:
+        return
+    excess = memory_excess(needs) if needs else None
+    if excess:
+        raise ConfigError(excess)
+    data = ", ".join(f"{count:,} tokens of {split}" for split, count in facts.tokens.items() if count)
+    fits = f"; it fits {config.log.device}" if config.log.device else "; its memory is compared with nothing: log.device is null"
+    print(f"{config.name}: the configuration and the data are right ({data}), run_dir {run_directory(config)}{fits if needs else ''}")
+
+
+class _Help(argparse.Action):
+    """As argparse's own, and with a section's name that section's keys."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        if value is None:
+            parser.print_help()
+            parser.exit()
+        try:
+            print(section_text(value))
+        except ConfigError as error:
+            parser.exit(end("pretrain", error))
+        parser.exit()
 
 
 class _ListMixers(argparse.Action):

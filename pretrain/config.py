@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from fem_megatron.config import ModelConfig
 from fem_megatron.settings import setting
 
+ABSENT = {
+    r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": "mixtures of experts and expert parallelism are not here",
+    r"(.*_)?context_parallel(_.*)?|cp(_.*)?|ulysses(_.*)?|ring_attention(_.*)?": "context parallelism is not here",
+}
+"""What others' configurations have and this one does not: a pattern of their keys -> what to say."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -169,7 +175,9 @@ class LogConfig:
     )
     straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.")
     device: str | None = setting(
-        None, "Device whose peak FLOP/s the MFU refers to (see pretrain.plan.DEVICE_PEAK_TFLOPS); null: found out on CUDA, no MFU on CPU."
+        None,
+        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (see pretrain.plan.DEVICE_PEAK_TFLOPS); "
+        "null: found out on CUDA, no MFU on CPU; no comparison.",
     )
 
 

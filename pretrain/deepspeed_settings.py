@@ -7,6 +7,7 @@ every difference is told.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,37 +56,37 @@ _ZERO = (
 ).split()
 
 
-def check_engine(config: RunConfig) -> None:
-    """Everything that the run's engine cannot do, from the configuration alone.
+def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Everything that the run's engine cannot do, from the configuration alone: each thing with the nearest setting that works.
 
     Raises:
-        ConfigError: the first such thing, with the nearest setting that works.
+        ConfigError, StorageError: see `read_file`.
     """
     engine, layout = config.engine, config.parallel
     if engine.name == "megatron":
         for key in ("offload_optimizer", "offload_parameters"):
             if getattr(engine, key):
-                raise ConfigError(f"engine.{key} = true needs engine.name=deepspeed; megatron keeps everything on its device")
+                yield f"engine.{key} = true needs engine.name=deepspeed; megatron keeps everything on its device"
         return
     stage, pipeline = engine.zero_stage, layout.pipeline_model_parallel_size
     if pipeline > 1:
-        raise ConfigError(
+        yield (
             f"parallel.pipeline_model_parallel_size = {pipeline}: engine.name = deepspeed has no pipeline; set "
             "parallel.pipeline_model_parallel_size=1 (engine.zero_stage=3 splits the parameters instead), or engine.name=megatron"
         )
     if stage == 0 and config.train.precision == "bf16":
-        raise ConfigError("engine.zero_stage = 0 is for train.precision=fp32 alone; in bf16 set engine.zero_stage=1")
+        yield "engine.zero_stage = 0 is for train.precision=fp32 alone; in bf16 set engine.zero_stage=1"
     if stage == 0 and engine.offload_optimizer:
-        raise ConfigError("engine.offload_optimizer = true needs a split optimizer; set engine.zero_stage=1")
+        yield "engine.offload_optimizer = true needs a split optimizer; set engine.zero_stage=1"
     if engine.offload_parameters and stage != 3:
-        raise ConfigError(f"engine.offload_parameters = true needs engine.zero_stage=3, and it is {stage}")
+        yield f"engine.offload_parameters = true needs engine.zero_stage=3, and it is {stage}"
     if engine.offload_parameters and not engine.offload_optimizer:
-        raise ConfigError("engine.offload_parameters = true needs engine.offload_optimizer=true: the update is where the parameters are")
+        yield "engine.offload_parameters = true needs engine.offload_optimizer=true: the update is where the parameters are"
     if not layout.use_distributed_optimizer:
-        raise ConfigError("parallel.use_distributed_optimizer = false is Megatron's plain optimizer; engine.name=deepspeed needs true")
+        yield "parallel.use_distributed_optimizer = false is Megatron's plain optimizer; engine.name=deepspeed needs true"
     external = next((name for name in mixer_names(config.model) if name.startswith("fla.")), None)
     if external and stage == 3:
-        raise ConfigError(f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2")
+        yield f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2"
     read_file(config)
 
 

@@ -11,21 +11,47 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fem_common.errors import ConfigError, told
-from pretrain.config import RunConfig
+from pretrain.config import ABSENT, RunConfig
 
-__all__ = ["COMMAND_LINE", "ConfigError", "describe", "dump_yaml", "load_run", "load_values", "nearest"]
-__all__ += ["read_values", "to_dict", "typed", "walk"]
+__all__ = ["COMMAND_LINE", "ConfigError", "ConfigErrors", "Mistake", "describe", "dump_yaml", "load_run", "load_values"]
+__all__ += ["nearest", "noted", "read_values", "to_dict", "typed", "walk"]
 
 COMMAND_LINE = "command line"
 _HUGE = {int: 2.0**63, float: 1e300}
 _EXPONENT_FORM = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)[eE][+-]?\d{1,3}")
+
+
+Mistake = tuple[str, ConfigError]
+"""The section of the configuration that it is in, "" where nobody knows, and what is wrong."""
+
+
+class ConfigErrors(ConfigError):
+    """Everything that is wrong, found at once: the text has a line for each mistake.
+
+    config: what could be read, with defaults in place of what could not; None where that is no configuration of a run.
+    """
+
+    def __init__(self, mistakes: list[Mistake], config: RunConfig | None = None) -> None:
+        super().__init__("")
+        self.args = ("\n".join(str(error) for _, error in mistakes),)
+        self.mistakes, self.config = mistakes, config
+
+
+@contextmanager
+def noted(mistakes: list[Mistake], section: str) -> Iterator[None]:
+    """A mistake inside is kept for the end, so that the next one is found as well."""
+    try:
+        yield
+    except ConfigError as error:
+        mistakes.append((section if section in {item.name for item in fields(RunConfig)} else "", error))
 
 
 def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -37,7 +63,8 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
     single keys.
 
     Raises:
-        ConfigError: a file is not there or not to be read, a key is unknown, a value has the wrong type or is not one of the choices.
+        ConfigError: the run's file is not there or not to be read.
+        ConfigErrors: a part's file is not, a key is unknown, a value has the wrong type or is not one of the choices: all such mistakes.
         StorageError: a file system failed.
     """
     path = Path(path)
@@ -52,19 +79,28 @@ def load_values(values: dict[Any, Any], path: Path, overrides: list[str] | tuple
     """
     tree = _Tree({}, {(): str(path)})
     for key, value in values.items():
-        if key in _sections():
-            tree.merge(_section(path.parent, key, value, str(path), path.parent), (key,))
-        else:
-            tree.merge(_Tree(value, {(): str(path)}), (str(key),))
-    assignments = [_assignment(text) for text in overrides]
+        with noted(tree.mistakes, str(key)):
+            if key in _sections():
+                tree.merge(_section(path.parent, key, value, str(path), path.parent), (key,))
+            else:
+                tree.merge(_Tree(value, {(): str(path)}), (str(key),))
+    assignments = []
+    for text in overrides:
+        with noted(tree.mistakes, text.partition("=")[0].partition(".")[0]):
+            assignments.append(_assignment(text))
     for keys, value in assignments:
         if len(keys) == 1 and keys[0] in _sections():
-            tree.replace(_section(path.parent, keys[0], value, COMMAND_LINE, Path()), keys)
+            with noted(tree.mistakes, keys[0]):
+                tree.replace(_section(path.parent, keys[0], value, COMMAND_LINE, Path()), keys)
     for keys, value in assignments:
         if len(keys) > 1 or keys[0] not in _sections():
-            _assign(tree, keys, value)
+            with noted(tree.mistakes, keys[0]):
+                _assign(tree, keys, value)
     config = _build(RunConfig, tree.value, (), tree)
-    return config if config.name else replace(config, name=path.stem)
+    config = config if config.name else replace(config, name=path.stem)
+    if tree.mistakes:
+        raise ConfigErrors(tree.mistakes, config)
+    return config
 
 
 def read_values(path: Path) -> dict[Any, Any]:
@@ -80,9 +116,13 @@ def typed(cls: Any, values: dict[Any, Any], where: str) -> Any:
     """``values`` as the dataclass ``cls``, as strictly as a run's configuration; errors name ``where``.
 
     Raises:
-        ConfigError: a key is unknown, a value has the wrong type or is not one of the choices.
+        ConfigErrors: keys are unknown, values have the wrong type or are not one of the choices.
     """
-    return _build(cls, values, (), _Tree(values, {(): where}, cls))
+    tree = _Tree(values, {(): where}, cls)
+    built = _build(cls, values, (), tree)
+    if tree.mistakes:
+        raise ConfigErrors(tree.mistakes)
+    return built
 
 
 def to_dict(config: Any) -> Any:
@@ -127,6 +167,7 @@ class _Tree:
     value: Any
     origins: dict[tuple[str, ...], str] = field(default_factory=dict)
     root: type = RunConfig  # whose keys are suggested
+    mistakes: list[Mistake] = field(default_factory=list)
 
     def where(self, path: tuple[str, ...]) -> str:
         while path not in self.origins:
@@ -327,11 +368,18 @@ def _build(cls: Any, raw: Any, path: tuple[str, ...], tree: _Tree) -> Any:
     values = {}
     for key, value in raw.items():
         here = (*path, str(key))
-        if key not in known:
-            raise ConfigError(f"{tree.where(here)}: unknown key {'.'.join(here)}; {_suggest(tree.root, path, str(key), list(known))}")
-        values[key] = _convert(hints[key], value, here, tree)
-        _check_choice(known[key].metadata.get("choices"), values[key], here, tree)
-    return cls(**values)
+        with noted(tree.mistakes, here[0]):
+            if key not in known:
+                raise ConfigError(f"{tree.where(here)}: unknown key {'.'.join(here)}; {_suggest(tree.root, path, str(key), list(known))}")
+            converted = _convert(hints[key], value, here, tree)
+            _check_choice(known[key].metadata.get("choices"), converted, here, tree)
+            values[key] = converted
+    return None if tree.mistakes and _required(cls) - values.keys() else cls(**values)
+
+
+def _required(cls: Any) -> set[str]:
+    """The fields without a default."""
+    return {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
 
 
 def _check_choice(choices: tuple[Any, ...] | None, value: Any, path: tuple[str, ...], tree: _Tree) -> None:
@@ -349,7 +397,11 @@ def _matches(entry: Any, choice: Any) -> bool:
 
 
 def _suggest(root: type, path: tuple[str, ...], key: str, known: list[str]) -> str:
-    """The nearest valid key: the same name in another section, a like name in this one, a like name anywhere."""
+    """The nearest valid key: the same name in another section, a like name in this one, a like name anywhere; or what is not here."""
+    if root is RunConfig:
+        for pattern, absent in ABSENT.items():
+            if re.fullmatch(pattern, key):
+                return f"{absent}; leave it out"
     everywhere = {name.rsplit(".", 1)[-1]: name for name, _, _ in reversed(list(walk(root))) if ".N." not in name}
     here = nearest(key, known)
     if key in everywhere:

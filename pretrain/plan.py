@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
@@ -35,15 +35,28 @@ DEVICE_PEAK_TFLOPS = {
     "L40S": 362.0,
 }
 
+# GiB that torch finds on them (total_memory), rounded down; an A100 without its size in its name is taken for the larger one.
+DEVICE_MEMORY_GIB = {"B200": 178, "H200": 139, "H100": 79, "A100": 79, "A100-SXM4-40GB": 39, "A100-PCIE-40GB": 39, "L40S": 44}
+
 COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
 
 Shapes = dict[str, tuple[int, ...]]
+T = TypeVar("T")
 
 
 def peak_tflops(device: str) -> float | None:
     """The dense bf16 peak of a device by its name (``NVIDIA H100 80GB HBM3`` finds ``H100``), or None where it is not listed."""
-    found = [key for key in DEVICE_PEAK_TFLOPS if key.lower() in device.lower()]
-    return DEVICE_PEAK_TFLOPS[max(found, key=len)] if found else None
+    return _of_device(DEVICE_PEAK_TFLOPS, device)
+
+
+def memory_gib(device: str) -> int | None:
+    """The memory of a device by its name, or None where it is not listed."""
+    return _of_device(DEVICE_MEMORY_GIB, device)
+
+
+def _of_device(table: Mapping[str, T], device: str) -> T | None:
+    found = [key for key in table if key.lower() in device.lower()]
+    return table[max(found, key=len)] if found else None
 
 
 # --- parameters ----------------------------------------------------------------------------------------------------------------
@@ -229,6 +242,18 @@ def render(plan: Plan) -> str:
     return "\n".join(line for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines) for line in part(plan))
 
 
+def memory_excess(plan: Plan) -> str | None:
+    """What is wrong where the fullest rank needs more memory than log.device has; None where it fits, or nobody says what it has."""
+    device = plan.config.log.device
+    room = memory_gib(device) if device else None
+    if room is None or plan.peak_memory <= room * 2**30:
+        return None
+    return (
+        f"log.device = {device} has {room} GiB of memory, and a rank needs {_gib(plan.peak_memory)}: lower train.micro_batch_size, set "
+        "train.recompute=full, or split the model further (parallel.*, engine.*)"
+    )
+
+
 def _model_lines(plan: Plan) -> Iterator[str]:
     model, total = plan.config.model, plan.total_parameters
     names = mixer_names(model)
@@ -303,6 +328,8 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + _sizes(stage)
     if plan.config.engine.name == "deepspeed":
         yield from _zero_lines(plan)
+    if excess := memory_excess(plan):
+        yield f"DOES NOT FIT: {excess}"
     yield f"checkpoint on disk: {_gib(plan.checkpoint_bytes)}; {plan.config.checkpoint.keep_last} kept"
 
 

@@ -1,13 +1,17 @@
-"""Writes docs/configuration.md from the dataclasses: ``python -m pretrain.reference_page``. Knows the schema, no run."""
+"""Every key of a configuration for a reader, from the dataclasses: ``python -m pretrain.reference_page`` writes docs/configuration.md.
+
+Knows the schema, no run.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
-from pretrain.loader import describe, to_dict, walk
+from pretrain.loader import ConfigError, describe, to_dict, walk
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -25,10 +29,12 @@ A run is a YAML file. Each section of it is one of
 
 `section.key=value` on the command line goes over the file; the value is YAML. List items are counted from 0 (`data.train.0.prefix=...`),
 and a whole section can be swapped, which comes before single keys: `model=transformer_340m` for a part, `data=blend.yaml` for a file, whose
-path starts at the working directory. A key that is not on this page, a value of another type or outside its choices stops the program with
-one line and exit code 2. Numbers may be written `1e-4`, whole ones also `15_000_000_000` or `15e9`.
+path starts at the working directory. A key that is not on this page or that no layer of the model reads, a value of another type or outside
+its choices stops the program with exit code 2 and a line for each mistake. Numbers may be written `1e-4`, whole ones also
+`15_000_000_000` or `15e9`.
 `python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing; `--resolve` prints its whole configuration, parts and
-overrides written out; `--check` says what is wrong with it or its data; `--index` builds its index cache, no more.
+overrides written out; `--check` says whether it and its data are right, with `--plan` also whether its memory fits `log.device`; `--index`
+builds its index cache, no more; `python -m pretrain --help SECTION` prints a section of this page.
 """
 
 
@@ -50,10 +56,32 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _row(key: str, item: Any, kind: Any) -> str:
+def section_text(section: str) -> str:
+    """The keys of a section, or of a part of one (``model.fem``), for the terminal.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    keys = list(walk(RunConfig))
+    title = next((item.metadata["doc"] for key, item, kind in keys if key == section and is_dataclass(kind)), None)
+    if title is None:
+        known = [key for key, _, kind in keys if is_dataclass(kind)]
+        raise ConfigError(f"--help {section}: no such section; {', '.join(known)}")
+    lines = [f"{section}: {title}\n"]
+    for key, item, kind in keys:
+        if key.startswith(section + ".") and not is_dataclass(kind):
+            lines.append(f"{key} = {_default(item).strip('`')}  ({_kind(item, kind).replace('`', '')})")
+            lines.append(textwrap.fill(item.metadata["doc"], 100, initial_indent="    ", subsequent_indent="    "))
+    return "\n".join(lines)
+
+
+def _kind(item: Any, kind: Any) -> str:
     choices = item.metadata.get("choices")
-    words = ", ".join(f"`{choice}`" for choice in choices) if choices else describe(kind)
-    return f"| `{key}` | {words} | {_default(item)} | {_cell(item.metadata['doc'])} |"
+    return ", ".join(f"`{choice}`" for choice in choices) if choices else describe(kind)
+
+
+def _row(key: str, item: Any, kind: Any) -> str:
+    return f"| `{key}` | {_kind(item, kind)} | {_default(item)} | {_cell(item.metadata['doc'])} |"
 
 
 def _cell(text: str) -> str:

@@ -35,6 +35,17 @@ def resolved(config: RunConfig) -> RunConfig:
     return replace(config, run_dir=str(run_directory(config)))
 
 
+def check_writable(folder: Path) -> None:
+    """Raises ConfigError where the run directory cannot be made or written in, as far as that can be told without making anything."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not os.path.isdir(there):
+        raise ConfigError(f"run_dir = {folder}: {there} is not a folder; choose another run_dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run_dir = {folder}: {there} is not writable; choose another run_dir, or make it so")
+
+
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
     """Whether this process has the folder to itself, for as long as it lives: workers may outlive a killed launcher.

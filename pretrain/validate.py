@@ -1,12 +1,14 @@
 """Checks what no single field of a configuration knows: widths, layout, batches, lengths; and, through ``data_facts``, the data.
 
-Every failure is one line that names key, value and the nearest value that would do. Reads no YAML, starts nothing, knows no torch.
+Every failure is one line that begins with its key and names value and the nearest value that would do; all of them are told at once.
+Reads no YAML, starts nothing, knows no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +18,9 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
 from pretrain.deepspeed_settings import check_engine
-from pretrain.loader import nearest
+from pretrain.loader import ConfigErrors, Mistake, nearest, noted
 from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 
 _AT_LEAST_ONE = (
@@ -49,22 +52,29 @@ class Prepared:
     facts: DataFacts | None
 
 
-def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False) -> Prepared:
+def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False, before: Sequence[Mistake] = ()) -> Prepared:
     """Every check, in the order that shows the most basic mistake first.
 
     ``launched`` is the launcher's world size, None where nothing was launched and the configuration decides (a plan). A plan of a model
-    whose vocabulary is given needs no data on disk.
+    whose vocabulary is given needs no data on disk. ``before``: what was wrong with reading the configuration, told with the rest.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        ConfigErrors: everything that is wrong.
         StorageError: a file system failed.
     """
     world_size = planned_world_size(config) if launched is None else launched
-    validate(config, world_size)
-    if plan_only and config.model.vocab_size is not None and not any_on_disk(config):
+    mistakes, facts = [*before, *_mistakes(config, world_size, before)], None
+    if not plan_only and os.environ.get("RANK", "0") == "0" and not _wrong(mistakes, "run_dir name model"):  # rank 0 alone writes there
+        with noted(mistakes, "run_dir"):
+            check_writable(run_directory(config))
+    without_data = plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
+    if not without_data and not _wrong(mistakes, "data model"):
+        with noted(mistakes, "data"), files_told():
+            facts = check_data(config)
+    if mistakes:
+        raise ConfigErrors(mistakes)
+    if facts is None:
         return Prepared(config, world_size, None)
-    with files_told():
-        facts = check_data(config)
     config = fill_from_data(config, facts)
     validate(config, world_size)
     return Prepared(config, world_size, facts)
@@ -74,7 +84,7 @@ def check_before_data(config: RunConfig) -> None:
     """The checks of a plan, but a run whose data is still to be made passes even where its vocabulary is the data's to tell.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        ConfigErrors, StorageError: see `prepare`.
     """
     if config.model.vocab_size is None and not any_on_disk(config):
         validate(config, planned_world_size(config))
@@ -92,18 +102,27 @@ def validate(config: RunConfig, world_size: int) -> None:
     """Checks the configuration by itself against ``world_size`` processes; touches no file.
 
     Raises:
-        ConfigError: the first contradiction, with the nearest value that would do.
+        ConfigErrors: every contradiction, with the nearest value that would do.
     """
-    _check_ranges(config)
-    check_engine(config)
-    _check_model(config.model)
-    _check_mixer_limits(config)
-    _check_tensor_parallel(config, world_size)
-    _check_pipeline(config, world_size)
-    _check_layout(config, world_size)
-    _check_batches(config, world_size)
-    _check_lengths(config)
-    _check_evaluation(config)
+    if mistakes := _mistakes(config, world_size):
+        raise ConfigErrors(mistakes)
+
+
+def _mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake] = ()) -> list[Mistake]:
+    """What is wrong, of all checks but those of sections where something else is: they would name what follows from that."""
+    mistakes: list[Mistake] = []
+    for check, sections in _CHECKS:
+        if _wrong([*before, *mistakes], sections):
+            continue
+        with noted(mistakes, sections.partition(" ")[0]):
+            for text in check(config, world_size):
+                mistakes.append((text.partition(".")[0], ConfigError(text)))
+    return mistakes
+
+
+def _wrong(mistakes: Sequence[Mistake], sections: str) -> bool:
+    """Whether one of these mistakes is in one of these sections, or nobody knows in which."""
+    return bool({section for section, _ in mistakes} & {"", *sections.split()})
 
 
 def _get(config: Any, key: str) -> Any:
@@ -112,7 +131,7 @@ def _get(config: Any, key: str) -> Any:
     return config
 
 
-def _check_ranges(config: RunConfig) -> None:
+def _check_ranges(config: RunConfig, world_size: int) -> Iterator[str]:
     for keys, holds, wanted in (
         (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
         (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
@@ -126,36 +145,38 @@ def _check_ranges(config: RunConfig) -> None:
         for key in keys:
             value = _get(config, key)
             if value is not None and not holds(value):
-                raise ConfigError(f"{key} = {value}: must be {wanted}")
+                yield f"{key} = {value}: must be {wanted}"
     for split in ("train", "valid", "test"):
         for number, source in enumerate(getattr(config.data, split)):
             if not source.prefix:
-                raise ConfigError(f"data.{split}.{number}.prefix is empty: give the path of a .bin/.idx pair without its ending")
+                yield f"data.{split}.{number}.prefix is empty: give the path of a .bin/.idx pair without its ending"
             if not source.weight > 0:
-                raise ConfigError(f"data.{split}.{number}.weight = {source.weight}: must be more than 0; leave the source out instead")
+                yield f"data.{split}.{number}.weight = {source.weight}: must be more than 0; leave the source out instead"
     if "/" in config.name or config.name in (".", ".."):
-        raise ConfigError(f"name = '{config.name}': must not be a path; use run_dir for the folder")
+        yield f"name = '{config.name}': must not be a path; use run_dir for the folder"
     device = config.log.device
     if device is not None and peak_tflops(device) is None:
         known = list(DEVICE_PEAK_TFLOPS)
-        raise ConfigError(f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})")
+        yield f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})"
 
 
-def _check_model(model: ModelConfig) -> None:
+def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
+    model = config.model
     heads, width = model.num_attention_heads, model.hidden_size
     near = _closest(_divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count)))
     try:
         blocks = model.blocks()
     except ValueError as error:
         hint = f"; the nearest number of heads that does: {near}" if near and "num_attention_heads" in str(error) else ""
-        raise ConfigError(f"{error}{hint}") from None
+        yield f"{error}{hint}"
+        return
     odd = next((size for block in blocks if (size := block.mixer.rotary_size()) % 2), None)
     if odd is not None:
         hint = f"model.num_attention_heads={near} or model.rope=false" if near else "model.rope=false"
         what = f"model.num_attention_heads = {heads} gives heads of {odd} channels"
-        raise ConfigError(f"{what}, and model.rope needs an even number: {hint}")
+        yield f"{what}, and model.rope needs an even number: {hint}"
     if not model.causal:
-        raise ConfigError("model.causal = false: next-token training would see its answers; set model.causal=true")
+        yield "model.causal = false: next-token training would see its answers; set model.causal=true"
 
 
 def _fits(model: ModelConfig) -> bool:
@@ -165,35 +186,35 @@ def _fits(model: ModelConfig) -> bool:
         return False
 
 
-def _check_mixer_limits(config: RunConfig) -> None:
+def _check_mixer_limits(config: RunConfig, world_size: int) -> Iterator[str]:
     """What a mixer by itself cannot do: long sequences, tensor parallelism."""
     model, length = config.model, config.data.seq_length
     tensor = config.parallel.tensor_model_parallel_size
     for name, block in dict(zip(mixer_names(model), model.blocks(), strict=True)).items():
         longest = block.mixer.max_length()
         if longest is not None and length > longest:
-            raise ConfigError(f"data.seq_length = {length}: {name} takes no more than {longest} tokens; set data.seq_length={longest}")
+            yield f"data.seq_length = {length}: {name} takes no more than {longest} tokens; set data.seq_length={longest}"
         if tensor > 1 and "TP" not in describe(name).layouts.split():
-            raise ConfigError(f"parallel.tensor_model_parallel_size = {tensor}: {name} cannot be split; set it to 1")
+            yield f"parallel.tensor_model_parallel_size = {tensor}: {name} cannot be split; set it to 1"
 
 
-def _check_layout(config: RunConfig, world_size: int) -> None:
+def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     layout = config.parallel
     tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     if layout.world_size is not None and layout.world_size != world_size:
-        raise ConfigError(
+        yield (
             f"parallel.world_size = {layout.world_size}, but {_started(world_size)}; start it with: "
             f"torchrun --nproc-per-node {layout.world_size} -m pretrain ..., or set parallel.world_size={world_size}"
         )
-    if world_size % (tensor * pipeline):
+    elif world_size % (tensor * pipeline):
         wanted = max(1, round(world_size / (tensor * pipeline))) * tensor * pipeline
-        raise ConfigError(
+        yield (
             f"parallel.tensor_model_parallel_size = {tensor} x parallel.pipeline_model_parallel_size = {pipeline} needs a multiple of "
             f"{tensor * pipeline} processes, but {_started(world_size)}; the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
         )
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
         missing = "use_distributed_optimizer" if not layout.use_distributed_optimizer else "overlap_grad_reduce"
-        raise ConfigError(f"parallel.overlap_param_gather = true needs parallel.{missing}=true")
+        yield f"parallel.overlap_param_gather = true needs parallel.{missing}=true"
 
 
 def _started(world_size: int) -> str:
@@ -215,10 +236,10 @@ def _tensor_parallel_fault(config: RunConfig, size: int) -> str | None:
     return next((f"{name} = {width}" for name, width in widths.items() if width % size), None)
 
 
-def _check_tensor_parallel(config: RunConfig, world_size: int) -> None:
+def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, size = config.parallel, config.parallel.tensor_model_parallel_size
     if layout.sequence_parallel and size == 1:
-        raise ConfigError(
+        yield (
             "parallel.sequence_parallel = true needs parallel.tensor_model_parallel_size of 2 or more; set parallel.sequence_parallel=false"
         )
     fault = _tensor_parallel_fault(config, size)
@@ -226,7 +247,7 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> None:
         possible = _possible(world_size, size, layout.pipeline_model_parallel_size)
         heads = _divisors(config.model.num_attention_heads)
         near = _closest(heads, size, lambda count: possible(count) and not _tensor_parallel_fault(config, count))
-        raise ConfigError(f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest that divides all: {near}")
+        yield f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest that divides all: {near}"
 
 
 def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
@@ -235,67 +256,73 @@ def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
     return lambda count: not fits or world_size % (count * other) == 0
 
 
-def _check_pipeline(config: RunConfig, world_size: int) -> None:
+def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, layers = config.parallel, config.model.num_layers
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     if layers % stages:
         near = _closest(_divisors(layers), stages, _possible(world_size, stages, layout.tensor_model_parallel_size))
         key = f"parallel.pipeline_model_parallel_size = {stages}"
-        raise ConfigError(f"{key} does not divide model.num_layers = {layers}; the nearest that does: {near}")
+        yield f"{key} does not divide model.num_layers = {layers}; the nearest that does: {near}"
+        return
     if chunks is None:
         return
     key = f"parallel.virtual_pipeline_model_parallel_size = {chunks}"
     if stages == 1 or chunks < 2:
         what = "needs parallel.pipeline_model_parallel_size of 2 or more" if stages == 1 else "must be 2 or more chunks"
-        raise ConfigError(f"{key} {what}; leave it null for one chunk a rank")
-    if layers % (stages * chunks):
+        yield f"{key} {what}; leave it null for one chunk a rank"
+    elif layers % (stages * chunks):
         near = _closest(_divisors(layers // stages), chunks, lambda count: count > 1)
         hint = f"the nearest that does: {near}" if near else "leave it null"
-        raise ConfigError(f"{key} x parallel.pipeline_model_parallel_size = {stages} does not divide model.num_layers = {layers}; {hint}")
+        yield f"{key} x parallel.pipeline_model_parallel_size = {stages} does not divide model.num_layers = {layers}; {hint}"
 
 
-def _check_batches(config: RunConfig, world_size: int) -> None:
+def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, batch, micro = config.parallel, config.train.global_batch_size, config.train.micro_batch_size
     stages = layout.pipeline_model_parallel_size
     data_parallel = world_size // (layout.tensor_model_parallel_size * stages)
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     if batch % (micro * data_parallel):
         near = max(1, round(batch / (micro * data_parallel))) * micro * data_parallel
-        raise ConfigError(
+        yield (
             f"train.global_batch_size = {batch} is not a multiple of train.micro_batch_size = {micro} x {data_parallel} data-parallel "
             f"ranks; the nearest that is: {near}"
         )
+        return
     count = batch // (micro * data_parallel)
     if interleaved and count % stages:
         near = max(1, round(count / stages)) * stages * micro * data_parallel
-        raise ConfigError(
+        yield (
             f"train.global_batch_size = {batch} makes {count} micro-batches a step, and the interleaved schedule needs a multiple of "
             f"parallel.pipeline_model_parallel_size = {stages}; the nearest global batch: {near}"
         )
 
 
-def _check_lengths(config: RunConfig) -> None:
+def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
     train, optimizer = config.train, config.optimizer
-    if (train.steps is None) == (train.tokens is None):
+    one_length = (train.steps is None) != (train.tokens is None)
+    if not one_length:
         state = "both are given" if train.steps is not None else "neither is given"
-        raise ConfigError(f"train.steps and train.tokens say how long the run is, and {state}: give one (and null for the other)")
-    for name in ("warmup", "decay"):
-        if getattr(optimizer, f"{name}_steps") is not None and getattr(optimizer, f"{name}_tokens") is not None:
-            raise ConfigError(f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and null for the other)")
-    decays = [name for name in ("decay_steps", "decay_tokens") if getattr(optimizer, name) is not None]
-    if decays and optimizer.schedule != "wsd":
-        raise ConfigError(
-            f"optimizer.{decays[0]} is given, but optimizer.schedule = {optimizer.schedule} decays over the whole run; "
-            f"set optimizer.schedule=wsd, or optimizer.{decays[0]}=null"
+        yield f"train.steps and train.tokens say how long the run is, and {state}: give one (and null for the other)"
+    given = [name for name in ("warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens") if getattr(optimizer, name) is not None]
+    doubled = [name for name in ("warmup", "decay") if {f"{name}_steps", f"{name}_tokens"} <= set(given)]
+    for name in doubled:
+        yield f"optimizer.{name}_steps and optimizer.{name}_tokens are both given: keep one (and null for the other)"
+    idle = next((name for name in given if name.startswith("decay") and optimizer.schedule != "wsd"), None)
+    if idle:
+        yield (
+            f"optimizer.{idle} is given, but optimizer.schedule = {optimizer.schedule} decays over the whole run; "
+            f"set optimizer.schedule=wsd, or optimizer.{idle}=null"
         )
     if optimizer.min_lr > optimizer.lr:
-        raise ConfigError(f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; at most {optimizer.lr}")
+        yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; at most {optimizer.lr}"
+    if not one_length or doubled or idle:
+        return
     schedule = Schedule.of(config)
     warmup, decay = schedule.warmup_samples // schedule.batch_samples, schedule.decay_samples // schedule.batch_samples
     if warmup >= schedule.steps and warmup:
-        raise ConfigError(_too_long("warmup", warmup, schedule.steps - 1, optimizer.warmup_tokens, schedule))
+        yield _too_long("warmup", warmup, schedule.steps - 1, optimizer.warmup_tokens, schedule)
     if optimizer.schedule == "wsd" and warmup + decay > schedule.steps:
-        raise ConfigError(_too_long("decay", decay, schedule.steps - warmup, optimizer.decay_tokens, schedule))
+        yield _too_long("decay", decay, schedule.steps - warmup, optimizer.decay_tokens, schedule)
 
 
 def _too_long(name: str, steps: int, room: int, tokens: int | None, schedule: Schedule) -> str:
@@ -314,13 +341,28 @@ def _closest(candidates: Iterable[int], wanted: int, holds: Callable[[int], bool
     return min((value for value in candidates if holds(value)), key=lambda value: (abs(value - wanted), value), default=None)
 
 
-def _check_evaluation(config: RunConfig) -> None:
+def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
     """What is evaluated must be there: a checkpoint."""
     every, saved = config.evaluate.interval, config.checkpoint.interval
     if every and not saved:
-        raise ConfigError(f"evaluate.interval = {every}, but checkpoint.interval = 0: nothing to evaluate; set checkpoint.interval={every}")
-    if every and every % saved:
+        yield f"evaluate.interval = {every}, but checkpoint.interval = 0: nothing to evaluate; set checkpoint.interval={every}"
+    elif every and every % saved:
         near = max(1, round(every / saved)) * saved
-        raise ConfigError(f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the nearest: {near}")
+        yield f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the nearest: {near}"
     if not config.evaluate.suite:
-        raise ConfigError("evaluate.suite is empty: name a suite, such as quick, or the path of its YAML")
+        yield "evaluate.suite is empty: name a suite, such as quick, or the path of its YAML"
+
+
+# Each with the sections that it reads.
+_CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
+    (_check_ranges, ""),
+    (check_engine, "engine parallel train model"),
+    (_check_model, "model"),
+    (_check_mixer_limits, "model data parallel"),
+    (_check_tensor_parallel, "parallel model data"),
+    (_check_pipeline, "parallel model"),
+    (_check_layout, "parallel"),
+    (_check_batches, "train parallel"),
+    (_check_lengths, "train optimizer data"),
+    (_check_evaluation, "evaluate checkpoint"),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from fem_common.errors import ConfigError
+from fem_common.exits import Exit
 from fem_megatron.catalogue import MIXERS
 from pretrain import reference_page
+from pretrain.__main__ import main
 from pretrain.config import RunConfig, Source
 from pretrain.loader import dump_yaml, load_run, to_dict, walk
 from pretrain.run_directory import run_directory
@@ -173,6 +176,41 @@ def test_a_circle_of_bases_and_a_binary_file_are_named(runs: Path) -> None:
     assert "goes round in a circle" in complaint(write(runs / "mine.yaml", "model: a\n"))
     (runs / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert complaint(runs / "binary.yaml").endswith("not a text file in UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("key", "absent"),
+    [
+        ("model.num_experts", "mixtures of experts"),
+        ("model.num_moe_experts", "mixtures of experts"),
+        ("model.moe_router_topk", "mixtures of experts"),
+        ("model.moe.num_experts", "mixtures of experts"),
+        ("parallel.expert_model_parallel_size", "expert parallelism"),
+        ("parallel.context_parallel_size", "context parallelism"),
+        ("train.cp_comm_type", "context parallelism"),
+    ],
+)
+def test_what_is_not_here_is_said_to_be_absent(key: str, absent: str) -> None:
+    said = complaint(CONFIGS / "demo.yaml", f"{key}=2")
+    assert absent in said and "did you mean" not in said
+
+
+def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unknown keys, types, parts, contradictions, paths: a line each, and every check of a section that is right."""
+    file = write(runs.parent / "a_file", "")
+    path = write(
+        runs / "mine.yaml", "model: {hidden_sise: 64, num_layers: 0}\ndata: {train: [{prefix: nowhere}]}\nevaluate: {interval: 3}\n"
+    )
+    overrides = ["train.steps=six", "optimizer.min_lr=1", "optimizer.lr=0", "parallel.context_parallel_size=2", "checkpoint.interval=2"]
+    assert main([str(path), *overrides, f"run_dir={file}/run"]) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    wanted = ["model.hidden_sise", "model.num_layers = 0", "nowhere", "evaluate.interval = 3", "train.steps = 'six'", "optimizer.lr = 0"]
+    wanted += ["parallel.context_parallel_size"]
+    assert out == "" and all(line.startswith("pretrain: error: ") for line in lines)
+    found = {word: sum(word in line for line in lines) for word in wanted}
+    assert found == {**dict.fromkeys(wanted, 1), "nowhere": 0} and len(lines) == 6, err  # no vocabulary is read while the model is wrong
+    assert main([str(path.parents[1] / "run/mine.yaml"), "model=null"]) == 2
 
 
 # --- contradictions ------------------------------------------------------------------------------------------------------------
@@ -363,8 +401,54 @@ def test_the_command_ends_with_one_line_and_exit_code_2(arguments: list[str], co
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if "TP" in MIXERS[name].layouts])
 def test_every_mixer_can_be_split_at_the_papers_sizes(run: str, sizes: tuple[int, ...], mixer: str) -> None:
     for tensor in sizes:
-        settings = [f"model.mixer={mixer}", f"parallel.tensor_model_parallel_size={tensor}", "model.second_order.exact_max_length=4096"]
+        settings = [f"model.mixer={mixer}", f"parallel.tensor_model_parallel_size={tensor}"]
+        settings += ["model.second_order.exact_max_length=4096"] if mixer == "mha2nd" else []
         validate(load_run(CONFIGS / f"{run}.yaml", settings), 8)
+
+
+@pytest.mark.parametrize("place", ["a regular file", "a folder of another's"])
+@pytest.mark.parametrize("stop", [[], ["--check"], ["--index"]])
+def test_an_unwritable_run_directory_is_told_without_torch(place: str, stop: list[str], tmp_path: Path) -> None:
+    """Root may write anywhere: the folder of another's is one that os.access, in this process, says no to."""
+    folder = tmp_path / "there"
+    folder.mkdir() if "folder" in place else folder.touch()
+    deny = f"import os, sys; os.access = lambda path, mode: str(path) != {str(folder)!r}; from pretrain.__main__ import main; "
+    code = deny + "code = main(sys.argv[1:]); assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
+    words = [str(CONFIGS / "demo.yaml"), f"run_dir={folder / 'deeper' / 'run'}", *stop]
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"run_dir = {folder / 'deeper' / 'run'}: {folder} is not" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_names_examples_exit_codes_and_a_sections_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*words])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    text = printed("--help")
+    assert "configs/run/demo.yaml --plan" in text and "[section.key=value ...]" in text
+    assert all(
+        re.search(rf"^ *{code.value}  ", text, re.M) for code in (Exit.DONE, Exit.FAULT, Exit.WRONG_INPUT, Exit.DIVERGED, Exit.IN_USE)
+    )
+    keys = [(key, kind) for key, _, kind in walk(RunConfig) if not dataclasses.is_dataclass(kind)]
+    for section in ("model", "model.fem", "optimizer"):
+        told = re.findall(r"^([\w.]+) = ", printed("--help", section), re.M)
+        assert told == [key for key, _ in keys if key.startswith(section + ".")]
+    with pytest.raises(SystemExit) as ended:
+        main(["--help", "modle"])
+    assert ended.value.code == 2 and "no such section; model, " in capsys.readouterr().err
+
+
+def test_overrides_are_optional_and_a_configuration_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert (
+        capsys.readouterr().err
+        == "pretrain: error: no CONFIG.yaml: name a run, such as configs/run/demo.yaml; pretrain --help has examples\n"
+    )
+    assert main([str(CONFIGS / "demo.yaml"), "--resolve", "--check"]) == 2
+    assert "stands alone" in capsys.readouterr().err
 
 
 def test_the_run_directory_may_name_the_mixer() -> None:

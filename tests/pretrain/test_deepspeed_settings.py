@@ -64,7 +64,10 @@ def test_what_it_cannot_do_is_refused_with_what_it_can(launched: int, overrides:
 
 def test_the_refusal_comes_before_any_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "pretrain", str(DEMO), ENGINE, f"{PP}=2"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-X", "importtime", "-m", "pretrain", str(DEMO), ENGINE, f"{PP}=2", "model.vocab_size=512", "--plan"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     errors = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert (done.returncode, len(errors)) == (2, 1) and errors[0].startswith("pretrain: error: parallel.pipeline_model")

@@ -18,12 +18,14 @@ from pretrain.data_facts import DataFacts, SourceFacts
 from pretrain.loader import load_run
 from pretrain.memory import chunks_in_flight, layer_activations
 from pretrain.plan import (
+    DEVICE_PEAK_TFLOPS,
     checkpoint_bytes,
     count_by_component,
     flops_per_token,
     forward_flops,
     hardware_flops_per_token,
     make_plan,
+    memory_gib,
     parameter_shapes,
     peak_tflops,
     render,
@@ -164,6 +166,14 @@ def test_a_device_is_found_by_its_name(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
 
 
+@pytest.mark.parametrize(
+    ("name", "room"), [("NVIDIA H100 80GB HBM3", 79), ("NVIDIA H100 PCIe", 79), ("NVIDIA A100-SXM4-40GB", 39), ("cpu", None)]
+)
+def test_a_devices_memory_is_found_by_its_name(name: str, room: int | None) -> None:
+    assert memory_gib(name) == room
+    assert all(memory_gib(device) for device in DEVICE_PEAK_TFLOPS)
+
+
 # --- memory --------------------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +224,13 @@ def test_the_papers_recipes_fit_their_gpus() -> None:
     for name in (LARGE, "transformer_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml", "transformer_340m_15bt.yaml"):
         # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
         assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9
+
+
+@pytest.mark.parametrize(("device", "micro", "fits"), [("H100", 1, True), ("H100", 16, False), ("null", 16, True)])
+def test_a_plan_says_where_its_memory_does_not_fit(device: str, micro: int, fits: bool) -> None:
+    text = render(make_plan(run(LARGE, f"log.device={device}", f"train.micro_batch_size={micro}"), 8))
+    assert ("DOES NOT FIT" in text) is not fits
+    assert fits or ("has 79 GiB" in text and "train.recompute=full" in text)
 
 
 # --- the plan as a whole -------------------------------------------------------------------------------------------------------

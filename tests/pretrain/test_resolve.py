@@ -59,7 +59,13 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
     data = [f"data.train.0.prefix={write_folder(tmp_path / 'data') / 'train'}", "data.valid=[]", "data.test=[]", "data.seq_length=64"]
     assert main([DEMO, "--check"]) == 2, "the demo's data are not here"
     assert "data_prep run" in capsys.readouterr().err
-    assert main([DEMO, *data, "--check"]) == 0 and capsys.readouterr() == ("", "")
+    assert main([DEMO, *data, "--check"]) == 0 and capsys.readouterr().out.count("\n") == 1
+    small = [*data, "model.vocab_size=512", "--plan", "--check"]
+    assert main([DEMO, *small, "log.device=H100"]) == 0 and "fits H100" in capsys.readouterr().out.splitlines()[-1]
+    assert main([DEMO, *small]) == 0 and "log.device is null" in capsys.readouterr().out.splitlines()[-1]
+    assert main([DEMO, *small, "log.device=H100", "model.num_layers=3000", "model.hidden_size=3072"]) == 2
+    out, err = capsys.readouterr()
+    assert "parameters" in out and err.startswith("pretrain: error: log.device = H100 has 79 GiB of memory") and err.count("\n") == 1
     assert main([DEMO, *data, "--resolve"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"]["vocab_size"] is None, "what the data tells stays for the run to read"
     os.truncate(tmp_path / "data" / "train.bin", 10)
