@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ EVERY_LAYOUT = "TP SP PP VPP DP"
 # one without positions is as it is under rope=false. muP's base is checked by muP itself.
 EVERYONES = frozenset(
     "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size vocab_size make_vocab_size_divisible_by "
-    "tie_embeddings causal rope norm_eps init_std parametrization mup".split()
+    "tie_embeddings causal rope rope_base norm_eps init_std parametrization mup".split()
 )
 
 
@@ -129,15 +129,15 @@ def blocks(model: ModelConfig) -> list[BlockShape]:
     names = mixer_names(model)
     check_mup(model, names)
     made = [block(model, name, layer) for layer, name in enumerate(names)]
-    if keys := unread(model, made):
+    if keys := unread(model):
         what = f"model.pattern={','.join(model.pattern)}" if model.pattern else f"model.mixer={model.mixer}"
         raise ValueError(f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} reads this as it is set up; leave it out")
     return made
 
 
-def unread(model: ModelConfig, made: Sequence[BlockShape]) -> list[str]:
-    """The keys of ``model`` that are not at their defaults and that none of its layers reads."""
-    read, default = set().union(*(block.reads() for block in made)), type(model)()
+def unread(model: ModelConfig) -> list[str]:
+    """The keys of ``model`` that are not at their defaults and that none of its layers reads. Raises ValueError where sizes do not fit."""
+    read, default = set().union(*(block(model, name, 0).reads() for name in set(mixer_names(model)))), type(model)()
     keys = []
     for name in (item.name for item in fields(model) if item.name not in EVERYONES | read):
         ours, theirs = getattr(model, name), getattr(default, name)

@@ -34,8 +34,7 @@ class BlockShape:
 
     def reads(self) -> set[str]:
         """The keys of the model that one of the two reads, besides those that every part of a model has."""
-        mlp = set() if self.mlp is None else self.mlp.reads()
-        return self.mixer.reads() | mlp | ({"rope_base"} if self.mixer.rotary_size() else set())
+        return self.mixer.reads() | (set() if self.mlp is None else self.mlp.reads())
 
     def split_widths(self) -> dict[str, int]:
         """What the tensor-parallel size must divide."""

@@ -71,7 +71,8 @@ MIXERS = {name: [f"model.mixer={name}"] for name in catalogue.MIXERS if name != 
 }
 # feature_eps: at 1e-6 a token whose features meet none of the past's weighs by eps alone, and its gradient is 1/eps times fp32's rounding;
 # what tensor parallelism computes there is proven in float64 (tests/fem_megatron/test_tensor_parallel.py).
-MIXER_SMALL = ["model.tie_embeddings=true", "model.fem.feature_eps=0.01"]
+FEATURES = ["model.fem.feature_eps=0.01"]
+MIXER_SMALL = ["model.tie_embeddings=true"]
 FAST = ("one process", "recompute", "TP2+SP", "TP2 x PP2 + SP", "TP2 x DP2 + SP, ZeRO-3")
 ALL = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
 MIXER_CASES = [(mixer, world, name) for mixer in MIXERS for world, name in ALL if name in FAST]
@@ -168,7 +169,8 @@ def run_mixers(data: Path, folder: Path, cases: list[tuple[str, int, str]], laye
 
     def job(mixer: str, name: str, layout: list[str], **more: Any) -> dict[str, Any]:
         run_dir = str(folder / mixer)
-        overrides = [*base, *MIXERS[mixer], f"run_dir={run_dir}", "train.precision=fp32", *layout]
+        features = FEATURES if mixer in ("fem_linear", "fem_gla", "hybrid") else []
+        overrides = [*base, *MIXERS[mixer], *features, f"run_dir={run_dir}", "train.precision=fp32", *layout]
         return {"name": f"{mixer} {name}", "overrides": overrides, "steps": STEPS, "load": run_dir, **more}
 
     answers: dict[str, Any] = {}

@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor
 
 from fem_common.errors import ConfigError
-from fem_megatron.catalogue import mixer_names
+from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
 from fem_megatron.platform import quiet_libraries
 from fem_megatron.shapes.mup import starts_from
@@ -168,11 +168,14 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
         values["name"] = f"{values['name']}-{mixer}"
         settings = [f"model.mixer={mixer}", *settings]
     config = load_values(values, folder.path / (TRAINING if source.training else CONFIG), settings)
-    if mixer and "transformer" not in mixer_names(config.model) and config.model.attention == model.attention:
-        lost = model.attention.changed()
-        notes += [f"{mixer} has no model.attention.{name}; the folder's {getattr(model.attention, name)} is left behind" for name in lost]
-        config = replace(config, model=replace(config.model, attention=type(model.attention)()))
     try:
+        for key in unread(config.model) if mixer else []:
+            section, _, name = key.rpartition(".")
+            ours, theirs = (getattr(given, section) if section else given for given in (config.model, model))
+            if getattr(ours, name) == getattr(theirs, name):  # the folder's, not one of ``settings``
+                notes.append(f"{mixer} has no model.{key}; the folder's {getattr(ours, name)} is left behind")
+                cleared = replace(ours, **{name: getattr(type(ours)(), name)})
+                config = replace(config, model=replace(config.model, **{section: cleared}) if section else cleared)
         config.model.blocks()
     except ValueError as error:
         raise ConfigError(str(error)) from None
