@@ -174,8 +174,9 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
             ours, theirs = (getattr(given, section) if section else given for given in (config.model, model))
             if getattr(ours, name) == getattr(theirs, name):  # the folder's, not one of ``settings``
                 notes.append(f"{mixer} has no model.{key}; the folder's {getattr(ours, name)} is left behind")
-                cleared = replace(ours, **{name: getattr(type(ours)(), name)})
-                config = replace(config, model=replace(config.model, **{section: cleared}) if section else cleared)
+                cleared: Any = replace(ours, **{name: getattr(type(ours)(), name)})
+                whole: dict[str, Any] = {section: cleared}
+                config = replace(config, model=replace(config.model, **whole) if section else cleared)
         config.model.blocks()
     except ValueError as error:
         raise ConfigError(str(error)) from None
