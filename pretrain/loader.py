@@ -1,6 +1,7 @@
 """Reads a run's YAML into the typed configuration: composition of parts, overrides, strict keys and types.
 
 Knows files, YAML and the dataclasses' types; what a value means for training is ``pretrain.validate``'s business. No torch.
+Long, because composition and types share the tree that knows where each value was written, and keep their mistakes in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A run's YAML, overrides and contradictions: every mistake ends in one line that names key, value and what would do."""
+"""A run's YAML, overrides and contradictions: every mistake ends in one line that names key, value and what would do.
+
+Long, because every kind of mistake in a configuration is told here in the words that a user reads.
+"""
 
 from __future__ import annotations
 
