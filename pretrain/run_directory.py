@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.loader import dump_yaml
 
