@@ -7,8 +7,12 @@ from pathlib import Path
 from fem_common.errors import UserError as UserError
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: the end is the same as that of Ctrl-C."""
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, whose ``number`` it has: the end is the same as that of Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def one_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from data_prep.files import remove_own_leftovers
 from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
 from data_prep.manifest import UnitEntry
 from fem_common.errors import FULL, CommandError, Fault, told
+from fem_common.exits import signal_name
 
 if TYPE_CHECKING:
     from data_prep.unit import Engine
@@ -134,12 +135,12 @@ class _Crew:
         return self
 
     def hire(self, unit: Unit) -> None:
-        """Start a worker on a unit. SIGINT and SIGTERM are the parent's to handle: workers are born with them blocked."""
+        """Start a worker on a unit. SIGINT, SIGTERM and SIGHUP are the parent's to handle: workers are born with them blocked."""
         ours, theirs = Pipe()
         command = [sys.executable, "-c", START, str(theirs.fileno()), str(self._lifeline), str(self.out), self.plan.fingerprint, self.kind]
         root = str(Path(__file__).resolve().parents[1])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             process = subprocess.Popen(
                 command,
@@ -169,7 +170,7 @@ class _Crew:
         code = _await_end(worker.process)
         end, advice = f"ended with exit code {code}", ""
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal_name(-code)
             end = f"was killed by {name}"
             if name == "SIGKILL":
                 advice = " (for want of memory? give fewer --workers)"
