@@ -31,7 +31,7 @@ VERBS = {
     "blend": ("blend", "several data folders with weights, as the file that pretrain reads"),
 }
 # The signals that end a verb, and how it says so.
-ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal hung up"}
+ENDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal hung up"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -95,8 +95,8 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
 
 def _places(plan: Plan, entry: UnitEntry) -> Iterator[dict[str, Any]]:
     file = plan.files[plan.units[entry.unit].file]
-    at = "row" if file["kind"] == "parquet" else "byte"
-    yield from ({"file": file["path"], "at": at, **_record(row), "unit": entry.unit} for row in entry.bad)
+    at = "row" if file.kind == "parquet" else "byte"
+    yield from ({"file": file.path, "at": at, **_record(row), "unit": entry.unit} for row in entry.bad)
 
 
 def _record(row: BadRow) -> dict[str, Any]:

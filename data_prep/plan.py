@@ -11,23 +11,38 @@ import argparse
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.documents import Settings, add_settings_arguments, settings_of
+from data_prep.documents import add_settings_arguments, settings_of
 from data_prep.encoder import TOKENIZER_FILES, TokenizerFolder, load_folder
 from data_prep.errors import UserError
-from data_prep.files import UNFINISHED, Lock, sha256_json, write_whole
+from data_prep.files import UNFINISHED, Lock, write_whole
 from data_prep.indexed import dtype_name
-from data_prep.layout import BAD_ROWS, FORMAT, MANIFEST, PLAN, SHARDS, SPLITS, TOKENIZER, UNITS, Plan, Unit, read_plan, write_plan
+from data_prep.layout import (
+    BAD_ROWS,
+    MANIFEST,
+    PLAN,
+    SHARDS,
+    TOKENIZER,
+    UNITS,
+    Identity,
+    Plan,
+    Unit,
+    content_of,
+    fingerprint_of,
+    read_plan,
+    write_plan,
+)
 from data_prep.merge import remove_shards
 from data_prep.progress import count, counted, size
 from data_prep.sources import SourceFile, open_files, spans
 from data_prep.sources.finding import find_files
 from data_prep.sources.hub import is_hub
+from data_prep.splits import SPLITS
 from data_prep.tokenizer_source import find_tokenizer
 
 UNIT_MB = 256.0
@@ -80,7 +95,7 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
     units = tuple(Unit(number, file, span.start, span.stop, span.rows, span.text_bytes) for number, (file, span) in enumerate(cuts))
     if all(unit.rows == 0 for unit in units):
         raise UserError(f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}")
-    plan = Plan("", settings.as_json(), identity(tokenizer), tuple(asdict(file) for file in files), units, unit_bytes)
+    plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
     return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
 
 
@@ -110,27 +125,14 @@ def _lies_at(file: str, places: Iterable[Path]) -> bool:
     return any(lies.is_relative_to(place) for lies in {path.parent.resolve() / path.name, path.resolve()} for place in places)
 
 
-def identity(tokenizer: TokenizerFolder) -> dict[str, Any]:
+def identity(tokenizer: TokenizerFolder) -> Identity:
     """What of a tokenizer decides the bytes, as the plan has it."""
-    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "sha256": tokenizer.sha256}
+    return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 
 def _from_anywhere(file: SourceFile) -> SourceFile:
     """The file by a path that holds in any working directory."""
     return file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
-
-
-def fingerprint_of(plan: Plan) -> str:
-    """Of all that decides the bytes: contents and kinds of the files in their order, where they are cut, settings, tokenizer."""
-    return sha256_json(
-        {
-            "format": FORMAT,
-            "files": [(file["kind"], file["fingerprint"]) for file in plan.files],
-            "units": [(unit.file, unit.start, unit.stop) for unit in plan.units],
-            "settings": Settings.from_json(plan.settings).deciding(),
-            "tokenizer": plan.tokenizer,
-        }
-    )
 
 
 def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
@@ -201,17 +203,17 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
 
 def differences(old: Plan, new: Plan) -> Iterator[str]:
     """What makes ``old`` another plan than ``new``, each as a person reads it."""
-    contents = [[(file["kind"], file["fingerprint"]) for file in plan.files] for plan in (old, new)]
+    contents = [[content_of(file) for file in plan.files] for plan in (old, new)]
     if len(old.files) != len(new.files):
         yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
     elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
         yield "the same inputs in another order"
     elif contents[0] != contents[1]:
         number = next(i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other)
-        yield f"other inputs ({old.files[number]['path']} there, {new.files[number]['path']} now)"
+        yield f"other inputs ({old.files[number].path} there, {new.files[number].path} now)"
     if old.tokenizer != new.tokenizer:
         yield "another tokenizer"
-    there, now = (Settings.from_json(plan.settings).deciding() for plan in (old, new))
+    there, now = (plan.settings.deciding() for plan in (old, new))
     differing = [name for name in now if there.get(name) != now[name]]
     for name in differing:
         if not name.startswith("mask"):
@@ -231,18 +233,18 @@ def _shown(value: Any) -> str:
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:
     """About how much disk the ids of so much text take."""
-    return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer["vocab_size"])).itemsize
+    return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize
 
 
 def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
     """What is ahead, for people: files, rows, text, units, shards and disk."""
-    text = sum(file["text_bytes"] for file in plan.files)
-    rows = [file["rows"] for file in plan.files]
+    text = sum(file.text_bytes for file in plan.files)
+    rows = [file.rows for file in plan.files]
     known = f"{sum(filter(None, rows)):,} rows" + (" and those that only reading tells" if None in rows else "")
-    names, longest = Settings.from_json(plan.settings).split.names, max(unit.text_bytes for unit in plan.units)
+    names, longest = plan.settings.split.names, max(unit.text_bytes for unit in plan.units)
     tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
     yield f"{out / PLAN}: {'unchanged' if unchanged else 'written'} ({plan.fingerprint[:12]})"
-    yield f"  {len(plan.files):,} files, {size(sum(file['bytes'] for file in plan.files))}: {known}, about {size(text)} of text"
+    yield f"  {len(plan.files):,} files, {size(sum(file.bytes for file in plan.files))}: {known}, about {size(text)} of text"
     yield f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the largest {size(longest)}"
     yield f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into {len(names)} pairs of .bin and .idx"
     yield f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} of disk, twice that while they are merged"

@@ -24,12 +24,13 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from data_prep.documents import Documents, Selection, Settings, add_column_arguments, hash_ids, settings_of
+from data_prep.documents import Documents, Selection, Settings, add_column_arguments, settings_of
 from data_prep.drops import Drop
 from data_prep.errors import UserError
 from data_prep.files import Staging, json_bytes, sha256_file, sha256_json, write_synced
 from data_prep.reading import Reading
 from data_prep.sources import Rows, SourceFile, open_files, read_span, spans
+from data_prep.splits import hash_ids
 from data_prep.tokenizer_styles import STYLES, Style
 
 SEAL = "training.json"

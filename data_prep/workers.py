@@ -197,7 +197,7 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
     """A unit as an error names it: number, file, and which part of it."""
     file = plan.files[unit.file]
     what = {"parquet": f", row groups {unit.start} to {unit.stop - 1}", "jsonl": f", bytes {unit.start} to {unit.stop}"}
-    return f"unit {unit.number} ({file['path']}{what.get(file['kind'], '')})"
+    return f"unit {unit.number} ({file.path}{what.get(file.kind, '')})"
 
 
 def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) -> None:
@@ -226,7 +226,7 @@ def _engine(out: Path, fingerprint: str, kind: str) -> Engine:
     plan, folder = read_plan(out), load_folder(out / TOKENIZER)
     if plan.fingerprint != fingerprint:
         raise UserError(f"{out} was planned anew while this run worked on it; give the command again")
-    if folder.sha256 != plan.tokenizer["sha256"]:
+    if folder.sha256 != plan.tokenizer.sha256:
         raise UserError(f"{folder.path} is not the tokenizer of the plan; plan again with --overwrite")
     return Engine(out, plan, make(folder, kind))
 

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_prep.documents import BAD_ROWS_LISTED, Selection, Settings, Split, add_settings_arguments, hash64, hash_ids, settings_of
+from data_prep.documents import BAD_ROWS_LISTED, Selection, Settings, add_settings_arguments, settings_of
 from data_prep.drops import BadRow, Drop
 from data_prep.errors import UserError
-from data_prep.layout import SPLITS
 from data_prep.sources import Rows
+from data_prep.splits import SPLITS, Split, hash64, hash_ids
 
 # Invalid: a lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
 PIECES: list[bytes] = [

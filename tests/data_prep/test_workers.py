@@ -150,7 +150,8 @@ def test_a_terminal_that_is_closed_ends_it_cleanly_and_nohup_holds(tmp_path: Pat
     _, status = os.waitpid(process, 0)
     assert os.waitstatus_to_exitcode(status) == 129
     assert 4 <= len(entries(out)) < 40 and unfinished(out) == []
-    silenced = subprocess.Popen(["nohup", *words], cwd=ROOT, env=os.environ | {"DELAY": "0.02"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe, environment = subprocess.PIPE, {"PYTHONPATH": str(ROOT), "DELAY": "0.02"}
+    silenced = subprocess.Popen(["/usr/bin/env", "nohup", *words], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe)
     before = len(entries(out))
     wait_until(lambda: len(entries(out)) > before)
     silenced.send_signal(signal.SIGHUP)
