@@ -115,8 +115,10 @@ def add_column_arguments(parser: argparse.ArgumentParser) -> None:
         "--id-column",
         default=default.id_column,
         metavar="NAME",
-        help="column of the document id, which decides the split (default: id); where there is none, name the text column",
+        help="column of the document id, which decides the split (default: id, or where there is none a document's file and place); "
+        "the text column splits by the text itself",
     )
+    add("--paragraphs", action="store_true", help="a document is a paragraph of a .txt file, up to a blank line (default: the file)")
     add("--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none")
     add("--score-column", default=default.score_column, metavar="NAME", help="column of the score (default: score)")
     add("--language", action="append", default=[], dest="languages", metavar="CODE", help="keep this language alone; repeat for more")

@@ -84,17 +84,12 @@ def shard_prefix(out: Path, unit: Unit, split: str) -> Path:
     return out / SHARDS / f"{unit.name}-{split}"
 
 
-def content_of(file: SourceFile) -> tuple[str, ...]:
-    """What of an input decides the bytes: its kind and content, and names where these are in ids."""
-    return (file.kind, file.fingerprint, *filter(None, (file.id_prefix,)), *(name for name, _ in file.parts))
-
-
 def fingerprint_of(plan: Plan) -> str:
     """Of all that decides the bytes: the files in their order, where they are cut, settings, tokenizer."""
     return sha256_json(
         {
             "format": FORMAT,
-            "files": [content_of(file) for file in plan.files],
+            "files": [(file.kind, *file.content) for file in plan.files],
             "units": [(unit.file, unit.start, unit.stop) for unit in plan.units],
             "settings": plan.settings.deciding(),
             "tokenizer": asdict(plan.tokenizer),

@@ -70,7 +70,7 @@ def count(value: Any) -> int:
 
 def number(value: Any) -> float:
     """A number, whole or not."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > LARGEST:
         raise ValueError(f"{value!r} is not a number")
     return float(value)
 

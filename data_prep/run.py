@@ -29,9 +29,9 @@ from data_prep.files import UNFINISHED, Lock, remove_leftovers
 from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.manifest import UnitEntry, read_entry
 from data_prep.merge import is_merged, merge_folder
-from data_prep.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, settle
+from data_prep.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle
 from data_prep.progress import counted, size
-from data_prep.sources import Rows, Span, open_files, read_span
+from data_prep.sources import Rows, Span, read_span, unchanged
 from data_prep.tokenizer_source import find_tokenizer
 from data_prep.units import entry_fault
 from data_prep.workers import run_units
@@ -115,6 +115,8 @@ def main(arguments: argparse.Namespace) -> int:
     with Lock(out, shared=task is not None):
         if made:
             settle(out, *made, overwrite=arguments.overwrite)
+            for line in notes(plan):
+                print(line)
         merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
         if merged and not cut_short:
             print(f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})")
@@ -133,6 +135,7 @@ def _continued(arguments: argparse.Namespace) -> Plan:
     given, planned = settings_of(arguments), plan.settings
     other = [name for name, value in given.deciding().items() if value not in (planned.deciding()[name], Settings().deciding()[name])]
     other += ["subset"] * bool(arguments.subset) + ["overwrite"] * arguments.overwrite
+    other += ["paragraphs"] * (arguments.paragraphs and not any(file.kind == "paragraphs" for file in plan.files))
     other += ["unit_mb"] * (round(arguments.unit_mb * 1e6) not in (plan.unit_bytes, round(UNIT_MB * 1e6)))
     if arguments.tokenizer and identity(load_folder(find_tokenizer(arguments.tokenizer))) != plan.tokenizer:
         other.append("tokenizer")
@@ -195,7 +198,7 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
     columns = plan.settings.columns
     for number in sorted({unit.file for unit in units}):
         file = plan.files[number]
-        if "://" not in file.path and open_files([file.path], columns)[0].fingerprint != file.fingerprint:
+        if not unchanged(file, columns):
             raise UserError(f"{file.path} has changed since it was planned; plan again with --overwrite")
 
 

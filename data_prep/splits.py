@@ -75,3 +75,21 @@ def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.u
         blake2b(view[start:stop], digest_size=8, person=purpose).digest() for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
     ]
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
+
+
+def fitting(split: Split, hashes: npt.NDArray[np.uint64]) -> Split | None:
+    """The nearest larger shares, test's first, with which no split of documents with these ``hashes`` [n] is empty; None without such."""
+
+    def filled(split: Split) -> set[str]:
+        return {SPLITS[number] for number in np.unique(split.of_hashes(hashes))}
+
+    shares = [factor * 10.0**exponent for exponent in (-3, -2, -1) for factor in range(1, 10)] + [float(share) for share in range(1, 100)]
+    tests = [split.test_percent, *(share for share in shares if share > split.test_percent)] if split.test_percent else [0.0]
+    test = next((share for share in tests if not share or "test" in filled(Split(0.0, share))), None)
+    if test is None:
+        return None
+    valids = [split.valid_percent, *(share for share in shares if share > split.valid_percent)] if split.valid_percent else [0.0]
+    for valid in valids:
+        if valid + test < 100 and filled(wanted := Split(valid, test)) >= set(wanted.names):
+            return wanted
+    return None

@@ -27,7 +27,7 @@ from data_prep.indexed import Index, read_index, with_ending
 from data_prep.layout import TOKENIZER, Plan, Unit, shard_prefix
 from data_prep.manifest import UnitEntry
 from data_prep.reading import Reading
-from data_prep.sources import Rows, SourceFile, Span, open_files, read_span
+from data_prep.sources import Rows, SourceFile, Span, read_span, unchanged
 from data_prep.splits import SPLITS
 from fem_common.errors import CommandError
 from fem_common.errors import reason as reason_of
@@ -102,7 +102,7 @@ def draw_numbers(plan: Plan, entries: Sequence[UnitEntry], number: int) -> list[
 
 def _unchanged(file: SourceFile, settings: Settings) -> SourceFile:
     """The file, if it is still what it was; one on the Hub is named by its commit."""
-    if "://" not in file.path and open_files([file.path], settings.columns)[0].fingerprint != file.fingerprint:
+    if not unchanged(file, settings.columns):
         raise UserError(f"{file.path} has changed since the data was made")
     return file
 

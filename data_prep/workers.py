@@ -27,6 +27,7 @@ from data_prep.errors import UserError, one_line
 from data_prep.files import remove_own_leftovers
 from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
 from data_prep.manifest import UnitEntry
+from data_prep.sources import locate
 from fem_common.errors import FULL, CommandError, Fault, told
 from fem_common.exits import signal_name
 
@@ -197,6 +198,8 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
     """A unit as an error names it: number, file, and which part of it."""
     file = plan.files[unit.file]
     what = {"parquet": f", row groups {unit.start} to {unit.stop - 1}", "jsonl": f", bytes {unit.start} to {unit.stop}"}
+    if file.parts:
+        what[file.kind] = f", from {locate(file, unit.start)[0]} on"
     return f"unit {unit.number} ({file.path}{what.get(file.kind, '')})"
 
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from data_prep.drops import Drop
 from data_prep.records import a_list, an_object, count, listed, optional, record, text
 
+ID = "id"  # the id column that a file may lack; one of another name must be there
 BATCH_BYTES = 4 << 20  # in a batch, where no single row is larger
 ROW_BYTES = 100  # that a row counts for beside its text: rows of empty texts fill a batch too
 
@@ -24,7 +25,7 @@ class Columns:
     """
 
     text: str = "text"
-    id: str = "id"
+    id: str = ID
     extra: tuple[str, ...] = ()
 
     @property
@@ -53,6 +54,11 @@ class SourceFile:
     fingerprint: str
     id_prefix: str | None = None
     parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """What of it decides the rows: its fingerprint, and names where they are in ids."""
+        return (self.fingerprint, *filter(None, (self.id_prefix,)), *(name for name, _ in self.parts))
 
     def as_json(self) -> dict[str, Any]:
         """The file as JSON, without what it does not have."""
