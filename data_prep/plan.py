@@ -119,16 +119,16 @@ def check_splits(plan: Plan) -> None:
                 wanted -= set(documents.splits.tolist())
             if not wanted:
                 return
-    raise UserError(_empty(settings.split, wanted, np.concatenate([np.empty(0, np.uint64), *hashes]), plan))
+    if any(map(len, hashes)):  # where all rows are bad, run says where they are
+        raise UserError(_empty(settings.split, wanted, np.concatenate(hashes), plan))
 
 
 def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: Plan) -> str:
     """That splits would be empty, and shares with which they would not be."""
     names = " and ".join(SPLITS[number] for number in sorted(empty))
-    fits = next(
-        filter(None, (fitting(wish, hashes) for wish in (split, Split(split.valid_percent, 0.0), Split(0.0, 0.0)) if len(hashes))), None
-    )
-    advice = f"give --valid-percent {fits.valid_percent:g} --test-percent {fits.test_percent:g}" if fits else "look at them with: inspect"
+    wishes = (split, Split(split.valid_percent, 0.0), Split(0.0, 0.0))
+    fits = next(filter(None, (fitting(wish, hashes) for wish in wishes)))
+    advice = f"give --valid-percent {fits.valid_percent:g} --test-percent {fits.test_percent:g}"
     if any(file.kind == "txt" for file in plan.files):
         advice += ", or --paragraphs for a document of each paragraph"
     return f"{names} would be empty: {counted(len(hashes), 'document')} in all; {advice}"
