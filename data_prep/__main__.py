@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from data_prep.errors import Ended
+from data_prep.errors import Ended, is_want_of_memory
 from fem_common.errors import CommandError, Fault, end
 from fem_common.exits import Exit
 
@@ -100,10 +100,14 @@ def main(argv: list[str] | None = None) -> int:
         with _signals_as_interrupt():
             arguments = parse(sys.argv[1:] if argv is None else argv)
             return int(arguments.main(arguments))
-    except (CommandError, OSError) as error:
+    except CommandError as error:
         return end("data_prep", error)
-    except MemoryError:
-        return end("data_prep", Fault("not enough memory; what is finished is kept: the same command goes on where there is more"))
+    except Exception as error:
+        if is_want_of_memory(error):
+            return end("data_prep", Fault("not enough memory; what is finished is kept: the same command goes on where there is more"))
+        if isinstance(error, OSError):
+            return end("data_prep", error)
+        raise
     except KeyboardInterrupt as interrupt:
         number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
         _tell_if_possible(f"data_prep: {ENDS[number]}; what is finished is kept: the same command goes on")

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from data_prep.drops import Tally
-from data_prep.errors import UserError, one_line
+from data_prep.errors import UserError, is_want_of_memory, one_line
 from data_prep.files import remove_own_leftovers
 from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
 from data_prep.manifest import UnitEntry
@@ -205,14 +205,15 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
 
 def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) -> None:
     """A worker's life: units as they come, until the parent closes the connection or is gone."""
-    threading.Thread(target=_leave_with_parent, args=(int(lifeline),), daemon=True).start()
     parent = Connection(int(connection))
     engine: Engine | None = None
     try:
         while True:
             number = parent.recv()
             try:
-                engine = engine or _engine(Path(out), fingerprint, kind)
+                if engine is None:
+                    threading.Thread(target=_leave_with_parent, args=(int(lifeline),), daemon=True).start()
+                    engine = _engine(Path(out), fingerprint, kind)
                 message: UnitEntry | Failed = engine.encode_unit(engine.plan.units[number], _reporter(parent))
             except BaseException as error:  # a panic in a Rust library is no Exception
                 message = Failed(_explain(error, Path(out), engine.plan if engine else None, number))
@@ -252,7 +253,7 @@ def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) ->
     if isinstance(error, CommandError):
         return error
     where = describe_unit(plan, plan.units[number]) if plan else f"unit {number}"
-    if isinstance(error, MemoryError):
+    if is_want_of_memory(error):
         return Fault(f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}")
     if isinstance(error, OSError):
         if error.errno in FULL:
