@@ -104,8 +104,9 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
         else:
             parts = jsonl.read(file.path, stream, file.kind, span, own)
         for part in parts:
-            named = isinstance(part, Rows) and file.id_prefix is not None and columns.id != columns.text
-            yield _with_ids(part, file.id_prefix, columns.id) if named else part
+            if isinstance(part, Rows) and file.id_prefix is not None and columns.id != columns.text:
+                part = _with_ids(part, file.id_prefix, columns.id)
+            yield part
 
 
 def _with_ids(rows: Rows, prefix: str, column: str) -> Rows:

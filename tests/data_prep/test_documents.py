@@ -261,7 +261,7 @@ def test_split_of_hashes_is_split_of_ids_to_the_last_bit(shares: tuple[float, fl
     inside += [random.Random(5).randrange(2**64) for _ in range(2000)]
     expected = []
     for value in inside:
-        monkeypatch.setattr("data_prep.documents.hash64", lambda _, value=value: value)
+        monkeypatch.setattr("data_prep.splits.hash64", lambda _, value=value: value)
         expected.append(split.of(b""))
     assert [SPLITS[index] for index in split.of_hashes(np.array(inside, np.uint64))] == expected
     assert set(split.names) >= set(expected)

@@ -64,8 +64,9 @@ def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer:
 def test_another_setting_is_named(
     tmp_path: Path, tokenizer: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, row = tmp_path / "a.parquet", {"id": "a", "text": "x" * 2000, "score": 1.0, "language": "en"}
-    pq.write_table(pa.Table.from_pylist([row, row]), file, row_group_size=1, use_dictionary=False)
+    file, row = tmp_path / "a.parquet", {"text": "x" * 2000, "score": 4.0, "language": "en"}
+    rows = [row | {"id": f"{number}", "text": f"{number}{'x' * (number % 99)}"} for number in range(400)]
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=200, use_dictionary=False)
     assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS) == 0
     before = snapshot(tmp_path / "out")
     assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS, *options) == 2
@@ -125,13 +126,23 @@ def test_a_plan_of_any_wrong_shape_is_one_line(tmp_path: Path, corpus: Path, tok
     assert plan([corpus], tokenizer, tmp_path) == 0
     file = tmp_path / "plan.json"
     whole, value = file.read_bytes(), json.loads(file.read_bytes())
-    free = {("files", 0, "path"), ("files", 0, "bytes"), ("files", 0, "rows"), ("files", 0, "text_bytes"), ("units", 0, 3), ("units", 0, 4)}
+    free: set[tuple[Any, ...] | None] = {
+        ("files", 0, "path"),
+        ("files", 0, "bytes"),
+        ("files", 0, "rows"),
+        ("files", 0, "text_bytes"),
+        ("units", 0, 3),
+        ("units", 0, 4),
+    }
     free |= {("unit_bytes",)}  # these decide no byte of the data
 
     def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield above
         for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
             yield from places(value[key], (*above, key))
+
+    def put(wrong: Any) -> Callable[[Any, Any], object]:
+        return lambda container, key: container.__setitem__(key, wrong)
 
     def changed(place: tuple[Any, ...], change: Callable[[Any, Any], object]) -> bytes:
         copy = json.loads(whole)
@@ -143,11 +154,12 @@ def test_a_plan_of_any_wrong_shape_is_one_line(tmp_path: Path, corpus: Path, tok
         change(container, place[-1])
         return json.dumps(copy).encode()
 
-    spoilt = [(whole[:size], None) for size in range(0, len(whole) - 2, 13)] + [(b"[" * 100_000, None), (b"\xff" + whole, None)]
-    for place in places(value):
-        spoilt.append((changed(place, lambda container, key: container.pop(key)), None))
-        for wrong in (None, True, 5, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5):
-            spoilt.append((changed(place, lambda container, key, wrong=wrong: container.__setitem__(key, wrong)), place))
+    spoilt: list[tuple[bytes, tuple[Any, ...] | None]] = [(whole[:size], None) for size in range(0, len(whole) - 2, 13)]
+    spoilt += [(b"[" * 100_000, None), (b"\xff" + whole, None)]
+    wrongs: list[Any] = [None, True, 5, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
+    for one in places(value):
+        spoilt.append((changed(one, lambda container, key: container.pop(key)), None))
+        spoilt += [(changed(one, put(wrong)), one) for wrong in wrongs]
     capsys.readouterr()
     same = json.dumps(value).encode()
     for content, place in spoilt:
@@ -215,7 +227,8 @@ def test_inputs_where_data_prep_writes_are_refused(
             error = capsys.readouterr().err
             assert "lies where data_prep writes in --out" in error and error.count("\n") == 1, error
     assert snapshot(out) == before
-    assert plan([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another") == 0
+    all_train = ("--valid-percent", "0", "--test-percent", "0")
+    assert plan([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another", *all_train) == 0
 
 
 @pytest.mark.parametrize("below", [".", "out"])
