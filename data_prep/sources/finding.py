@@ -19,7 +19,7 @@ TEXT = ".txt"
 KNOWN = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt"
 BOM = b"\xef\xbb\xbf"
 NO_TEXT = {
-    b"version https://git-lfs": "is a Git LFS pointer; fetch the file itself with git lfs pull",
+    b"version http": "is a Git LFS pointer; fetch the file itself with git lfs pull",
     b"PARE": "is an encrypted parquet file; decrypt it first",
     b"\xff\xfe": "looks like UTF-16; write it as UTF-8",
     b"\xfe\xff": "looks like UTF-16; write it as UTF-8",

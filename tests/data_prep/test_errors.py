@@ -87,8 +87,8 @@ CASES: dict[str, tuple[Callable[[Place], list[object]], str]] = {
     ),
     "missing text column": (lambda p: p.run(options=("--text-column", "txet")), "no column 'txet' .*did you mean 'text'"),
     "missing id column": (
-        lambda p: p.run(p.columns(text=["a"], name=["b"])),
-        r"no column 'id' \(it has: text, name\); name it with --id-column",
+        lambda p: p.run(p.columns(text=["a"], name=["b"]), options=("--id-column", "key")),
+        r"no column 'key' \(it has: text, name\); name it with --id-column",
     ),
     "text is no text": (lambda p: p.run(p.columns(text=[1.5], id=["b"])), "column 'text' is double, not text"),
     "id is a float": (lambda p: p.run(p.columns(text=["a"], id=[1.5])), "column 'id' is double"),
