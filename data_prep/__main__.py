@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from data_prep.errors import Terminated
+from data_prep.errors import Ended, is_want_of_memory
 from fem_common.errors import CommandError, Fault, end
 from fem_common.exits import Exit
 
@@ -29,6 +30,8 @@ VERBS = {
     "stats": ("stats", "documents, tokens, lengths and drops of a data folder, and a picture"),
     "blend": ("blend", "several data folders with weights, as the file that pretrain reads"),
 }
+# The signals that end a verb, and how it says so.
+ENDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal hung up"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,33 +66,52 @@ def _description(module: ModuleType) -> str:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the verb as Ctrl-C does: what has to be closed or removed is."""
+def _signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the verb as Ctrl-C does: what has to be closed or removed is. What nohup has silenced stays so."""
 
-    def terminate(_: int, __: FrameType | None) -> NoReturn:
-        raise Terminated
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise Ended(number)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, end)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell_if_possible(line: str) -> None:
+    """Print a line on stderr; where the terminal is gone, let nothing more be written to it: Python would end with 120 for that."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a verb: its exit code, with one line where it is not 0."""
     try:
-        with _sigterm_as_interrupt():
+        with _signals_as_interrupt():
             arguments = parse(sys.argv[1:] if argv is None else argv)
             return int(arguments.main(arguments))
-    except (CommandError, OSError) as error:
+    except CommandError as error:
         return end("data_prep", error)
-    except MemoryError:
-        return end("data_prep", Fault("not enough memory; what is finished is kept: the same command goes on where there is more"))
+    except Exception as error:
+        if is_want_of_memory(error):
+            return end("data_prep", Fault("not enough memory; what is finished is kept: the same command goes on where there is more"))
+        if isinstance(error, OSError):
+            return end("data_prep", error)
+        raise
     except KeyboardInterrupt as interrupt:
-        said, code = ("terminated", Exit.TERMINATED) if isinstance(interrupt, Terminated) else ("interrupted", Exit.INTERRUPTED)
-        print(f"data_prep: {said}; what is finished is kept: the same command goes on", file=sys.stderr)
-        return code
+        number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
+        _tell_if_possible(f"data_prep: {ENDS[number]}; what is finished is kept: the same command goes on")
+        return 128 + number
 
 
 if __name__ == "__main__":

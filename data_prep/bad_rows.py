@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.drops import BadRow, Drop
+from data_prep.drops import Drop
 from data_prep.errors import UserError
 from data_prep.files import write_whole
 from data_prep.layout import BAD_ROWS, Plan
 from data_prep.manifest import UnitEntry
+from data_prep.sources import locate
 
 DEFAULT = "0.1%"
 PRINTED = 20
@@ -95,9 +96,7 @@ def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad
 
 def _places(plan: Plan, entry: UnitEntry) -> Iterator[dict[str, Any]]:
     file = plan.files[plan.units[entry.unit].file]
-    at = "row" if file["kind"] == "parquet" else "byte"
-    yield from ({"file": file["path"], "at": at, **_record(row), "unit": entry.unit} for row in entry.bad)
-
-
-def _record(row: BadRow) -> dict[str, Any]:
-    return {"place": row.place, "reason": str(row.reason), "message": row.message}
+    at = "row" if file.kind == "parquet" else "byte"
+    for row in entry.bad:
+        path, place = locate(file, row.place) if file.parts else (file.path, row.place)
+        yield {"file": path, "at": at, "place": place, "reason": str(row.reason), "message": row.message, "unit": entry.unit}

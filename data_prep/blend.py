@@ -20,9 +20,10 @@ import yaml
 
 from data_prep.errors import UserError, existing_folder
 from data_prep.files import make_folder, write_whole
-from data_prep.layout import MANIFEST, SPLITS
+from data_prep.layout import MANIFEST
 from data_prep.manifest import Manifest, read_manifest
 from data_prep.progress import count
+from data_prep.splits import SPLITS
 
 SEQ_LENGTH = 4096
 

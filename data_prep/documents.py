@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -15,78 +14,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep import records
 from data_prep.drops import BadRow, Drop
 from data_prep.encoders import MAX_DOCUMENT_BYTES
 from data_prep.errors import UserError
-from data_prep.layout import SPLITS
 from data_prep.mask import load_mask
 from data_prep.sources import Columns, Rows
+from data_prep.splits import Split, hash_ids
 
 BAD_ROWS_LISTED = 100
 REASONS = tuple(Drop)
 BoolArray = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Shares of the documents held out, in percent; a document's split depends on its id alone.
-
-    h = blake2b(id), 8 bytes read big-endian: below test's share of 2^64 it is test, below test's and valid's it is valid, else train.
-    """
-
-    valid_percent: float
-    test_percent: float
-
-    def __post_init__(self) -> None:
-        for name, percent in (("--valid-percent", self.valid_percent), ("--test-percent", self.test_percent)):
-            if not math.isfinite(percent) or not 0 <= percent < 100:
-                raise UserError(f"{name} is {percent}; it must be at least 0 and below 100")
-        if self.valid_percent + self.test_percent >= 100:
-            shares = f"--valid-percent {self.valid_percent} and --test-percent {self.test_percent}"
-            raise UserError(f"{shares} leave nothing to train on; their sum must be below 100")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The splits that are written: train, and those with a share."""
-        return ("train",) + ("valid",) * (self.valid_percent > 0) + ("test",) * (self.test_percent > 0)
-
-    def of(self, document_id: bytes) -> str:
-        """The split of a document."""
-        share = 100 * hash64(document_id) / 2**64
-        if share < self.test_percent:
-            return "test"
-        return "valid" if share < self.test_percent + self.valid_percent else "train"
-
-    def of_hashes(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-        """The splits of documents whose ids hash to ``hashes`` [n], as indices into layout.SPLITS [n]; the same as ``of`` gives."""
-        starts = [_first_hash(self.test_percent), _first_hash(self.test_percent + self.valid_percent)]
-        order = np.array([SPLITS.index("test"), SPLITS.index("valid"), SPLITS.index("train")], np.uint8)
-        return order[np.searchsorted(np.array(starts, np.uint64), hashes, side="right")]
-
-
-def _first_hash(percent: float) -> int:
-    """The first hash at or past a share below 100, with the arithmetic of ``Split.of`` so that no rounding differs."""
-    low, high = 0, 2**64 - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if 100 * middle / 2**64 >= percent else (middle + 1, high)
-    return low
-
-
-def hash64(document_id: bytes, purpose: bytes = b"") -> int:
-    """A 64-bit hash of a document's id, the same on every machine; ``purpose`` makes independent ones."""
-    return int.from_bytes(hashlib.blake2b(document_id, digest_size=8, person=purpose).digest(), "big")
-
-
-def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.uint64]:
-    """``hash64`` of each id; [n] without nulls -> uint64 [n]."""
-    _, offset_buffer, data = ids.buffers()
-    offsets = np.frombuffer(offset_buffer, np.int64)[ids.offset : ids.offset + len(ids) + 1].tolist() if len(ids) else [0]
-    view, blake2b = memoryview(data if data is not None else b""), hashlib.blake2b
-    digests = [
-        blake2b(view[start:stop], digest_size=8, person=purpose).digest() for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
-    ]
-    return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
 
 
 @dataclass(frozen=True)
@@ -147,10 +85,26 @@ class Settings:
         return self.as_json() | {"mask": self.mask and self.mask.rpartition(":")[2]}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Settings:
-        """The inverse of ``as_json``."""
-        given: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
-        return cls(**given)
+    def from_json(cls, value: Any) -> Settings:
+        """The inverse of ``as_json``. Raises ValueError that says what is wrong with it, UserError for a value that makes no sense."""
+        settings: Settings = records.record(
+            cls,
+            value,
+            text_column=records.text,
+            id_column=records.text,
+            score_column=records.text,
+            language_column=records.text,
+            min_score=records.optional(records.number),
+            languages=records.listed(records.text),
+            min_bytes=records.count,
+            max_bytes=records.count,
+            mask=records.optional(records.text),
+            mask_sha256=records.optional(records.text),
+            mask_columns=records.listed(records.text),
+            valid_percent=records.number,
+            test_percent=records.number,
+        )
+        return settings
 
 
 def add_column_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,8 +115,10 @@ def add_column_arguments(parser: argparse.ArgumentParser) -> None:
         "--id-column",
         default=default.id_column,
         metavar="NAME",
-        help="column of the document id, which decides the split (default: id); where there is none, name the text column",
+        help="column of the document id, which decides the split (default: id, or where there is none a document's file and place); "
+        "the text column splits by the text itself",
     )
+    add("--paragraphs", action="store_true", help="a document is a paragraph of a .txt file, up to a blank line (default: the file)")
     add("--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none")
     add("--score-column", default=default.score_column, metavar="NAME", help="column of the score (default: score)")
     add("--language", action="append", default=[], dest="languages", metavar="CODE", help="keep this language alone; repeat for more")
@@ -201,7 +157,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 @dataclass(frozen=True)
 class Documents:
     """Documents [n] in the order of their rows: ``texts`` large_string without null, valid UTF-8; ``ids`` large_binary without null;
-    ``splits`` uint8, indices into layout.SPLITS; ``places`` int64 as in BadRow."""
+    ``splits`` uint8, indices into splits.SPLITS; ``places`` int64 as in BadRow."""
 
     texts: pa.LargeStringArray
     ids: pa.LargeBinaryArray

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from fem_common.errors import UserError as UserError
 
+# Want of memory in errors of another type: by zstd, lz4, C++, zlib, the dynamic linker and Python's threads.
+_MEMORY = ("not enough memory", "allocation_failed", "bad_alloc", "Error -4 ", "failed to map segment", "can't start new thread")
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: the end is the same as that of Ctrl-C."""
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, whose ``number`` it has: the end is the same as that of Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def is_want_of_memory(error: BaseException) -> bool:
+    """Whether that is what an error means, of whatever type."""
+    named = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return named or any(words in str(error) for words in _MEMORY)
 
 
 def one_line(error: BaseException) -> str:

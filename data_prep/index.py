@@ -14,6 +14,7 @@ import sys
 from importlib.util import find_spec
 
 from data_prep.errors import UserError
+from fem_common.exits import signal_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,5 +39,5 @@ def main(arguments: argparse.Namespace) -> int:
             raise
     if code < 0:
         reason = "; the memory it needs: about 37 bytes a document" if -code == signal.SIGKILL else ""
-        raise UserError(f"the index was not built: pretrain was ended by {signal.Signals(-code).name}{reason}")
+        raise UserError(f"the index was not built: pretrain was ended by {signal_name(-code)}{reason}")
     return code

@@ -46,7 +46,7 @@ IDX_BYTES = 20  # of a document in the .idx: length, pointer, document number
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="parquet or JSONL (also .gz, .zst) file, folder, glob, or hf://datasets/ORG/NAME")
+    add("inputs", nargs="+", metavar="INPUT", help="parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME")
     add("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
     add("--tokenizer", metavar="DIR|NAME", help="estimate tokens, disk and hours with this one: a folder, or ORG/NAME on the Hub")
     add("--encoder", choices=("auto", "gigatoken", "hf"), default="auto", help="default: gigatoken where it is exact")
@@ -158,7 +158,7 @@ def _beginning(rows: Rows, texts: pa.Array, most: float) -> Rows:
 def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
     """What footers and sizes tell; ``columns`` are those of the first file."""
     return {
-        "kinds": dict(Counter(file.kind for file in files)),
+        "kinds": dict(sum((Counter({file.kind: len(file.parts) or 1}) for file in files), Counter())),
         "bytes": sum(file.bytes for file in files),
         "rows": sum(file.rows or 0 for file in files) if all(file.rows is not None for file in files) else None,
         "text_bytes": sum(file.text_bytes for file in files),
@@ -168,7 +168,9 @@ def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
 
 
 def first_file(file: SourceFile) -> dict[str, Any]:
-    """Columns with their types, and the row groups of a parquet file; of JSONL the keys of its first line."""
+    """Columns with their types, and the row groups of a parquet file; of JSONL the keys of its first line; of .txt files none."""
+    if file.parts:
+        return {"columns": {}, "row_groups": None}
     with open_input(file.path) as stream:
         if file.kind == "parquet":
             with pq.ParquetFile(stream) as parquet:
@@ -316,7 +318,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--sample-mb is {arguments.sample_mb:g}; it must be a number above 0")
     settings = settings_of(arguments)
     folder = load_folder(find_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
-    files = open_files(arguments.inputs, settings.columns, arguments.subset)
+    files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
     sample = draw(files, settings, arguments.sample_mb * 1e6)
     report: dict[str, Any] = {"files": facts_of_files(files), "columns": asdict(settings.columns), "sample": facts_of_sample(sample)}
     report["encoding"] = encoding(folder, arguments.encoder, sample.batches) if folder and sample.documents else None

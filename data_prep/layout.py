@@ -18,8 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import UserError
-from data_prep.files import write_whole
+from data_prep.documents import Settings
+from data_prep.errors import UserError, one_line
+from data_prep.files import sha256_json, write_whole
+from data_prep.records import a_list, an_object, count, listed, optional, record, text
+from data_prep.sources import SourceFile
 
 FORMAT = 2
 PLAN = "plan.json"
@@ -28,7 +31,6 @@ SHARDS = "shards"
 UNITS = "units.jsonl"
 BAD_ROWS = "bad_rows.jsonl"
 MANIFEST = "manifest.json"
-SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,25 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """What of a tokenizer decides the bytes; ``sha256`` is that of tokenizer.json."""
+
+    vocab_size: int
+    eod_id: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is to be made.
 
-    ``fingerprint`` identifies all that decides the bytes; ``settings``: documents.Settings as JSON; ``tokenizer``: vocab_size, eod_id and
-    sha256; ``files``: sources.SourceFile as JSON; ``unit_bytes``: UTF-8 bytes of text a unit was cut for.
+    ``fingerprint`` identifies all that decides the bytes; ``unit_bytes``: UTF-8 bytes of text a unit was cut for.
     """
 
     fingerprint: str
-    settings: dict[str, Any]
-    tokenizer: dict[str, Any]
-    files: tuple[dict[str, Any], ...]
+    settings: Settings
+    tokenizer: Identity
+    files: tuple[SourceFile, ...]
     units: tuple[Unit, ...]
     unit_bytes: int = 0
 
@@ -74,30 +84,80 @@ def shard_prefix(out: Path, unit: Unit, split: str) -> Path:
     return out / SHARDS / f"{unit.name}-{split}"
 
 
+def fingerprint_of(plan: Plan) -> str:
+    """Of all that decides the bytes: the files in their order, where they are cut, settings, tokenizer."""
+    return sha256_json(
+        {
+            "format": FORMAT,
+            "files": [(file.kind, *file.content) for file in plan.files],
+            "units": [(unit.file, unit.start, unit.stop) for unit in plan.units],
+            "settings": plan.settings.deciding(),
+            "tokenizer": asdict(plan.tokenizer),
+        }
+    )
+
+
 def write_plan(out: Path, plan: Plan) -> None:
     """Write OUT/plan.json, whole or not at all; a file and a unit take a line each."""
     units = [list(asdict(unit).values())[1:] for unit in plan.units]
-    fields = {"format": FORMAT, **asdict(plan), "units": units}
+    files = [file.as_json() for file in plan.files]
+    fields = {"format": FORMAT, **asdict(plan), "settings": plan.settings.as_json(), "files": files, "units": units}
     lines = ",\n".join(f"  {json.dumps(name)}: {_lines(value)}" for name, value in fields.items())
     write_whole(out / PLAN, f"{{\n{lines}\n}}\n".encode("utf-8", "backslashreplace"))
 
 
 def _lines(value: Any) -> str:
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list):
         return json.dumps(value, ensure_ascii=False)
     return "[\n" + ",\n".join(f"    {json.dumps(item, ensure_ascii=False)}" for item in value) + "\n  ]"
 
 
 def read_plan(out: Path) -> Plan:
-    """OUT/plan.json. Raises UserError where it is absent, damaged or of another format."""
+    """OUT/plan.json. Raises UserError where it is absent, damaged, altered or of another format."""
     path = out / PLAN
     if not path.is_file():
         raise UserError(f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... --tokenizer DIR --out {out}")
     try:
         raw = json.loads(path.read_bytes())
-        if raw["format"] != FORMAT:
+        if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
             raise UserError(f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}")
-        units = tuple(Unit(number, *unit) for number, unit in enumerate(raw["units"]))
-        return Plan(raw["fingerprint"], raw["settings"], raw["tokenizer"], tuple(raw["files"]), units, raw["unit_bytes"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); plan again with --overwrite") from None
+        plan = _plan(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({one_line(error)}); put it back, or plan again with --overwrite") from None
+    if fingerprint_of(plan) != plan.fingerprint:
+        what = f"what it says does not have the fingerprint {plan.fingerprint[:12]!r}"
+        raise UserError(f"{path} was altered: {what}; put it back, or plan again with --overwrite")
+    return plan
+
+
+def _plan(raw: Any) -> Plan:
+    if "format" not in an_object(raw):
+        raise ValueError("lacks 'format'")
+    values = {name: value for name, value in raw.items() if name != "format"}
+    plan: Plan = record(
+        Plan,
+        values,
+        fingerprint=text,
+        settings=_settings,
+        tokenizer=lambda value: record(Identity, value, vocab_size=count, eod_id=count, sha256=text),
+        files=listed(SourceFile.from_json),
+        units=lambda value: tuple(_unit(number, unit) for number, unit in enumerate(a_list(value))),
+        unit_bytes=count,
+    )
+    if any(unit.file >= len(plan.files) for unit in plan.units) or not plan.units:
+        raise ValueError("units: none, or one of a file that it does not name")
+    return plan
+
+
+def _settings(value: Any) -> Settings:
+    try:
+        return Settings.from_json(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def _unit(number: int, value: Any) -> Unit:
+    if len(a_list(value)) != 5:
+        raise ValueError(f"unit {number} has {len(value)} numbers, not 5")
+    file, start, stop, rows, text_bytes = value
+    return Unit(number, count(file), count(start), count(stop), optional(count)(rows), count(text_bytes))

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from data_prep.drops import BadRow, Drop
 from data_prep.errors import UserError
-from data_prep.layout import MANIFEST, PLAN, SHARDS, SPLITS
+from data_prep.layout import MANIFEST, PLAN, SHARDS
+from data_prep.records import a_list, an_object, count, only, record, text
+from data_prep.splits import SPLITS
 
 FORMAT = 2
 PLACES_KEPT = 100
@@ -82,17 +83,17 @@ class UnitEntry:
     @staticmethod
     def from_json(raw: Any) -> UnitEntry:
         """The reverse. Raises ValueError that says what is wrong with it."""
-        bad = [_record(BadRow, row, place=_count, reason=Drop, message=_text) for row in _list(_only(raw, UnitEntry, "bad"))]
-        entry: UnitEntry = _record(
+        bad = [record(BadRow, row, place=count, reason=Drop, message=text) for row in a_list(only(raw, UnitEntry, "bad"))]
+        entry: UnitEntry = record(
             UnitEntry,
             raw,
-            unit=_count,
-            plan=_text,
-            rows=_count,
+            unit=count,
+            plan=text,
+            rows=count,
             dropped=_drops,
             bad=lambda _: tuple(bad),
             splits=lambda value: _splits(value, SplitEntry),
-            encoder=_text,
+            encoder=text,
         )
         if entry.rows != entry.documents + sum(entry.dropped.values()):
             raise ValueError(f"{entry.rows} rows are not {entry.documents} documents and {sum(entry.dropped.values())} drops")
@@ -142,14 +143,14 @@ class Manifest:
         """The reverse. Raises ValueError that says what is wrong with it."""
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise ValueError("not of this format")
-        manifest: Manifest = _record(
+        manifest: Manifest = record(
             Manifest,
             {name: value for name, value in raw.items() if name != "format"},
-            tokenizer=lambda value: _record(TokenizerEntry, value, path=_text, vocab_size=_count, eod_id=_count, sha256=_text),
-            dtype=_text,
+            tokenizer=lambda value: record(TokenizerEntry, value, path=text, vocab_size=count, eod_id=count, sha256=text),
+            dtype=text,
             splits=lambda value: _splits(value, MergedEntry),
             source=_source,
-            units=lambda value: _record(UnitsEntry, value, file=_text, count=_count, sha256=_text),
+            units=lambda value: record(UnitsEntry, value, file=text, count=count, sha256=text),
         )
         return manifest
 
@@ -179,83 +180,34 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{path} is damaged ({error}); remove it and go on with: python -m data_prep run --out {folder}") from None
 
 
-# --- strict reading: every field is there, nothing else is, each has its type --------------------------------------------------------
-
-
-def _record(cls: type[Any], raw: Any, /, **readers: Callable[[Any], Any]) -> Any:
-    values = {name: _only(raw, cls, name) for name in readers}
-    read = {}
-    for name, reader in readers.items():
-        try:
-            read[name] = reader(values[name])
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return cls(**read)
-
-
-def _only(raw: Any, cls: type[Any], name: str) -> Any:
-    """The value of one field, after a look at all names."""
-    if not isinstance(raw, dict):
-        raise ValueError(f"{type(raw).__name__} where an object belongs")
-    names = {field.name for field in fields(cls)}
-    for kind, differing in (("lacks", names - raw.keys()), ("has an unknown", raw.keys() - names)):
-        if differing:
-            raise ValueError(f"{kind} {min(differing)!r}")
-    return raw[name]
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError("not a list")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
-    return value
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
-
-
 def _drops(value: Any) -> dict[str, int]:
-    return {str(Drop(reason)): _count(number) for reason, number in _object(value).items()}
+    return {str(Drop(reason)): count(number) for reason, number in an_object(value).items()}
 
 
 def _splits(value: Any, cls: type[Any]) -> dict[str, Any]:
-    readers = {field.name: _text if field.name.endswith(("sha256", "sample")) else _count for field in fields(cls)}
-    for name in _object(value):
+    readers = {field.name: text if field.name.endswith(("sha256", "sample")) else count for field in fields(cls)}
+    for name in an_object(value):
         if name not in SPLITS:
             raise ValueError(f"{name!r} is none of {', '.join(SPLITS)}")
-    return {name: _record(cls, entry, **readers) for name, entry in value.items()}
+    return {name: record(cls, entry, **readers) for name, entry in value.items()}
 
 
 def _file(value: Any) -> dict[str, Any]:
-    readers = {"path": _text, "kind": _text, "bytes": _count, "rows": _count, "fingerprint": _text}
-    if _object(value).keys() != readers.keys():
+    readers = {"path": text, "kind": text, "bytes": count, "rows": count, "fingerprint": text}
+    if an_object(value).keys() != readers.keys():
         raise ValueError(f"not {', '.join(readers)}")
     return {name: reader(value[name]) for name, reader in readers.items()}
 
 
 def _source(value: Any) -> Source:
-    source: Source = _record(
+    source: Source = record(
         Source,
         value,
-        files=lambda files: [_file(file) for file in _list(files)],
-        rows=_count,
+        files=lambda files: [_file(file) for file in a_list(files)],
+        rows=count,
         dropped=_drops,
-        settings=lambda settings: dict(_object(settings)),
-        encoder=_text,
-        fingerprint=_text,
+        settings=lambda settings: dict(an_object(settings)),
+        encoder=text,
+        fingerprint=text,
     )
     return source

@@ -25,12 +25,13 @@ from data_prep.bad_rows import accept_bad_rows, add_max_bad_argument
 from data_prep.errors import UserError, existing_folder
 from data_prep.files import Staging, json_bytes, sha256_file, write_synced
 from data_prep.indexed import FormatError, dtype_name, index_bytes_of, read_index, with_ending, write_index
-from data_prep.layout import MANIFEST, SHARDS, SPLITS, UNITS, Plan, entry_path, read_plan, shard_prefix
+from data_prep.layout import MANIFEST, SHARDS, UNITS, Plan, entry_path, read_plan, shard_prefix
 from data_prep.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest
 from data_prep.progress import count, counted, size
 from data_prep.reading import Reading
 from data_prep.samples import sample_digest
-from data_prep.units import manifest_of, plan_settings, read_entries, units_bytes
+from data_prep.splits import SPLITS
+from data_prep.units import manifest_of, read_entries, units_bytes
 from fem_common.errors import StorageError
 
 COPY_BYTES = 1 << 22
@@ -69,7 +70,7 @@ def merge_folder(out: Path, *, max_bad: str, keep_shards: bool, tasks: int | Non
         entries = read_entries(out, plan, tasks)
         if not accept_bad_rows(out, plan, entries, max_bad):
             return 1
-        names = _splits(out, plan, entries)
+        names = _splits(plan, entries)
         _check_space(out, entries)
         with Reading(f"merging {counted(len(entries), 'unit')}", _bin_bytes(entries), sys.stderr) as reading:
             merger = Merger(out, plan, entries, reading)
@@ -114,7 +115,7 @@ class Merger:
     @property
     def dtype(self) -> str:
         """The type of the ids."""
-        return dtype_name(self.plan.tokenizer["vocab_size"])
+        return dtype_name(self.plan.tokenizer.vocab_size)
 
     def merge(self, split: str, target: Path) -> MergedEntry:
         """Write the pair ``target``.bin/.idx of a split and wait until it is on the disk. Raises UserError naming a damaged shard."""
@@ -185,8 +186,8 @@ def _write(descriptor: int, block: memoryview, path: Path) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _splits(out: Path, plan: Plan, entries: Sequence[UnitEntry]) -> tuple[str, ...]:
-    names = plan_settings(out, plan).split.names
+def _splits(plan: Plan, entries: Sequence[UnitEntry]) -> tuple[str, ...]:
+    names = plan.settings.split.names
     for name in names:
         if not any(name in entry.splits for entry in entries):
             share = "" if name == "train" else f"plan again with a higher --{name}-percent, with 0, or "

@@ -8,26 +8,43 @@ The same inputs, tokenizer and settings give the same plan.json, and leave one t
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from data_prep.documents import Settings, add_settings_arguments, settings_of
+from data_prep.documents import Selection, add_settings_arguments, settings_of
 from data_prep.encoder import TOKENIZER_FILES, TokenizerFolder, load_folder
 from data_prep.errors import UserError
-from data_prep.files import UNFINISHED, Lock, sha256_json, write_whole
+from data_prep.files import UNFINISHED, Lock, write_whole
 from data_prep.indexed import dtype_name
-from data_prep.layout import BAD_ROWS, FORMAT, MANIFEST, PLAN, SHARDS, SPLITS, TOKENIZER, UNITS, Plan, Unit, read_plan, write_plan
+from data_prep.layout import (
+    BAD_ROWS,
+    MANIFEST,
+    PLAN,
+    SHARDS,
+    TOKENIZER,
+    UNITS,
+    Identity,
+    Plan,
+    Unit,
+    fingerprint_of,
+    read_plan,
+    write_plan,
+)
 from data_prep.merge import remove_shards
 from data_prep.progress import count, counted, size
-from data_prep.sources import SourceFile, open_files, spans
-from data_prep.sources.finding import find_files
+from data_prep.sources import Rows, SourceFile, Span, open_found, read_span, spans
+from data_prep.sources.finding import Found, find_files
 from data_prep.sources.hub import is_hub
+from data_prep.sources.types import ID
+from data_prep.splits import SPLITS, Split, fitting, hash_ids
 from data_prep.tokenizer_source import find_tokenizer
 
 UNIT_MB = 256.0
@@ -45,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """What a plan is made from; ``run`` has the same options, none of them ``required``."""
-    what = "parquet or JSONL (also .gz, .zst) file, folder, glob, or hf://datasets/ORG/NAME"
+    what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
     parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
     tokenizer = "Hugging Face tokenizer with an eos_token, used as EOD: a folder, or ORG/NAME on the Hub"
     parser.add_argument("--tokenizer", required=required, metavar="DIR|NAME", help=tokenizer)
@@ -61,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     plan, tokenizer = make_plan(arguments)
     with Lock(arguments.out, shared=not arguments.overwrite):
         unchanged = settle(arguments.out, plan, tokenizer, overwrite=arguments.overwrite)
-    for line in describe(arguments.out, plan, unchanged=unchanged):
+    for line in (*describe(arguments.out, plan, unchanged=unchanged), *notes(plan)):
         print(line)
     return 0
 
@@ -74,34 +91,80 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
         raise UserError("inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub")
     settings = settings_of(arguments)
     tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
-    files = [_from_anywhere(file) for file in open_files(_inputs(arguments.inputs, arguments.out), settings.columns, arguments.subset)]
+    files = [_from_anywhere(file) for file in open_found(_inputs(arguments), settings.columns, paragraphs=arguments.paragraphs)]
     unit_bytes = round(arguments.unit_mb * 1e6)
     cuts = ((number, span) for number, file in enumerate(files) for span in spans(file, settings.columns, unit_bytes))
     units = tuple(Unit(number, file, span.start, span.stop, span.rows, span.text_bytes) for number, (file, span) in enumerate(cuts))
     if all(unit.rows == 0 for unit in units):
         raise UserError(f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}")
-    plan = Plan("", settings.as_json(), identity(tokenizer), tuple(asdict(file) for file in files), units, unit_bytes)
+    plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
+    check_splits(plan)
     return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
 
 
-def _inputs(inputs: Iterable[str], out: Path) -> list[str]:
-    """The inputs, local folders and globs as their files, without what data_prep itself has written into an OUT that lies there.
+def check_splits(plan: Plan) -> None:
+    """Read documents, without encoding them, until each split has one. Raises UserError where all are read and one has none.
+
+    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly.
+    """
+    settings, selection = plan.settings, Selection(plan.settings)
+    wanted = {SPLITS.index(name) for name in settings.split.names}
+    hashes: list[npt.NDArray[np.uint64]] = []
+    for unit in plan.units:
+        file = plan.files[unit.file]
+        for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
+            if isinstance(rows, Rows):
+                documents, _, _ = selection.of(rows, file.path)
+                hashes.append(hash_ids(documents.ids))
+                wanted -= set(documents.splits.tolist())
+            if not wanted:
+                return
+    if any(map(len, hashes)):  # where all rows are bad, run says where they are
+        raise UserError(_empty(settings.split, wanted, np.concatenate(hashes), plan))
+
+
+def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: Plan) -> str:
+    """That splits would be empty, and shares with which they would not be."""
+    names = " and ".join(SPLITS[number] for number in sorted(empty))
+    wishes = (split, Split(split.valid_percent, 0.0), Split(0.0, 0.0))
+    fits = next(filter(None, (fitting(wish, hashes) for wish in wishes)))
+    advice = f"give --valid-percent {fits.valid_percent:g} --test-percent {fits.test_percent:g}"
+    if any(file.kind == "txt" for file in plan.files):
+        advice += ", or --paragraphs for a document of each paragraph"
+    return f"{names} would be empty: {counted(len(hashes), 'document')} in all; {advice}"
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """What a person may not expect of the inputs, a line each."""
+    unnamed = [file for file in plan.files if file.id_prefix is not None]
+    if unnamed and plan.settings.id_column != plan.settings.text_column:
+        which = f"{unnamed[0].path} has" if len(unnamed) == 1 else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
+        yield f"{which} no column {ID!r}: a document's id, which decides its split, is its file and place there (see --id-column)"
+    large = [name for file in plan.files if file.kind == "txt" for name, size in file.parts if size > plan.settings.max_bytes]
+    if large:
+        yield f"{counted(len(large), '.txt file')} above --max-bytes left out, {large[0]} first; --paragraphs makes documents of paragraphs"
+
+
+def _inputs(arguments: argparse.Namespace) -> list[Found]:
+    """The inputs' files, without what data_prep itself has written into an OUT that lies in an input folder or glob.
 
     Raises UserError for a file in a place that data_prep writes in OUT.
     """
+    out = arguments.out
     own, folders = ([(out / name).resolve() for name in names] for names in (OWN, (SHARDS, TOKENIZER, UNFINISHED)))
-    given: list[str] = []
-    for name in inputs:
-        files = [name] if is_hub(name) else [file.path for file in find_files([name])]
-        found = not is_hub(name) and files != [str(Path(name))] and (out / PLAN).is_file()
-        kept = [file for file in files if not (found and _lies_at(file, own))]
-        if not kept:
-            raise UserError(f"{name} holds only what data_prep has written into {out}; name the inputs")
-        for file in kept:
-            if not is_hub(file) and _lies_at(file, [*own, *folders]):
-                raise UserError(f"the input {file} lies where data_prep writes in --out {out}; move it, or choose another --out")
-        given += kept
-    return given
+    found: list[Found] = []
+    for name, group in itertools.groupby(find_files(arguments.inputs, arguments.subset), lambda file: file.given):
+        files = list(group)
+        if not is_hub(name):
+            listed = [file.path for file in files] != [str(Path(name))] and (out / PLAN).is_file()
+            files = [file for file in files if not (listed and _lies_at(file.path, own))]
+            if not files:
+                raise UserError(f"{name} holds only what data_prep has written into {out}; name the inputs")
+            for file in files:
+                if _lies_at(file.path, [*own, *folders]):
+                    raise UserError(f"the input {file.path} lies where data_prep writes in --out {out}; move it, or choose another --out")
+        found += files
+    return found
 
 
 def _lies_at(file: str, places: Iterable[Path]) -> bool:
@@ -110,27 +173,14 @@ def _lies_at(file: str, places: Iterable[Path]) -> bool:
     return any(lies.is_relative_to(place) for lies in {path.parent.resolve() / path.name, path.resolve()} for place in places)
 
 
-def identity(tokenizer: TokenizerFolder) -> dict[str, Any]:
+def identity(tokenizer: TokenizerFolder) -> Identity:
     """What of a tokenizer decides the bytes, as the plan has it."""
-    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "sha256": tokenizer.sha256}
+    return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 
 def _from_anywhere(file: SourceFile) -> SourceFile:
     """The file by a path that holds in any working directory."""
     return file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
-
-
-def fingerprint_of(plan: Plan) -> str:
-    """Of all that decides the bytes: contents and kinds of the files in their order, where they are cut, settings, tokenizer."""
-    return sha256_json(
-        {
-            "format": FORMAT,
-            "files": [(file["kind"], file["fingerprint"]) for file in plan.files],
-            "units": [(unit.file, unit.start, unit.stop) for unit in plan.units],
-            "settings": Settings.from_json(plan.settings).deciding(),
-            "tokenizer": plan.tokenizer,
-        }
-    )
 
 
 def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
@@ -201,17 +251,19 @@ def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
 
 def differences(old: Plan, new: Plan) -> Iterator[str]:
     """What makes ``old`` another plan than ``new``, each as a person reads it."""
-    contents = [[(file["kind"], file["fingerprint"]) for file in plan.files] for plan in (old, new)]
+    contents = [[(file.kind, *file.content) for file in plan.files] for plan in (old, new)]
     if len(old.files) != len(new.files):
         yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
     elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
         yield "the same inputs in another order"
+    elif {file.kind for file in old.files} ^ {file.kind for file in new.files} == {"txt", "paragraphs"}:
+        yield "another --paragraphs"
     elif contents[0] != contents[1]:
         number = next(i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other)
-        yield f"other inputs ({old.files[number]['path']} there, {new.files[number]['path']} now)"
+        yield f"other inputs ({old.files[number].path} there, {new.files[number].path} now)"
     if old.tokenizer != new.tokenizer:
         yield "another tokenizer"
-    there, now = (Settings.from_json(plan.settings).deciding() for plan in (old, new))
+    there, now = (plan.settings.deciding() for plan in (old, new))
     differing = [name for name in now if there.get(name) != now[name]]
     for name in differing:
         if not name.startswith("mask"):
@@ -231,18 +283,19 @@ def _shown(value: Any) -> str:
 
 def disk_bytes(plan: Plan, text_bytes: int) -> int:
     """About how much disk the ids of so much text take."""
-    return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer["vocab_size"])).itemsize
+    return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize
 
 
 def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
     """What is ahead, for people: files, rows, text, units, shards and disk."""
-    text = sum(file["text_bytes"] for file in plan.files)
-    rows = [file["rows"] for file in plan.files]
+    text = sum(file.text_bytes for file in plan.files)
+    rows = [file.rows for file in plan.files]
     known = f"{sum(filter(None, rows)):,} rows" + (" and those that only reading tells" if None in rows else "")
-    names, longest = Settings.from_json(plan.settings).split.names, max(unit.text_bytes for unit in plan.units)
+    names, longest = plan.settings.split.names, max(unit.text_bytes for unit in plan.units)
     tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
     yield f"{out / PLAN}: {'unchanged' if unchanged else 'written'} ({plan.fingerprint[:12]})"
-    yield f"  {len(plan.files):,} files, {size(sum(file['bytes'] for file in plan.files))}: {known}, about {size(text)} of text"
+    files = sum(len(file.parts) or 1 for file in plan.files)
+    yield f"  {files:,} files, {size(sum(file.bytes for file in plan.files))}: {known}, about {size(text)} of text"
     yield f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the largest {size(longest)}"
     yield f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into {len(names)} pairs of .bin and .idx"
     yield f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} of disk, twice that while they are merged"

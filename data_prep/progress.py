@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TextIO
 
 TERMINAL_SECONDS = 0.2
@@ -58,15 +59,18 @@ class LiveLine:
     def show(self, line: str) -> None:
         """Write the line."""
         self.shown = time.monotonic()
-        self.stream.write(f"\r\x1b[K{line}" if self.live else f"{line}\n")
-        self.stream.flush()
+        self._write(f"\r\x1b[K{line}" if self.live else f"{line}\n")
 
     def close(self) -> float:
         """Clear the live line; seconds since the start."""
         if self.live:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+            self._write("\r\x1b[K")
         return self.elapsed
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a terminal that was closed must not end the work before its signal does
+            self.stream.write(text)
+            self.stream.flush()
 
 
 class Progress:

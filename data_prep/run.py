@@ -29,9 +29,9 @@ from data_prep.files import UNFINISHED, Lock, remove_leftovers
 from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.manifest import UnitEntry, read_entry
 from data_prep.merge import is_merged, merge_folder
-from data_prep.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, settle
+from data_prep.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle
 from data_prep.progress import counted, size
-from data_prep.sources import Rows, SourceFile, Span, open_files, read_span
+from data_prep.sources import Rows, Span, read_span, unchanged
 from data_prep.tokenizer_source import find_tokenizer
 from data_prep.units import entry_fault
 from data_prep.workers import run_units
@@ -115,6 +115,8 @@ def main(arguments: argparse.Namespace) -> int:
     with Lock(out, shared=task is not None):
         if made:
             settle(out, *made, overwrite=arguments.overwrite)
+            for line in notes(plan):
+                print(line)
         merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
         if merged and not cut_short:
             print(f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})")
@@ -130,9 +132,10 @@ def main(arguments: argparse.Namespace) -> int:
 def _continued(arguments: argparse.Namespace) -> Plan:
     """The plan in OUT. Raises UserError for options that belong to a plan and differ from it."""
     plan = read_plan(arguments.out)
-    given, planned = settings_of(arguments), Settings.from_json(plan.settings)
+    given, planned = settings_of(arguments), plan.settings
     other = [name for name, value in given.deciding().items() if value not in (planned.deciding()[name], Settings().deciding()[name])]
     other += ["subset"] * bool(arguments.subset) + ["overwrite"] * arguments.overwrite
+    other += ["paragraphs"] * (arguments.paragraphs and not any(file.kind == "paragraphs" for file in plan.files))
     other += ["unit_mb"] * (round(arguments.unit_mb * 1e6) not in (plan.unit_bytes, round(UNIT_MB * 1e6)))
     if arguments.tokenizer and identity(load_folder(find_tokenizer(arguments.tokenizer))) != plan.tokenizer:
         other.append("tokenizer")
@@ -192,18 +195,18 @@ def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
 
 def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
     """Whether the local inputs of these units are what was planned; those on the Hub are named by their commit. Raises UserError."""
-    columns = Settings.from_json(plan.settings).columns
+    columns = plan.settings.columns
     for number in sorted({unit.file for unit in units}):
-        file = SourceFile(**plan.files[number])
-        if "://" not in file.path and open_files([file.path], columns)[0].fingerprint != file.fingerprint:
+        file = plan.files[number]
+        if not unchanged(file, columns):
             raise UserError(f"{file.path} has changed since it was planned; plan again with --overwrite")
 
 
 def samples(plan: Plan, unit: Unit) -> list[str]:
     """The first documents of a unit, up to 64 or 1 MB, unmasked: what the encoders are tried on."""
-    settings = replace(Settings.from_json(plan.settings), mask=None, mask_sha256=None, mask_columns=())
+    settings = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=())
     selection = Selection(settings)
-    file = SourceFile(**plan.files[unit.file])
+    file = plan.files[unit.file]
     for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
         if isinstance(rows, Rows):
             texts = selection.of(rows, file.path)[0].texts.slice(0, SAMPLE_DOCUMENTS)

@@ -10,7 +10,6 @@ import bisect
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from data_prep.encoder import TokenizerFolder
 from data_prep.encoders import Encoded, Encoder, Gigatoken, HuggingFace, gigatoken_name
 from data_prep.errors import UserError, one_line
 from data_prep.settled import unsettled_points
+from fem_common.exits import signal_name
 
 STRINGS = 2500  # of random parts
 STEP = 23  # every how manyth code point is tried
@@ -68,7 +68,7 @@ def check(folder: TokenizerFolder, samples: Sequence[str]) -> Found:
         return Found("gigatoken", 0, f"its self-check did not end within {SECONDS:.0f} seconds")
     if child.returncode:
         words = child.stderr.strip().splitlines()
-        killed = signal.Signals(-child.returncode).name if child.returncode < 0 else words[-1] if words else f"exit code {child.returncode}"
+        killed = signal_name(-child.returncode) if child.returncode < 0 else words[-1] if words else f"exit code {child.returncode}"
         return Found("gigatoken", 0, f"it crashed in its self-check ({killed})")
     return Found(**json.loads(child.stdout.splitlines()[-1]))
 

@@ -24,12 +24,13 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from data_prep.documents import Documents, Selection, Settings, add_column_arguments, hash_ids, settings_of
+from data_prep.documents import Documents, Selection, Settings, add_column_arguments, settings_of
 from data_prep.drops import Drop
 from data_prep.errors import UserError
 from data_prep.files import Staging, json_bytes, sha256_file, sha256_json, write_synced
 from data_prep.reading import Reading
 from data_prep.sources import Rows, SourceFile, open_files, read_span, spans
+from data_prep.splits import hash_ids
 from data_prep.tokenizer_styles import STYLES, Style
 
 SEAL = "training.json"
@@ -38,7 +39,7 @@ SPAN_BYTES = 64 * 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="parquet or JSONL file, folder, glob or hf:// address")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="parquet, JSONL or .txt file, folder, glob or hf:// address")
     parser.add_argument("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
     parser.add_argument("--style", choices=list(STYLES), default="gpt", help="the tokenizer's kind (default: gpt)")
     parser.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="entries, special ones included (default: 32000)")
@@ -123,7 +124,7 @@ def _wanted(arguments: argparse.Namespace, settings: Settings, files: list[Sourc
     """All that decides the tokenizer."""
     style: Style = STYLES[arguments.style]
     return {
-        "inputs": [file.fingerprint for file in files],
+        "inputs": [part for file in files for part in file.content],
         "style": [style.name, style.rules],
         "vocab_size": arguments.vocab_size,
         "sample_mb": arguments.sample_mb,
@@ -151,7 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--vocab-size is {vocab_size}; the smallest is {style.smallest} ({style.contents})")
     if not sample_mb > 0:
         raise UserError(f"--sample-mb is {sample_mb}; it must be above 0")
-    files = open_files(arguments.inputs, settings.columns, arguments.subset)
+    files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
     fingerprint = sha256_json(_wanted(arguments, settings, files))
     if _already_there(out, fingerprint, arguments.overwrite):
         print(f"{out}: unchanged; made from the same text and settings")

@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from data_prep.documents import Documents, Selection, Settings
+from data_prep.documents import Documents, Selection
 from data_prep.drops import BadRow, Drop, Tally
 from data_prep.encoders import Encoded, Encoder
 from data_prep.errors import UserError
 from data_prep.files import json_bytes, sync_folder, temporary, write_whole
 from data_prep.indexed import IndexedWriter, dtype_name
-from data_prep.layout import SHARDS, SPLITS, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.layout import SHARDS, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.manifest import PLACES_KEPT, SplitEntry, UnitEntry
-from data_prep.sources import Rows, SourceFile, Span, read_span
+from data_prep.sources import Rows, Span, read_span
+from data_prep.splits import SPLITS
 
 Report = Callable[[int, Tally], None]
 
@@ -35,7 +36,7 @@ class Engine:
 
     def __init__(self, out: Path, plan: Plan, encoder: Encoder) -> None:
         self.out, self.plan, self.encoder = out, plan, encoder
-        self.settings = Settings.from_json(plan.settings)
+        self.settings = plan.settings
         self.selection = Selection(self.settings)
 
     def encode_unit(self, unit: Unit, report: Report) -> UnitEntry:
@@ -43,7 +44,7 @@ class Engine:
 
         Raises UserError where the input is gone or not what was planned, OSError where the disk does not take the output.
         """
-        file = SourceFile(**self.plan.files[unit.file])
+        file = self.plan.files[unit.file]
         span = Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
         work = _Work(self, file.path, temporary(self.out / SHARDS / unit.name))
         with work:
@@ -65,8 +66,8 @@ class _Work:
 
     def __init__(self, engine: Engine, path: str, folder: Path) -> None:
         self.engine, self.path, self.folder = engine, path, folder
-        self.eod = int(engine.plan.tokenizer["eod_id"])
-        self.dtype = dtype_name(int(engine.plan.tokenizer["vocab_size"]))
+        self.eod = engine.plan.tokenizer.eod_id
+        self.dtype = dtype_name(engine.plan.tokenizer.vocab_size)
         self.tally = Tally()
         self.bad: list[BadRow] = []
         self.writers: dict[str, IndexedWriter] = {}

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data_prep.documents import Settings
 from data_prep.drops import Drop
-from data_prep.errors import UserError, one_line
+from data_prep.errors import UserError
 from data_prep.indexed import dtype_name
-from data_prep.layout import PLAN, TOKENIZER, UNITS, Plan, Unit, entry_path
+from data_prep.layout import TOKENIZER, UNITS, Plan, Unit, entry_path
 from data_prep.manifest import Manifest, MergedEntry, Source, TokenizerEntry, UnitEntry, UnitsEntry, read_entry
 
 
@@ -33,14 +32,6 @@ def ranges(numbers: Iterable[int]) -> str:
 def shortened(text: str, longest: int = 200) -> str:
     """A list as text, cut between two of its members where it is longer than a line bears."""
     return text if len(text) <= longest else text[: text.rindex(", ", 0, longest)] + ", ..."
-
-
-def plan_settings(out: Path, plan: Plan) -> Settings:
-    """The settings in OUT/plan.json. Raises UserError where they are damaged."""
-    try:
-        return Settings.from_json(plan.settings)
-    except (TypeError, ValueError, AttributeError, UserError) as error:
-        raise UserError(f"{out / PLAN} is damaged ({one_line(error)}); plan again with --overwrite") from None
 
 
 def entry_fault(out: Path, plan: Plan, unit: Unit, entry: UnitEntry) -> str | None:
@@ -118,9 +109,9 @@ def manifest_of(plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, Merg
     for unit, entry in zip(plan.units, entries, strict=True):
         rows[unit.file] += entry.rows
     wanted = ("path", "kind", "bytes", "rows", "fingerprint")
-    files = [{name: file[name] for name in wanted} | {"rows": rows[number]} for number, file in enumerate(plan.files)]
-    tokenizer = TokenizerEntry(TOKENIZER, plan.tokenizer["vocab_size"], plan.tokenizer["eod_id"], plan.tokenizer["sha256"])
+    files = [{name: getattr(file, name) for name in wanted} | {"rows": rows[number]} for number, file in enumerate(plan.files)]
+    tokenizer = TokenizerEntry(TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256)
     encoders = ", ".join(sorted({entry.encoder for entry in entries}))
-    source = Source(files, rows.total(), dropped_rows(entries), plan.settings, encoders, plan.fingerprint)
+    source = Source(files, rows.total(), dropped_rows(entries), plan.settings.as_json(), encoders, plan.fingerprint)
     units = UnitsEntry(UNITS, len(entries), hashlib.sha256(units_bytes(entries)).hexdigest())
     return Manifest(tokenizer, dtype_name(tokenizer.vocab_size), splits, source, units)

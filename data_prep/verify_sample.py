@@ -24,11 +24,11 @@ from data_prep.encoder import load_folder
 from data_prep.encoders import Encoder, make
 from data_prep.errors import UserError
 from data_prep.indexed import Index, read_index, with_ending
-from data_prep.layout import SPLITS, TOKENIZER, Plan, Unit, shard_prefix
+from data_prep.layout import TOKENIZER, Plan, Unit, shard_prefix
 from data_prep.manifest import UnitEntry
 from data_prep.reading import Reading
-from data_prep.sources import Rows, SourceFile, Span, open_files, read_span
-from data_prep.units import plan_settings
+from data_prep.sources import Rows, SourceFile, Span, read_span, unchanged
+from data_prep.splits import SPLITS
 from fem_common.errors import CommandError
 from fem_common.errors import reason as reason_of
 
@@ -65,8 +65,7 @@ def check_sample(folder: Path, plan: Plan, entries: Sequence[UnitEntry], number:
     chosen = draw_numbers(plan, entries, number)
     written = Written(folder, plan, entries, merged)
     try:
-        settings = plan_settings(folder, plan)
-        selection = Selection(settings)
+        selection = Selection(plan.settings)
         encoder = make(load_folder(folder / TOKENIZER), "hf")
     except UserError as error:
         result.unchecked[str(error)] = [unit.number for unit, _ in chosen]
@@ -74,14 +73,14 @@ def check_sample(folder: Path, plan: Plan, entries: Sequence[UnitEntry], number:
     with Reading("encoding a sample again", sum(unit.text_bytes for unit, _ in chosen), sys.stderr) as reading:
         for unit, wanted in chosen:
             try:
-                file = _unchanged(SourceFile(**plan.files[unit.file]), settings)
+                file = _unchanged(plan.files[unit.file], plan.settings)
                 documents = _draw(file, unit, entries[unit.number], selection, wanted, result, reading.advance)
             except (CommandError, OSError) as error:
                 reason = reason_of(error) if isinstance(error, OSError) else str(error)
                 result.unchecked.setdefault(reason, []).append(unit.number)
             else:
                 for document in documents:
-                    _compare(document, unit, file.path, encoder, int(plan.tokenizer["eod_id"]), written, result)
+                    _compare(document, unit, file.path, encoder, plan.tokenizer.eod_id, written, result)
     return result
 
 
@@ -103,7 +102,7 @@ def draw_numbers(plan: Plan, entries: Sequence[UnitEntry], number: int) -> list[
 
 def _unchanged(file: SourceFile, settings: Settings) -> SourceFile:
     """The file, if it is still what it was; one on the Hub is named by its commit."""
-    if "://" not in file.path and open_files([file.path], settings.columns)[0].fingerprint != file.fingerprint:
+    if not unchanged(file, settings.columns):
         raise UserError(f"{file.path} has changed since the data was made")
     return file
 

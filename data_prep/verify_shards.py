@@ -8,8 +8,9 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from data_prep.indexed import dtype_name
-from data_prep.layout import SHARDS, SPLITS, Plan, Unit, entry_path, shard_prefix
+from data_prep.layout import SHARDS, Plan, Unit, entry_path, shard_prefix
 from data_prep.manifest import UnitEntry, read_entry
+from data_prep.splits import SPLITS
 from data_prep.units import entry_fault, missing_units
 from data_prep.verify_pairs import Ids, pair_faults
 
@@ -40,7 +41,7 @@ def read_units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[str]]:
 
 def shard_faults(out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]) -> Iterator[str]:
     """Faults of the shards that the entries name, and files that none names."""
-    vocab_size, eod_id = int(plan.tokenizer["vocab_size"]), int(plan.tokenizer["eod_id"])
+    vocab_size, eod_id = plan.tokenizer.vocab_size, plan.tokenizer.eod_id
     ids = Ids(dtype_name(vocab_size), eod_id, vocab_size)
     for entry in entries:
         unit = plan.units[entry.unit]

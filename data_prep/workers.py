@@ -23,11 +23,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from data_prep.drops import Tally
-from data_prep.errors import UserError, one_line
+from data_prep.errors import UserError, is_want_of_memory, one_line
 from data_prep.files import remove_own_leftovers
 from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
 from data_prep.manifest import UnitEntry
+from data_prep.sources import locate
 from fem_common.errors import FULL, CommandError, Fault, told
+from fem_common.exits import signal_name
 
 if TYPE_CHECKING:
     from data_prep.unit import Engine
@@ -134,12 +136,12 @@ class _Crew:
         return self
 
     def hire(self, unit: Unit) -> None:
-        """Start a worker on a unit. SIGINT and SIGTERM are the parent's to handle: workers are born with them blocked."""
+        """Start a worker on a unit. SIGINT, SIGTERM and SIGHUP are the parent's to handle: workers are born with them blocked."""
         ours, theirs = Pipe()
         command = [sys.executable, "-c", START, str(theirs.fileno()), str(self._lifeline), str(self.out), self.plan.fingerprint, self.kind]
         root = str(Path(__file__).resolve().parents[1])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             process = subprocess.Popen(
                 command,
@@ -169,7 +171,7 @@ class _Crew:
         code = _await_end(worker.process)
         end, advice = f"ended with exit code {code}", ""
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal_name(-code)
             end = f"was killed by {name}"
             if name == "SIGKILL":
                 advice = " (for want of memory? give fewer --workers)"
@@ -196,19 +198,22 @@ def describe_unit(plan: Plan, unit: Unit) -> str:
     """A unit as an error names it: number, file, and which part of it."""
     file = plan.files[unit.file]
     what = {"parquet": f", row groups {unit.start} to {unit.stop - 1}", "jsonl": f", bytes {unit.start} to {unit.stop}"}
-    return f"unit {unit.number} ({file['path']}{what.get(file['kind'], '')})"
+    if file.parts:
+        what[file.kind] = f", from {locate(file, unit.start)[0]} on"
+    return f"unit {unit.number} ({file.path}{what.get(file.kind, '')})"
 
 
 def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) -> None:
     """A worker's life: units as they come, until the parent closes the connection or is gone."""
-    threading.Thread(target=_leave_with_parent, args=(int(lifeline),), daemon=True).start()
     parent = Connection(int(connection))
     engine: Engine | None = None
     try:
         while True:
             number = parent.recv()
             try:
-                engine = engine or _engine(Path(out), fingerprint, kind)
+                if engine is None:
+                    threading.Thread(target=_leave_with_parent, args=(int(lifeline),), daemon=True).start()
+                    engine = _engine(Path(out), fingerprint, kind)
                 message: UnitEntry | Failed = engine.encode_unit(engine.plan.units[number], _reporter(parent))
             except BaseException as error:  # a panic in a Rust library is no Exception
                 message = Failed(_explain(error, Path(out), engine.plan if engine else None, number))
@@ -225,7 +230,7 @@ def _engine(out: Path, fingerprint: str, kind: str) -> Engine:
     plan, folder = read_plan(out), load_folder(out / TOKENIZER)
     if plan.fingerprint != fingerprint:
         raise UserError(f"{out} was planned anew while this run worked on it; give the command again")
-    if folder.sha256 != plan.tokenizer["sha256"]:
+    if folder.sha256 != plan.tokenizer.sha256:
         raise UserError(f"{folder.path} is not the tokenizer of the plan; plan again with --overwrite")
     return Engine(out, plan, make(folder, kind))
 
@@ -248,7 +253,7 @@ def _explain(error: BaseException, out: Path, plan: Plan | None, number: int) ->
     if isinstance(error, CommandError):
         return error
     where = describe_unit(plan, plan.units[number]) if plan else f"unit {number}"
-    if isinstance(error, MemoryError):
+    if is_want_of_memory(error):
         return Fault(f"not enough memory for {where}: give fewer --workers, or a lower --max-bytes; {LEFT}")
     if isinstance(error, OSError):
         if error.errno in FULL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 
@@ -15,7 +16,16 @@ class Exit(IntEnum):
     IN_USE = 75  # another process has the folder: the same command may do later (sysexits.h: EX_TEMPFAIL)
     NOT_STARTED = 126  # of what starts another program: there is one, and it cannot be started
     NOT_FOUND = 127  # ... there is none
+    HUNG_UP = 129  # SIGHUP: the terminal was closed
     INTERRUPTED = 130  # SIGINT
     KILLED = 137  # SIGKILL: never a command's own
     READER_GONE = 141  # SIGPIPE: who read the output has seen enough
     TERMINATED = 143  # SIGTERM
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``; of a real-time signal, most of which Python has no name for, ``signal 40``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

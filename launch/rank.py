@@ -27,7 +27,7 @@ from types import FrameType
 
 from fem_common import secrets
 from fem_common.errors import reason
-from fem_common.exits import Exit
+from fem_common.exits import Exit, signal_name
 from launch import stacks
 from launch.failures import Findings, blameless_signal, kind_of
 from launch.layout import rank_log, rank_record, write_json
@@ -190,7 +190,7 @@ class Keeper:
 
     def _ended(self, child: subprocess.Popen[bytes]) -> int:
         """Record the command's end; its exit code as a shell gives it."""
-        by = signal.Signals(-child.returncode).name if child.returncode < 0 else None
+        by = signal_name(-child.returncode) if child.returncode < 0 else None
         code = 128 - child.returncode if child.returncode < 0 else child.returncode
         found = self._findings.cause(by) if code else None
         telling = None if found and blameless_signal(by, found.traceback) else by

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fem_common.errors import ConfigError
+from fem_common.exits import signal_name
 from pretrain.config import EvaluateConfig
 from pretrain.loggers import LATE, Callback
 from pretrain.metrics import StepRecord
@@ -259,7 +260,7 @@ def _with_error(score: Mapping[str, Any]) -> str:
 def _fault(code: int | None, log: Path) -> str:
     """How it ended, and its last words."""
     if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        return f"ended by {signal_name(-code)}"
     with suppress(OSError):
         lines = log.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
         return f"exit code {code}: {lines[-1]}" if lines else f"exit code {code}"

@@ -1,32 +1,51 @@
-"""data_prep: what is read: parquet and JSONL, local or on the Hugging Face Hub, checked before any work starts, then span by span.
+"""data_prep: what is read: parquet, JSONL and .txt, local or on the Hugging Face Hub, checked before any work starts, then span by span.
 
 Nothing in this room knows tokenizers, documents or the data folder.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pyarrow as pa
 
 from data_prep.errors import UserError
-from data_prep.sources import jsonl, parquet
+from data_prep.sources import jsonl, parquet, txt
 from data_prep.sources.finding import Found, find_files, kind_of
 from data_prep.sources.opening import open_input, parquet_footer, sampled, size_of
+from data_prep.sources.txt import locate
 from data_prep.sources.types import Columns, Rows, SourceFile, Span, Unreadable
 
-__all__ = ["Columns", "Rows", "SourceFile", "Span", "Unreadable", "open_files", "read_span", "spans"]
+__all__ = ["Columns", "Rows", "SourceFile", "Span", "Unreadable", "locate", "open_files", "open_found", "read_span", "spans", "unchanged"]
 
 OPEN_AT_ONCE = 8  # waits of the network, mostly
 
 
-def open_files(inputs: list[str], columns: Columns, subset: str | None = None) -> list[SourceFile]:
+def open_files(inputs: list[str], columns: Columns, subset: str | None = None, *, paragraphs: bool = False) -> list[SourceFile]:
     """Find the input files and check kind, columns and column types of each: files in the order given, sorted within folder and glob.
 
     Raises UserError for the first that is not as it should be.
     """
-    found = find_files(inputs, subset)
+    return open_found(find_files(inputs, subset), columns, paragraphs=paragraphs)
+
+
+def open_found(found: list[Found], columns: Columns, *, paragraphs: bool = False) -> list[SourceFile]:
+    """``open_files`` of files that are found. The .txt files of an input are one source; a document is a file or one of its ``paragraphs``.
+
+    A file without the column ``id`` is no error: its name and a row's place are the row's id.
+    """
+    if paragraphs and not any(file.is_text for file in found):
+        raise UserError("--paragraphs goes with .txt inputs, and there are none")
     with ThreadPoolExecutor(OPEN_AT_ONCE) as pool:
-        opening = [pool.submit(_open, file, columns) for file in found]
+        opening: list[Future[SourceFile]] = []
+        for (text, folder), files in itertools.groupby(found, lambda file: (file.is_text, file.folder)):
+            if text:
+                opening.append(pool.submit(txt.open_files, folder, [file.name for file in files], columns, paragraphs=paragraphs))
+            else:
+                opening += [pool.submit(_open, file, columns) for file in files]
         try:
             return [future.result() for future in opening]
         except BaseException:
@@ -43,16 +62,27 @@ def _open(found: Found, columns: Columns) -> SourceFile:
         else:
             fingerprint = parquet_footer(file) if kind == "parquet" else sampled(file)
         if kind == "parquet":
-            rows, text_bytes = parquet.check(path, file, columns)
+            rows, text_bytes, has_id = parquet.check(path, file, columns)
         else:
-            text_bytes = jsonl.check(path, file, kind, columns)
-    return SourceFile(path, kind, size, rows, text_bytes, fingerprint)
+            text_bytes, has_id = jsonl.check(path, file, kind, columns)
+    return SourceFile(path, kind, size, rows, text_bytes, fingerprint, None if has_id else found.name)
+
+
+def unchanged(file: SourceFile, columns: Columns) -> bool:
+    """Whether a local file is still what it was; one on the Hub is named by its commit. Raises UserError where it cannot be read."""
+    if "://" in file.path:
+        return True
+    if file.parts:
+        return txt.fingerprint(file.path, file.kind, [name for name, _ in file.parts]) == file.fingerprint
+    return open_files([file.path], columns)[0].fingerprint == file.fingerprint
 
 
 def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
     """Cut a file into spans of about ``unit_bytes`` of text, the same for the same content always. Raises UserError."""
     if unit_bytes < 1:
         raise UserError(f"units of {unit_bytes} bytes; at least 1")
+    if file.parts:
+        return txt.spans(file, unit_bytes)
     if file.kind == "parquet":
         with open_input(file.path) as stream:
             return parquet.spans(file.path, stream, columns, unit_bytes)
@@ -62,10 +92,24 @@ def spans(file: SourceFile, columns: Columns, unit_bytes: int) -> list[Span]:
 def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
     """Rows of a span in order, in batches of at most about 4 MB of text (one row where that is larger); what cannot be read comes after the
     rows before it. Raises UserError where the file is gone, has changed its size, or cannot be read at the moment."""
+    if file.parts:
+        yield from txt.read(file, span, columns)
+        return
+    own = columns if file.id_prefix is None else replace(columns, id=columns.text)
     with open_input(file.path) as stream:
         if (size := size_of(stream)) != file.bytes:
             raise UserError(f"{file.path} has {size} bytes, {file.bytes} when it was planned: it has changed")
         if file.kind == "parquet":
-            yield from parquet.read(file.path, stream, span, columns)
+            parts = parquet.read(file.path, stream, span, own)
         else:
-            yield from jsonl.read(file.path, stream, file.kind, span, columns)
+            parts = jsonl.read(file.path, stream, file.kind, span, own)
+        for part in parts:
+            if isinstance(part, Rows) and file.id_prefix is not None and columns.id != columns.text:
+                part = _with_ids(part, file.id_prefix, columns.id)
+            yield part
+
+
+def _with_ids(rows: Rows, prefix: str, column: str) -> Rows:
+    """The rows with an id each: the file's name and the row's place in it."""
+    ids = pa.array([f"{prefix}:{place}".encode() for place in rows.places.tolist()], pa.large_binary())
+    return replace(rows, batch=rows.batch.add_column(1, column, ids))

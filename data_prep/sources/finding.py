@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,42 @@ from data_prep.sources.packed import GZIP, ZSTD, is_skippable
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 PACKINGS = (".gz", ".zst")
-KNOWN = ".parquet, .jsonl, .jsonl.gz or .jsonl.zst"
+TEXT = ".txt"
+KNOWN = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt"
 BOM = b"\xef\xbb\xbf"
+NO_TEXT = {
+    b"version http": "is a Git LFS pointer; fetch the file itself with git lfs pull",
+    b"PARE": "is an encrypted parquet file; decrypt it first",
+    b"\xff\xfe": "looks like UTF-16; write it as UTF-8",
+    b"\xfe\xff": "looks like UTF-16; write it as UTF-8",
+    b"BZh": "is packed with bzip2; unpack it or use gzip or zstd",
+    b"\xfd7zXZ": "is packed with xz; unpack it or use gzip or zstd",
+    b"PK\x03\x04": "is a zip archive; unpack it",
+    b"%PDF": "is a PDF; write its text as UTF-8",
+}
 
 
 @dataclass(frozen=True)
 class Found:
-    """An input file; ``remote`` is what the Hub says of it."""
+    """An input file.
+
+    ``given``: the input that meant it; ``name``: its path below that folder, glob or repository, or its own; ``remote``: what the Hub says.
+    """
 
     path: str
+    given: str
+    name: str
     remote: hub.RemoteFile | None = None
+
+    @property
+    def folder(self) -> str:
+        """The folder that ``name`` is below."""
+        return self.path.removesuffix(self.name).rstrip("/") or self.path[: -len(self.name)] or "."
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is plain text: a local .txt file."""
+        return self.remote is None and self.name.lower().endswith(TEXT)
 
 
 def find_files(inputs: Iterable[str], subset: str | None = None) -> list[Found]:
@@ -38,9 +65,9 @@ def find_files(inputs: Iterable[str], subset: str | None = None) -> list[Found]:
     for name in inputs:
         _check_name(name)
         if hub.is_hub(name):
-            found += [Found(file.url, file) for file in hub.resolve(name, subset)]
+            found += [Found(file.url, name, file.url.partition("@")[2].partition("/")[2], file) for file in hub.resolve(name, subset)]
         else:
-            found += [Found(str(path)) for path in _local(name)]
+            found += [Found(str(path), name, path.relative_to(folder).as_posix()) for path, folder in _local(name)]
     seen: set[str] = set()
     for file in found:
         _check_name(file.path)
@@ -58,29 +85,30 @@ def _check_name(path: str) -> None:
         raise UserError(f"{path.encode('utf-8', 'backslashreplace').decode()}: its name is not UTF-8: rename it") from None
 
 
-def _local(name: str) -> list[Path]:
+def _local(name: str) -> list[tuple[Path, Path]]:
+    """The files that a local name means, each with the folder that its own name counts from."""
     path = Path(name)
     if path.is_dir():
         if not (files := _below(path)):
             raise UserError(f"no {KNOWN} file in the folder {name}")
-        return files
+        return [(file, path) for file in files]
     if path.exists():
-        return [path]
+        return [(path, path.parent)]
     if not glob.has_magic(name):
         raise UserError(f"no such file: {name}")
     matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
     files = [file for match in matches for file in (_below(match) if match.is_dir() else [match])]
     if not files:
         raise UserError(f"no file matches {name}")
-    return list(dict.fromkeys(files))  # dir/** matches a folder and what is in it
+    plain = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+    return [(file, plain) for file in dict.fromkeys(files)]  # dir/** matches a folder and what is in it
 
 
 def _below(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if kind_by_name(path.name) and not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file()
-    )
+    """The data files below a folder. Its .txt files count only where it has no others: beside data they are notes and licences."""
+    shown = [path for path in folder.rglob("*") if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    data = sorted(path for path in shown if kind_by_name(path.name) and path.is_file())
+    return data or sorted(path for path in shown if path.suffix.lower() == TEXT and path.is_file())
 
 
 def kind_by_name(name: str) -> str | None:
@@ -104,6 +132,13 @@ def kind_of(path: str, file: BinaryIO) -> str:
     return kind
 
 
+def check_text(path: str, begin: bytes) -> None:
+    """Look at the beginning of a .txt file. Raises UserError where it is something else."""
+    found = next((what for start, what in NO_TEXT.items() if begin.startswith(start)), None)
+    if found or begin[:4] == b"PAR1" or _kind_by_content(begin) not in ("jsonl", None):
+        raise UserError(f"{path} is named .txt and {found or f'its content is {_kind_by_content(begin)}; rename it'}")
+
+
 def _kind_by_content(begin: bytes) -> str | None:
     if begin[:4] == b"PAR1":
         return "parquet"
@@ -117,16 +152,9 @@ def _kind_by_content(begin: bytes) -> str | None:
 
 def _looks(begin: bytes) -> str:
     """What a file of no kind of ours seems to be, and what to do."""
-    known = {
-        b"version http": "is a Git LFS pointer; fetch the file itself with git lfs pull",
+    known = NO_TEXT | {
         b"<": "looks like an HTML or XML page; download the file again",
         b"[": "looks like a JSON array; write one object a line",
-        b"PARE": "is an encrypted parquet file; decrypt it first",
-        b"\xff\xfe": "looks like UTF-16; write it as UTF-8",
-        b"\xfe\xff": "looks like UTF-16; write it as UTF-8",
-        b"BZh": "is packed with bzip2; unpack it or use gzip or zstd",
-        b"\xfd7zXZ": "is packed with xz; unpack it or use gzip or zstd",
-        b"PK": "is a zip archive; unpack it",
     }
     text = begin.removeprefix(BOM).lstrip(b" \t\r\n")
     found = next((what for start, what in known.items() if text.startswith(start)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -15,7 +15,7 @@ from data_prep.errors import UserError
 from data_prep.sources.columns import missing_column
 from data_prep.sources.opening import chunks, size_of
 from data_prep.sources.packed import DamagedStream
-from data_prep.sources.types import BATCH_BYTES, ROW_BYTES, Columns, Rows, Span, Unreadable
+from data_prep.sources.types import BATCH_BYTES, ID, ROW_BYTES, Columns, Rows, Span, Unreadable
 
 MAX_LINE_BYTES = 96 << 20  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
 HEAD_BYTES = 1 << 20  # of lines, looked at before any work
@@ -45,13 +45,14 @@ class MalformedLine(ValueError):
     """What is wrong with a line."""
 
 
-def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> int:
-    """Bytes of text about, of a file whose first lines have the columns. Raises UserError."""
+def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> tuple[int, bool]:
+    """Bytes of text about, and whether there is the id, of a file whose first lines have the other columns. Raises UserError."""
     head = _head(file, kind)
     if not head.objects:
         raise UserError(f"{path} is no JSONL: {head.fault}" if head.fault else f"{path} holds no line")
     names = list(dict.fromkeys(name for item in head.objects for name in _names(item)))
-    for name in columns.all:
+    has_id = columns.id != ID or any(ID in item for item in head.objects)
+    for name in columns.all if has_id else replace(columns, id=columns.text).all:
         values = [_value(item, head.path(name)) for item in head.objects]
         if all(value is MISSING for value in values):
             where = f" in its first {len(head.objects)} lines" if len(head.objects) > 1 else " in its first line"
@@ -63,7 +64,7 @@ def check(path: str, file: BinaryIO, kind: str, columns: Columns) -> int:
             raise UserError(f"{path}: {name!r} is {WORDS[found[0]]}, neither text nor a whole number; name the id column with --id-column")
     texts = (_value(item, head.path(columns.text)) for item in head.objects)
     text = sum(len(value.encode("utf-8", "surrogatepass")) for value in texts if type(value) is str)
-    return round(text / max(1, head.stored) * size_of(file))
+    return round(text / max(1, head.stored) * size_of(file)), has_id
 
 
 def spans(kind: str, size: int, text_bytes: int, unit_bytes: int) -> list[Span]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from data_prep.errors import one_line
-
-SAID = ("not enough memory", "allocation_failed", "bad_alloc", "Error -4 ")  # by zstd, lz4, C++ and zlib, in errors of another type
+from data_prep.errors import is_want_of_memory, one_line
 
 
 def raise_if_memory(error: Exception) -> None:
     """Raises MemoryError where that is what a library's error means."""
-    if isinstance(error, MemoryError) or any(words in str(error) for words in SAID):
+    if is_want_of_memory(error):
         raise MemoryError(one_line(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import BinaryIO
 
 import numpy as np
@@ -15,7 +16,7 @@ from data_prep.errors import UserError, one_line
 from data_prep.sources.columns import missing_column
 from data_prep.sources.memory import raise_if_memory
 from data_prep.sources.pages import BadHeader, pages_of
-from data_prep.sources.types import BATCH_BYTES, ROW_BYTES, Columns, Rows, Span, Unreadable
+from data_prep.sources.types import BATCH_BYTES, ID, ROW_BYTES, Columns, Rows, Span, Unreadable
 
 BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
 READ_BYTES = 1 << 15  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean
@@ -25,17 +26,18 @@ MAX_PAGE_BYTES = 640 << 20  # Arrow holds a page whole, packed and unpacked
 FAULTS = (pa.ArrowException, OSError, UnicodeError)
 
 
-def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int]:
-    """(rows, bytes of text about) of a file whose columns and their types are as they should be. Raises UserError."""
+def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
+    """Rows, bytes of text about, and whether there is the id, of a file whose other columns are as they should be. Raises UserError."""
     reader = _reader(path, file)
     schema = reader.schema_arrow
-    for name in columns.all:
+    has_id = columns.id != ID or ID in schema.names
+    for name in columns.all if has_id else replace(columns, id=columns.text).all:
         kind = _kind(_field(path, schema, name, columns).type)
         if name == columns.text and not _is_text(kind):
             raise UserError(f"{path}: column {name!r} is {kind}, not text; name the text column with --text-column")
         if name == columns.id and not (_is_text(kind) or pa.types.is_integer(kind)):
             raise UserError(f"{path}: column {name!r} is {kind}, neither text nor integer; name the id column with --id-column")
-    return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text))
+    return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
 
 
 def spans(path: str, file: BinaryIO, columns: Columns, unit_bytes: int) -> list[Span]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from data_prep.drops import Drop
+from data_prep.records import a_list, an_object, count, listed, optional, record, text
 
+ID = "id"  # the id column that a file may lack; one of another name must be there
 BATCH_BYTES = 4 << 20  # in a batch, where no single row is larger
 ROW_BYTES = 100  # that a row counts for beside its text: rows of empty texts fill a batch too
 
@@ -22,7 +25,7 @@ class Columns:
     """
 
     text: str = "text"
-    id: str = "id"
+    id: str = ID
     extra: tuple[str, ...] = ()
 
     @property
@@ -33,11 +36,14 @@ class Columns:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file.
+    """One input file, or the .txt files of one input.
 
-    ``path``: local path, or ``hf://…@COMMIT/…``; ``kind``: parquet, jsonl, jsonl.gz or jsonl.zst; ``bytes``: its size; ``rows``: from a
-    parquet footer, None where only reading tells; ``text_bytes``: about how much text it holds; ``fingerprint``: identity of its content
-    that takes milliseconds: size and footer of parquet, size and blocks spread over JSONL, size and the Hub's hash of a remote file.
+    ``path``: local path, or ``hf://…@COMMIT/…``; ``kind``: parquet, jsonl, jsonl.gz, jsonl.zst, or of .txt files what is a document: txt (a
+    file) or paragraphs; ``bytes``: its size; ``rows``: from a parquet footer, None where only reading tells; ``text_bytes``: about how much
+    text it holds; ``fingerprint``: identity of its content that takes milliseconds: size and footer of parquet, size and blocks spread over
+    other files, size and the Hub's hash of a remote file.
+    ``id_prefix``: the file's name, where its rows have no id: their ids are this and their place, ``NAME:PLACE``.
+    ``parts``: name below ``path`` and size of each .txt file.
     """
 
     path: str
@@ -46,11 +52,47 @@ class SourceFile:
     rows: int | None
     text_bytes: int
     fingerprint: str
+    id_prefix: str | None = None
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """What of it decides the rows: its fingerprint, and names where they are in ids."""
+        return (self.fingerprint, *filter(None, (self.id_prefix,)), *(name for name, _ in self.parts))
+
+    def as_json(self) -> dict[str, Any]:
+        """The file as JSON, without what it does not have."""
+        value = asdict(self) | {"parts": [list(part) for part in self.parts]}
+        return {name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")}
+
+    @staticmethod
+    def from_json(value: Any) -> SourceFile:
+        """The inverse of ``as_json``. Raises ValueError that says what is wrong with it."""
+        file: SourceFile = record(
+            SourceFile,
+            {"id_prefix": None, "parts": []} | an_object(value),
+            path=text,
+            kind=text,
+            bytes=count,
+            rows=optional(count),
+            text_bytes=count,
+            fingerprint=text,
+            id_prefix=optional(text),
+            parts=listed(_part),
+        )
+        return file
+
+
+def _part(value: Any) -> tuple[str, int]:
+    if len(a_list(value)) != 2:
+        raise ValueError("not a name and a size")
+    return text(value[0]), count(value[1])
 
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file: row groups [start, stop) of parquet; lines of plain JSONL that start at bytes [start, stop); [0, 1), all, if packed.
+    """Part of a file: row groups [start, stop) of parquet; lines of plain JSONL that start at bytes [start, stop); [0, 1), all, if packed;
+    documents of .txt files that start at places [start, stop).
 
     ``rows``: None where only reading tells; ``text_bytes``: about how much text it holds.
     """

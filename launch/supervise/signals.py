@@ -39,13 +39,14 @@ class Signals:
 
 @contextmanager
 def noted() -> Iterator[Signals]:
-    """Note USR1, TERM, INT and HUP instead of ending; USR2 is the ranks' alone."""
+    """Note USR1, TERM, INT and HUP instead of ending; USR2 is the ranks' alone. A HUP that nohup has silenced stays so."""
     signals = Signals()
 
     def note(number: int, _: FrameType | None) -> None:
         signals.received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (SAVE, *END)}
+    silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    before = {number: signal.signal(number, note) for number in (SAVE, *END) if not (number == signal.SIGHUP and silenced)}
     before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         yield signals

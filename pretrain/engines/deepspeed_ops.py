@@ -29,6 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from fem_common.exits import signal_name
+
 BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> the class that DeepSpeed builds it with
 QUIET_SECONDS = 1800.0  # either compiles in minutes even on two busy cores, and each file that is done changes the folder
 FIX, BUILD = "python -m tools.doctor --fix", "python -m tools.doctor --build"
@@ -358,5 +360,5 @@ def _reason(said: str, code: int) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\b(fatal )?error: |command not found|undefined reference", line)]
     if code < 0:
-        return f"{signal.Signals(-code).name}" + (", as of code compiled for another CPU" if -code == signal.SIGILL else "")
+        return f"{signal_name(-code)}" + (", as of code compiled for another CPU" if -code == signal.SIGILL else "")
     return (errors or lines[-1:] or ["it says nothing"])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -9,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.__main__ import VERBS
-from tests.data_prep.conftest import ROOT, cli, make_documents, write_parquet
+from data_prep.__main__ import VERBS, main
+from tests.data_prep.conftest import ROOT, cli, command, make_documents, write_parquet
 
 
 class Place:
@@ -85,8 +87,8 @@ CASES: dict[str, tuple[Callable[[Place], list[object]], str]] = {
     ),
     "missing text column": (lambda p: p.run(options=("--text-column", "txet")), "no column 'txet' .*did you mean 'text'"),
     "missing id column": (
-        lambda p: p.run(p.columns(text=["a"], name=["b"])),
-        r"no column 'id' \(it has: text, name\); name it with --id-column",
+        lambda p: p.run(p.columns(text=["a"], name=["b"]), options=("--id-column", "key")),
+        r"no column 'key' \(it has: text, name\); name it with --id-column",
     ),
     "text is no text": (lambda p: p.run(p.columns(text=[1.5], id=["b"])), "column 'text' is double, not text"),
     "id is a float": (lambda p: p.run(p.columns(text=["a"], id=[1.5])), "column 'id' is double"),
@@ -157,6 +159,34 @@ def test_a_damaged_row_group_fails_the_job_at_its_end(tmp_path: Path, corpus: Pa
     assert re.match("data_prep: error: 100 of 300 rows are bad .100 unreadable., more than --max-bad 0.1% allows", result.stderr)
     assert re.search("parquet, row 100: unreadable .*row group 1 of 3 cannot be read", result.stderr), result.stderr
     assert not (place.out / "manifest.json").exists() and not (place.out / "train.bin").exists()
+
+
+def test_want_of_memory_is_one_line(corpus: Path) -> None:
+    """150 MB of address space: pyarrow does not load."""
+    words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *command("inspect", corpus)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"})
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "not enough memory" in result.stderr, result
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libarrow.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOMEM, "Cannot allocate memory", "/usr"),
+        pa.ArrowMemoryError("malloc of size 9 failed"),
+    ],
+)
+def test_want_of_memory_of_any_type_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("data_prep.__main__.importlib.import_module", fail)
+    assert main(["stats", "x"]) == 1
+    said = capsys.readouterr().err
+    assert "not enough memory" in said and said.count("\n") == 1
 
 
 def test_help_is_quick_and_lists_every_verb() -> None:

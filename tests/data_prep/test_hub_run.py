@@ -112,7 +112,7 @@ def test_the_planned_commit_is_what_is_read(server: HubServer, tmp_path: Path, t
     [
         ((EDU, "--subset", "sample-10B"), "has no subset 'sample-10B'; did you mean sample-10BT"),
         (("hf://datasets/some/typo",), "no dataset some/typo on http"),
-        ((f"{PAJAMA}/train/chunk1",), "--id-column text"),  # SlimPajama has no ids
+        ((f"{PAJAMA}/train/chunk1", "--id-column", "key"), "--id-column text"),  # SlimPajama has no ids
     ],
 )
 def test_a_mistake_ends_with_one_line(server: HubServer, tmp_path: Path, tokenizer: Path, inputs: tuple[str, ...], message: str) -> None:

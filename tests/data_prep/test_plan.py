@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +32,7 @@ def test_units_cover_every_row_once(tmp_path: Path, many: Path, corpus: Path, to
         for file, row_groups, rows in ((0, 40, 1600), (1, 4, 400)):
             spans = [unit for unit in made.units if unit.file == file]
             assert [unit.start for unit in spans] == [0, *(unit.stop for unit in spans[:-1])] and spans[-1].stop == row_groups
-            assert sum(unit.rows or 0 for unit in spans) == rows == made.files[file]["rows"]
+            assert sum(unit.rows or 0 for unit in spans) == rows == made.files[file].rows
     assert len(read_plan(tmp_path / "0.001").units) == 44 and len(read_plan(tmp_path / "5").units) == 2
 
 
@@ -62,8 +64,9 @@ def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer:
 def test_another_setting_is_named(
     tmp_path: Path, tokenizer: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, row = tmp_path / "a.parquet", {"id": "a", "text": "x" * 2000, "score": 1.0, "language": "en"}
-    pq.write_table(pa.Table.from_pylist([row, row]), file, row_group_size=1, use_dictionary=False)
+    file, row = tmp_path / "a.parquet", {"text": "x" * 2000, "score": 4.0, "language": "en"}
+    rows = [row | {"id": f"{number}", "text": f"{number}{'x' * (number % 99)}"} for number in range(400)]
+    pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=200, use_dictionary=False)
     assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS) == 0
     before = snapshot(tmp_path / "out")
     assert plan([file], tokenizer, tmp_path / "out", *SMALL_UNITS, *options) == 2
@@ -117,6 +120,54 @@ def test_a_damaged_plan_is_named(tmp_path: Path, many: Path, tokenizer: Path, co
     assert plan([many], tokenizer, tmp_path) == 2
     assert plan([many], tokenizer, tmp_path, "--overwrite") == 0
     assert read_plan(tmp_path).units
+
+
+def test_a_plan_of_any_wrong_shape_is_one_line(tmp_path: Path, corpus: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan([corpus], tokenizer, tmp_path) == 0
+    file = tmp_path / "plan.json"
+    whole, value = file.read_bytes(), json.loads(file.read_bytes())
+    free: set[tuple[Any, ...] | None] = {
+        ("files", 0, "path"),
+        ("files", 0, "bytes"),
+        ("files", 0, "rows"),
+        ("files", 0, "text_bytes"),
+        ("units", 0, 3),
+        ("units", 0, 4),
+    }
+    free |= {("unit_bytes",)}  # these decide no byte of the data
+
+    def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        yield above
+        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            yield from places(value[key], (*above, key))
+
+    def put(wrong: Any) -> Callable[[Any, Any], object]:
+        return lambda container, key: container.__setitem__(key, wrong)
+
+    def changed(place: tuple[Any, ...], change: Callable[[Any, Any], object]) -> bytes:
+        copy = json.loads(whole)
+        if not place:
+            return b"7"
+        container = copy
+        for key in place[:-1]:
+            container = container[key]
+        change(container, place[-1])
+        return json.dumps(copy).encode()
+
+    spoilt: list[tuple[bytes, tuple[Any, ...] | None]] = [(whole[:size], None) for size in range(0, len(whole) - 2, 13)]
+    spoilt += [(b"[" * 100_000, None), (b"\xff" + whole, None)]
+    wrongs: list[Any] = [None, True, 5, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
+    for one in places(value):
+        spoilt.append((changed(one, lambda container, key: container.pop(key)), None))
+        spoilt += [(changed(one, put(wrong)), one) for wrong in wrongs]
+    capsys.readouterr()
+    same = json.dumps(value).encode()
+    for content, place in spoilt:
+        if content == same:
+            continue
+        file.write_bytes(content)
+        code, error = main(["status", str(tmp_path)]), capsys.readouterr().err
+        assert (code == 2 and error.startswith("data_prep: error: ") and error.count("\n") == 1) or (code == 0 and place in free), content
 
 
 def test_overwrite_makes_complete_data_anew_and_goes_on_with_what_a_kill_left(
@@ -176,7 +227,8 @@ def test_inputs_where_data_prep_writes_are_refused(
             error = capsys.readouterr().err
             assert "lies where data_prep writes in --out" in error and error.count("\n") == 1, error
     assert snapshot(out) == before
-    assert plan([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another") == 0
+    all_train = ("--valid-percent", "0", "--test-percent", "0")
+    assert plan([tmp_path / "elsewhere" / name], tokenizer, tmp_path / "another", *all_train) == 0
 
 
 @pytest.mark.parametrize("below", [".", "out"])

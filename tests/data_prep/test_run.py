@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.__main__ import main
-from data_prep.documents import Split
 from data_prep.encoder import load_folder
+from data_prep.splits import Split
 from tests.data_prep.conftest import HF, SHARES, SMALL_UNITS, make_documents, merged_hashes, read_split, snapshot, start, write_parquet
 
 NO_SPLITS = ("--valid-percent", "0", "--test-percent", "0")
@@ -179,7 +179,7 @@ def test_tokenizer_may_lie_in_the_output_folder(tmp_path: Path, corpus: Path, to
 def test_empty_split_is_named(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_parquet(tmp_path / "few.parquet", make_documents(3, 5))
     assert run([file], tokenizer, tmp_path / "out", "--valid-percent", "0.001", "--test-percent", "0") == 2
-    assert "'valid' would be empty" in capsys.readouterr().err
+    assert "valid would be empty" in capsys.readouterr().err
     assert not merged_hashes(tmp_path / "out")
     assert run([file], tokenizer, tmp_path / "out", *NO_SPLITS, "--overwrite") == 0
 

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep.documents import Settings
 from data_prep.errors import UserError
 from data_prep.files import json_bytes
-from data_prep.layout import Plan, Unit, read_plan, write_plan
+from data_prep.layout import Identity, Plan, Unit, fingerprint_of, read_plan, write_plan
 from data_prep.sources import Columns, SourceFile, Span, open_files, read_span, spans
 from data_prep.sources.finding import find_files, kind_by_name
 from tests.data_prep.sources_made import TEXT, packed, read_all, row, write_lines
@@ -77,7 +79,7 @@ def test_links_are_followed_to_files(tmp_path: Path) -> None:
     [
         (["nothere.parquet"], "no such file: nothere.parquet"),
         (["no*.parquet"], "no file matches no*.parquet"),
-        (["empty"], "no .parquet, .jsonl, .jsonl.gz or .jsonl.zst file in the folder empty"),
+        (["empty"], "no .parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt file in the folder empty"),
         (["x.jsonl", "./x.jsonl"], "x.jsonl is given twice; each input file counts once"),
         (["x.jsonl", "link.jsonl"], "link.jsonl is given twice"),
         ([".", "x.jsonl"], "given twice"),
@@ -107,7 +109,10 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None
 def test_other_names_that_are_not_utf8_are_written_as_json_has_them(tmp_path: Path) -> None:
     name = 'm\\\udce9"é🙂.py:f'
     assert json.loads(json_bytes({name: [name]}).decode()) == {name: [name]}
-    plan = Plan("f", {"mask": name}, {"path": name}, ({"path": name},), (Unit(0, 0, 0, 1, None, 5),), 7)
+    plan = Plan(
+        "", Settings(mask=name), Identity(9, 0, "s"), (SourceFile(name, "jsonl", 5, None, 5, "f", name),), (Unit(0, 0, 0, 1, None, 5),), 7
+    )
+    plan = replace(plan, fingerprint=fingerprint_of(plan))
     write_plan(tmp_path, plan)
     assert read_plan(tmp_path) == plan
 
@@ -184,14 +189,14 @@ def test_missing_columns_are_named_with_the_nearest_or_the_option(tmp_path: Path
     text = refused(written("texts", "id"))
     assert text.endswith(f"has no column 'text'{where} (it has: texts, id); did you mean 'texts'?")
     assert refused(written("content", "id")).endswith("(it has: content, id); name it with --text-column")
-    text = refused(written("text", "url"))
+    text = refused(written("text", "url"), Columns(id="key"))
     assert text.endswith(
-        f"has no column 'id'{where} (it has: text, url); name it with --id-column, or --id-column text to split by the text itself"
+        f"has no column 'key'{where} (it has: text, url); name it with --id-column, or --id-column text to split by the text itself"
     )
-    assert "did you mean 'ids'? name it with --id-column" in refused(written("text", "ids"))
+    assert "did you mean 'keys'? name it with --id-column" in refused(written("text", "keys"), Columns(id="key"))
     assert "did you mean 'score'?" in refused(written("text", "id", "score"), Columns(extra=("scores",)))
     assert "a filter or the mask asks for it" in refused(written("text", "id"), Columns(extra=("language",)))
-    assert len(refused(written("text", *(f"column{i}" for i in range(99))))) < 600
+    assert len(refused(written("id", *(f"column{i}" for i in range(99))))) < 600
     assert open_files([str(written("text"))], Columns(id="text"))
 
 
@@ -219,8 +224,8 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_the_first_wrong_file_of_many_is_named(tmp_path: Path) -> None:
     for number in range(20):
-        pq.write_table(GOOD if number not in (11, 15) else GOOD.drop(["id"]), tmp_path / f"{number:02}.parquet")
-    assert "11.parquet has no column 'id'" in refused(tmp_path)
+        pq.write_table(GOOD if number not in (11, 15) else GOOD.drop(["text"]), tmp_path / f"{number:02}.parquet")
+    assert "11.parquet has no column 'text'" in refused(tmp_path)
 
 
 # --- what a file is -----------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.__main__ import main
-from data_prep.documents import Documents, hash64
+from data_prep.documents import Documents
 from data_prep.encoder import load_folder
+from data_prep.splits import hash64
 from data_prep.tokenizer_styles import BYTES, PRINTABLE, SPACE, STYLES, alphabet
 from data_prep.train_tokenizer import Sample
 from tests.data_prep.conftest import ROOT, cli, command, make_documents, snapshot, write_parquet

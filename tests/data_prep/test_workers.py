@@ -44,7 +44,7 @@ def keep(batch, places, path):
     if places[0] == int(os.environ.get("POISON", "-1")):
         if os.environ["DEATH"].isdigit():
             os._exit(int(os.environ["DEATH"]))
-        os.kill(os.getpid(), getattr(signal, os.environ["DEATH"]))
+        os.kill(os.getpid(), getattr(signal, os.environ["DEATH"], signal.SIGRTMIN + 6))
         time.sleep(60)
     return np.ones(len(places), bool)
 """
@@ -73,6 +73,7 @@ def unfinished(out: Path) -> list[Path]:
     [
         ("SIGKILL", "was killed by SIGKILL at {} (for want of memory? give fewer --workers); what is finished is kept"),
         ("SIGSEGV", "was killed by SIGSEGV at {}; what is finished is kept"),
+        ("real-time", f"was killed by signal {signal.SIGRTMIN + 6} at {{}}; what is finished is kept"),
         ("3", "ended with exit code 3 at {}; what is finished is kept"),
     ],
 )
@@ -116,7 +117,10 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[ob
     assert len(unfinished(tmp_path / "out")) == 3  # the next run removes them: see test_crash
 
 
-@pytest.mark.parametrize(("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "the terminal hung up")],
+)
 @pytest.mark.parametrize("whom", ["parent", "group"])
 def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
     tmp_path: Path, many_made: Path, masked: list[object], number: signal.Signals, code: int, said: str, whom: str
@@ -136,12 +140,31 @@ def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
     assert merged_hashes(out) == merged_hashes(many_made)
 
 
+def test_a_terminal_that_is_closed_ends_it_cleanly_and_nohup_holds(tmp_path: Path, masked: list[object]) -> None:
+    out, words = tmp_path / "out", command(*masked, "--workers", 2)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(words[0], words, {"PYTHONPATH": str(ROOT), "DELAY": "0.05"})
+    wait_until(lambda: len(entries(out)) >= 4)
+    os.close(terminal)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert 4 <= len(entries(out)) < 40 and unfinished(out) == []
+    pipe, environment = subprocess.PIPE, {"PYTHONPATH": str(ROOT), "DELAY": "0.02"}
+    silenced = subprocess.Popen(["/usr/bin/env", "nohup", *words], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe)
+    before = len(entries(out))
+    wait_until(lambda: len(entries(out)) > before)
+    silenced.send_signal(signal.SIGHUP)
+    silenced.communicate()
+    assert silenced.returncode == 0
+
+
 def test_interrupts_of_a_worker_are_the_parents_to_handle(tmp_path: Path, masked: list[object]) -> None:
     process = start(*masked, "--workers", 2, DELAY="0.05")
     wait_until(lambda: len(entries(tmp_path / "out")) >= 2)
     for worker in children(process.pid):
-        kill(worker, signal.SIGINT)
-        kill(worker, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            kill(worker, number)
     _, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (0, "")
 

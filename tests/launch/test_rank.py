@@ -122,13 +122,13 @@ def python(keep: Callable[..., Kept], code: str, **environment: str) -> Kept:
 
 
 def test_the_keeper_ends_as_the_command_does(keep: Callable[..., Kept]) -> None:
-    ends = {"exit 0": 0, "exit 1": 1, "exit 2": 2, "exit 75": 75, "kill -KILL $$": 137, "kill -TERM $$": 143, "kill -SEGV $$": 139}
+    ends = {"exit 0": 0, "exit 1": 1, "exit 2": 2, "exit 75": 75, "kill -KILL $$": 137, "kill -TERM $$": 143, "kill -SEGV $$": 139, "kill -40 $$": 168}
     kept = {end: keep("bash", "-c", end) for end in ends}
     assert {end: one.wait() for end, one in kept.items()} == ends
     for end, one in kept.items():
         record = one.record()
         assert (record["rank"], record["local_rank"], record["exit"], record["told"]) == (3, 1, ends[end], {}), end
-        assert record["signal"] == (f"SIG{end.split()[1][1:]}" if "kill" in end else None)
+        assert record["signal"] == ("signal 40" if "40" in end else f"SIG{end.split()[1][1:]}" if "kill" in end else None)
         assert record["kind"] == {0: None, 2: "config", 75: "busy", 1: "exit"}.get(ends[end], "signal")
         assert record["pid"] == one.process.pid and record["started"] <= record["ended"] <= time.time()
 

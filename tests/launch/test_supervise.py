@@ -19,6 +19,7 @@ import pytest
 from fem_common.exits import Exit
 from launch.layout import write_json
 from launch.supervise.local import processes
+from launch.supervise.signals import noted
 from launch.supervise.watchdog import Patience, Watchdog
 from tests.launch.supervised import Case, alive, clean_up, end, wait_for
 
@@ -160,6 +161,17 @@ def test_the_end_of_the_supervisor_saves_and_the_same_command_goes_on(tmp_path: 
     assert case.state["state"] == "stopped" and case.state["message"] == "saved; the same command continues"
     assert case.attempts[0]["checkpoint_end"] == 3
     assert case.run()[0] == 0 and case.outcomes == ["saved", "finished"]
+
+
+def test_a_supervisor_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with noted() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_save_before_the_first_step_says_that_nothing_was_saved(tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: 
         ("echo first; echo no such data >&2; exit 2", "failed: exit code 2: no such data; see"),
         ("true", "failed: it wrote no scores; see"),
         ("kill -9 $$", "failed: ended by SIGKILL; see"),
+        ("kill -40 $$", "failed: ended by signal 40; see"),
         ("sleep 60", "failed: not done within 0.002 minutes; see"),
         (f"{WRITE}; echo broken > $OUT/model/other.json; exit 0", "held 2.5000 ("),
     ],

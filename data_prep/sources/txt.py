@@ -1,0 +1,178 @@
+"""data_prep: documents of .txt files: a file each, or a paragraph each. Knows no other format.
+
+The .txt files of an input are one source. A place in it is a byte of all files one after the other, with one byte between two files: so a
+place tells the file even where a file is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.drops import Drop
+from data_prep.errors import UserError
+from data_prep.sources.columns import missing_column
+from data_prep.sources.finding import BOM, check_text
+from data_prep.sources.jsonl import MAX_LINE_BYTES, lines
+from data_prep.sources.opening import chunks, open_input, sampled, size_of
+from data_prep.sources.types import BATCH_BYTES, ID, ROW_BYTES, Columns, Rows, SourceFile, Span, Unreadable
+
+FILE, PARAGRAPH = "txt", "paragraphs"  # the kinds: what is a document
+
+
+def open_files(folder: str, names: Sequence[str], columns: Columns, *, paragraphs: bool) -> SourceFile:
+    """The files ``names`` below ``folder`` as one source. Raises UserError for one that is no text, or for columns that text has not."""
+    for name in (*columns.extra, *[columns.id] * (columns.id not in (ID, columns.text))):
+        raise missing_column(str(PurePath(folder, names[0])), name, columns, [columns.text, ID], ", as no .txt file has")
+    parts = tuple((name, _check(str(PurePath(folder, name)))) for name in names)
+    size = sum(size for _, size in parts)
+    kind, rows = (PARAGRAPH, None) if paragraphs else (FILE, len(parts))
+    return SourceFile(folder, kind, size, rows, size, fingerprint(folder, kind, names), parts=parts)
+
+
+def _check(path: str) -> int:
+    with open_input(path) as file:
+        begin = file.read(512)
+        check_text(path, begin)
+        first = begin.removeprefix(BOM).lstrip().split(b"\n")[0]
+        if first.startswith(b"{"):
+            try:
+                json.loads(first)
+            except ValueError:
+                pass
+            else:
+                raise UserError(f"{path} is named .txt and begins with a JSON object; name it .jsonl if it has one a line")
+        return size_of(file)
+
+
+def fingerprint(folder: str, kind: str, names: Sequence[str]) -> str:
+    """Of the contents of files: their sizes and blocks spread over each, all of a file up to 4 MiB."""
+    digest = hashlib.sha256()
+    for name in names:
+        with open_input(str(PurePath(folder, name))) as file:
+            digest.update(f"{sampled(file)}\n".encode())
+    return f"{kind}:{digest.hexdigest()}"
+
+
+def _placed(file: SourceFile) -> Iterator[tuple[str, int, int]]:
+    """Name, size and first place of each file."""
+    first = 0
+    for name, size in file.parts:
+        yield name, size, first
+        first += size + 1
+
+
+def locate(file: SourceFile, place: int) -> tuple[str, int]:
+    """The file of a place, and the byte in it."""
+    name, first = next((name, first) for name, size, first in _placed(file) if place <= first + size)
+    return str(PurePath(file.path, name)), place - first
+
+
+def spans(file: SourceFile, unit_bytes: int) -> list[Span]:
+    """Runs of files, each closed by the file that brings it to ``unit_bytes``; of paragraphs, a file may be cut between two."""
+    cuts, rows = [0], [0]
+    for name, size, first in _placed(file):
+        if first - cuts[-1] >= unit_bytes:
+            cuts.append(first)
+            rows.append(0)
+        rows[-1] += 1
+        while file.kind == PARAGRAPH and first + size - cuts[-1] > unit_bytes:
+            at = _next_paragraph(str(PurePath(file.path, name)), max(1, cuts[-1] + unit_bytes - first))
+            if at is None:
+                break
+            cuts.append(first + at)
+            rows.append(0)
+    ends = [*cuts[1:], file.bytes + len(file.parts)]
+    known = rows if file.kind == FILE else [None] * len(cuts)
+    return [Span(start, stop, number, stop - start) for start, stop, number in zip(cuts, ends, known, strict=True)]
+
+
+def _next_paragraph(path: str, offset: int) -> int | None:
+    """Where the first paragraph begins that a blank line behind byte ``offset`` precedes."""
+    with open_input(path) as stream:
+        stream.seek(offset)
+        blank = None  # the first line may be the rest of one
+        for place, _, line in lines(chunks(stream, FILE), offset):
+            if blank and not _is_blank(line):
+                return place
+            blank = False if blank is None else _is_blank(line)
+    return None
+
+
+def _is_blank(line: bytes | None) -> bool:
+    return line is not None and not line.strip()
+
+
+def read(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows | Unreadable]:
+    """The documents that start within a span. Their id is the file's name, of a paragraph with the byte it starts at. Raises UserError."""
+    held: list[tuple[int, str, bytes]] = []
+    size = 0
+    for place, name, text in _documents(file, span):
+        more = ROW_BYTES + len(text or b"")
+        if held and (text is None or size + more > BATCH_BYTES):
+            yield _rows(held, columns)
+            held, size = [], 0
+        if text is None:
+            advice = "" if file.kind == PARAGRAPH else "; --paragraphs makes a document of each paragraph"
+            yield Unreadable(place, 1, Drop.MALFORMED, f"it is longer than {MAX_LINE_BYTES >> 20} MiB{advice}")
+        else:
+            held.append((place, name, text))
+            size += more
+    if held:
+        yield _rows(held, columns)
+
+
+def _rows(held: list[tuple[int, str, bytes]], columns: Columns) -> Rows:
+    places, names, texts = zip(*held, strict=True)
+    values = {columns.id: [name.encode() for name in names], columns.text: list(texts)}
+    arrays = [pa.array(values[name], pa.large_binary()) for name in columns.all]
+    return Rows(np.array(places, np.int64), pa.RecordBatch.from_arrays(arrays, names=list(columns.all)))
+
+
+def _documents(file: SourceFile, span: Span) -> Iterator[tuple[int, str, bytes | None]]:
+    """Place, id and text of each document of a span; None for a text above MAX_LINE_BYTES."""
+    for name, size, first in _placed(file):
+        if first + size < span.start or first >= span.stop:
+            continue
+        path = str(PurePath(file.path, name))
+        with open_input(path) as stream:
+            if (found := size_of(stream)) != size:
+                raise UserError(f"{path} has {found} bytes, {size} when it was planned: it has changed")
+            if file.kind == PARAGRAPH:
+                for at, text in _paragraphs(stream, max(0, span.start - first)):
+                    if first + at >= span.stop:
+                        break
+                    yield first + at, f"{name}:{at}", text
+            else:
+                yield first, name, None if size > MAX_LINE_BYTES else stream.read().removeprefix(BOM)
+
+
+def _paragraphs(stream: BinaryIO, start: int) -> Iterator[tuple[int, bytes | None]]:
+    """Where each paragraph begins, and its lines as they are, without the last line's end."""
+    stream.seek(start)
+    begin, held, size = 0, list[bytes](), 0
+    for place, length, line in lines(chunks(stream, FILE), start):
+        line = line if place or line is None else line.removeprefix(BOM)
+        if _is_blank(line):
+            if size:
+                yield begin, _paragraph(held, size)
+            held, size = [], 0
+            continue
+        begin = begin if size else place
+        size += length + 1
+        if size <= MAX_LINE_BYTES and line is not None:
+            held.append(line)
+        else:
+            held.clear()
+    if size:
+        yield begin, _paragraph(held, size)
+
+
+def _paragraph(held: list[bytes], size: int) -> bytes | None:
+    return b"\n".join(held).rstrip(b"\r") if size <= MAX_LINE_BYTES else None
