@@ -246,7 +246,7 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
     stretch = cast(IO[bytes], _Stretch(file, place.offset, place.length))
     try:
         with zipfile.ZipFile(stretch) as archive:
-            (tensor,) = [member for member in archive.infolist() if member.filename.endswith("/data/0")]
+            (tensor,) = [member for member in archive.infolist() if member.filename.split("/")[1:] == ["data", "0"]]
             for member in archive.infolist():
                 if member is not tensor:  # the others are a few bytes; reading compares
                     archive.read(member)
