@@ -1,12 +1,14 @@
 """Triton kernels run in Triton's interpreter in the tests' own process; processes that tests start are not touched.
 
-Triton decides at import whether its own library is interpreted, so the variable is set for that import alone. Ctrl-C is heard.
+Triton decides at import whether its own library is interpreted, so the variable is set for that import alone. Ctrl-C is heard. What
+transformers copies of an export's code goes to a folder of this process, one for all tests: Python finds it through the first it has seen.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 import pytest
 
@@ -19,6 +21,8 @@ import triton.language
 triton.knobs.runtime.interpret = True
 del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
 mend_bfloat16()
+_COPIED_CODE = tempfile.TemporaryDirectory(prefix="hf_modules_")
+os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is imported
 
 
 @pytest.fixture(scope="session", autouse=True)

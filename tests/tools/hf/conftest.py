@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,8 @@ from tools.hf.stock import why_not_stock
 
 
 @pytest.fixture(scope="session")
-def open_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Loads a folder as a stranger would: AutoModelForCausalLM, code from the folder, module cache of its own."""
-    cache = tmp_path_factory.mktemp("hf_modules")
-    patch = pytest.MonkeyPatch()
-    patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(cache))
-    patch.setattr(sys, "path", [*sys.path])
+def open_folder() -> Callable[..., Any]:
+    """Loads a folder as a stranger would: AutoModelForCausalLM, code from the folder."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -35,8 +30,7 @@ def open_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         assert type(model).__module__.startswith("transformers_modules." if ours else "transformers.models.")
         return model.eval()
 
-    yield load
-    patch.undo()
+    return load
 
 
 @pytest.fixture(scope="session")
