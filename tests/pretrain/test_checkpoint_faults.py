@@ -183,7 +183,8 @@ def ranks(world: int, arguments: list[str], output: Path) -> tuple[list[int | No
 def test_a_full_file_system_under_two_ranks(full: Path, settings: list[str], tmp_path: Path, room: str) -> None:
     """No rank hangs or raises, whichever of them meets it: the tensors are of both, .metadata of the first alone."""
     run_dir = full / "run"
-    arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant"]
+    index = f"data.index_cache={tmp_path / 'index'}"  # its room is no matter here
+    arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant", index]
     assert ranks(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
     kept = run_dir / "checkpoints" / "step_00000004"
     tensors = sum(path.stat().st_size for path in kept.glob("*.distcp"))
