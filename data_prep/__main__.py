@@ -15,6 +15,7 @@ from typing import NoReturn
 from data_prep.errors import Ended, is_want_of_memory
 from fem_common.errors import CommandError, Fault, end
 from fem_common.exits import Exit
+from fem_common.signals import taken
 
 # Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {
@@ -67,20 +68,13 @@ def _description(module: ModuleType) -> str:
 
 @contextmanager
 def _signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the verb as Ctrl-C does: what has to be closed or removed is. What nohup has silenced stays so."""
+    """SIGTERM and SIGHUP end the verb as Ctrl-C does: what has to be closed or removed is."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         raise Ended(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, end)
+    with taken((signal.SIGTERM, signal.SIGHUP), end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _tell_if_possible(line: str) -> None:

@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 
 from data_prep.errors import UserError
-from fem_common.exits import signal_name
+from fem_common.signals import signal_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from data_prep.encoder import TokenizerFolder
 from data_prep.encoders import Encoded, Encoder, Gigatoken, HuggingFace, gigatoken_name
 from data_prep.errors import UserError, one_line
 from data_prep.settled import unsettled_points
-from fem_common.exits import signal_name
+from fem_common.signals import signal_name
 
 STRINGS = 2500  # of random parts
 STEP = 23  # every how manyth code point is tried

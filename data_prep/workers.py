@@ -29,7 +29,7 @@ from data_prep.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
 from data_prep.manifest import UnitEntry
 from data_prep.sources import locate
 from fem_common.errors import FULL, CommandError, Fault, told
-from fem_common.exits import signal_name
+from fem_common.signals import signal_name
 
 if TYPE_CHECKING:
     from data_prep.unit import Engine

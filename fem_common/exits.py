@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from enum import IntEnum
 
 
@@ -21,11 +20,3 @@ class Exit(IntEnum):
     KILLED = 137  # SIGKILL: never a command's own
     READER_GONE = 141  # SIGPIPE: who read the output has seen enough
     TERMINATED = 143  # SIGTERM
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL``; of a real-time signal, most of which Python has no name for, ``signal 40``."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

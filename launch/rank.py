@@ -27,7 +27,8 @@ from types import FrameType
 
 from fem_common import secrets
 from fem_common.errors import reason
-from fem_common.exits import Exit, signal_name
+from fem_common.exits import Exit
+from fem_common.signals import signal_name
 from launch import stacks
 from launch.failures import Findings, blameless_signal, kind_of
 from launch.layout import rank_log, rank_record, write_json

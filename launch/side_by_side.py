@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from fem_common.signals import taken
 from launch.job import Job
 from launch.profile import from_json
 from launch.slurm import clean_environment
@@ -87,9 +88,5 @@ def _passed_on(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[list[int
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):
         yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

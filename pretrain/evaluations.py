@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fem_common.errors import ConfigError
-from fem_common.exits import signal_name
+from fem_common.signals import signal_name
 from pretrain.config import EvaluateConfig
 from pretrain.loggers import LATE, Callback
 from pretrain.metrics import StepRecord

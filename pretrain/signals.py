@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fem_common.signals import taken
+
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _STDERR = 2
 _HEARD = b"pretrain: interrupted: saving after this step; once more ends it at once, without saving\n"
@@ -30,15 +32,10 @@ def noted() -> Iterator[list[int]]:
             if os.environ.get("RANK", "0") == "0":
                 os.write(_STDERR, _HEARD)
 
-    taken = [number for number in STOP if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in taken}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
-    faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True, chain=False)
-    try:
+    with taken(STOP, note):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True, chain=False)
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def ignore() -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+from fem_common.signals import taken
+
 SAVE = signal.SIGUSR1  # the time limit is near, the job is preempted, or someone asked
 END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -39,17 +41,11 @@ class Signals:
 
 @contextmanager
 def noted() -> Iterator[Signals]:
-    """Note USR1, TERM, INT and HUP instead of ending; USR2 is the ranks' alone. A HUP that nohup has silenced stays so."""
+    """Note USR1, TERM, INT and HUP instead of ending; USR2 is the ranks' alone."""
     signals = Signals()
 
     def note(number: int, _: FrameType | None) -> None:
         signals.received.append(number)
 
-    silenced = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    before = {number: signal.signal(number, note) for number in (SAVE, *END) if not (number == signal.SIGHUP and silenced)}
-    before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    try:
+    with taken((SAVE, *END), note), taken((signal.SIGUSR2,), signal.SIG_IGN):
         yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from fem_common.exits import signal_name
+from fem_common.signals import signal_name
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> the class that DeepSpeed builds it with
 QUIET_SECONDS = 1800.0  # either compiles in minutes even on two busy cores, and each file that is done changes the folder

@@ -335,7 +335,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     case = Case(tmp_path, restarts={"max_failures": 1})
     (tmp_path / "attempts").write_text("")
     code, said = case.run()
-    assert code == 1 and said.count("attempts/0001: Not a directory") == 2, said
+    assert code == Exit.WRONG_INPUT and said.count("attempts/0001: Not a directory") == 2, said
     assert case.state["state"] == "stopped"
 
 

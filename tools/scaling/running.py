@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from fem_common.errors import ConfigError, StorageError, files_told
+from fem_common.signals import taken
 from pretrain.data_facts import check_data
 from pretrain.loader import load_run, read_values
 
@@ -232,12 +233,8 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         if process.poll() is None:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):
         yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local: bool) -> int:
