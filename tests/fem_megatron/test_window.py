@@ -107,8 +107,14 @@ def test_flops_are_those_of_the_keys_that_a_token_sees() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mixer": "fem_softmax", "attention": AttentionConfig(qkv_bias=True)}, "model.attention.qkv_bias is for the mixer transformer"),
-        ({"pattern": ("cem", "fem_gla"), "attention": AttentionConfig(head_dim=8)}, "model.pattern=cem,fem_gla has none"),
+        (
+            {"mixer": "fem_softmax", "attention": AttentionConfig(qkv_bias=True)},
+            "model.attention.qkv_bias: no layer of model.mixer=fem_softmax reads",
+        ),
+        (
+            {"pattern": ("cem", "fem_gla"), "attention": AttentionConfig(head_dim=8)},
+            "model.attention.head_dim: no layer of model.pattern=cem,fem_gla reads",
+        ),
         ({"attention": AttentionConfig(rope_factor=2.0)}, "model.attention.rope_scaling is null"),
         ({"attention": AttentionConfig(rope_scaling="linear"), "rope": False}, "model.rope is false"),
         ({"attention": AttentionConfig(rope_scaling="linear", rope_factor=0.0)}, "model.attention.rope_factor=0.0"),
