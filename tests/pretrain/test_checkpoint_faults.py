@@ -179,7 +179,7 @@ def ranks(world: int, arguments: list[str], output: Path) -> tuple[list[int | No
         return [process.exitcode for process in processes], [Path(f"{output}.{rank}").read_text() for rank in range(world)]
 
 
-@pytest.mark.parametrize("room", ["for nothing", "for the tensors alone"])
+@pytest.mark.parametrize("room", ["for nothing", pytest.param("for the tensors alone", marks=pytest.mark.slow)])
 def test_a_full_file_system_under_two_ranks(full: Path, settings: list[str], tmp_path: Path, room: str) -> None:
     """No rank hangs or raises, whichever of them meets it: the tensors are of both, .metadata of the first alone."""
     run_dir = full / "run"

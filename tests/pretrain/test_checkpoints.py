@@ -116,7 +116,10 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
     assert curve(other) == {step: pytest.approx(values, rel=1e-6) for step, values in curve(pretrain.run_dir).items()}
 
 
-@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 2), (signal.SIGHUP, 2), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(
+    ("number", "times"),
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGHUP, 2), (signal.SIGINT, 1)],
+)
 def test_signal_saves_and_the_same_command_continues(
     pretrain: Command, settings: list[str], tmp_path: Path, number: signal.Signals, times: int
 ) -> None:
