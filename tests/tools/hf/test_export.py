@@ -315,7 +315,8 @@ def test_a_full_disk(runs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
     with small_files():
         code = hf("export", runs["transformer"], tmp_path / "out")
     assert code == 1
-    assert re.fullmatch(rf"tools\.hf: error: {tmp_path}/out cannot be written: .*File too large\n", capsys.readouterr().err)
+    line = rf"tools\.hf: error: {tmp_path}/out cannot be written: .*File too large; make room and give the same command again\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
 

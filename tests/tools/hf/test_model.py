@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import sigmoid
 
+from fem_common.errors import StorageError
 from fem_megatron.config import ModelConfig
 from fem_megatron.shapes.fem import FemConfig, FemShape
 from pretrain.plan import model_weights
@@ -422,6 +423,6 @@ def test_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("disk full")
 
     monkeypatch.setattr("tools.hf.export.model_card", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StorageError, match="disk full"):
         export(small(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
