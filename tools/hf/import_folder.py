@@ -168,7 +168,10 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
         values["name"] = f"{values['name']}-{mixer}"
         settings = [f"model.mixer={mixer}", *settings]
     config = load_values(values, folder.path / (TRAINING if source.training else CONFIG), settings)
+    others = ConfigError("--set changes what weights the model has: start another mixer with --mixer NAME, and leave the rest out")
     try:
+        if not mixer and mixer_names(config.model) != mixer_names(model):
+            raise others  # before what that mixer says of the folder's keys
         for key in unread(config.model) if mixer else []:
             section, _, name = key.rpartition(".")
             ours, theirs = (getattr(given, section) if section else given for given in (config.model, model))
@@ -183,7 +186,7 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
     if mixer:
         check_target(model, config.model)
     elif model_weights(config.model) != model_weights(replace(model, **_padding(config.model))):
-        raise ConfigError("--set changes what weights the model has: start another mixer with --mixer NAME, and leave the rest out")
+        raise others
     return config, notes
 
 
