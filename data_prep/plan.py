@@ -105,9 +105,10 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
 def check_splits(plan: Plan) -> None:
     """Read documents, without encoding them, until each split has one. Raises UserError where all are read and one has none.
 
-    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly.
+    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly. A mask is not asked: it
+    is the user's code, which may be slow or fail, and runs in the workers.
     """
-    settings, selection = plan.settings, Selection(plan.settings)
+    settings, selection = plan.settings, Selection(replace(plan.settings, mask=None))
     wanted = {SPLITS.index(name) for name in settings.split.names}
     hashes: list[npt.NDArray[np.uint64]] = []
     for unit in plan.units:
