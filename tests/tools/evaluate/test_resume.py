@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fem_common.errors import ConfigError
+from fem_common.errors import InUse
 from tests.tools.evaluate.tiny import llama_folder, suite_file, task_folder
 from tools.evaluate.__main__ import main
 from tools.evaluate.answers import Answers, request_key
@@ -114,7 +114,7 @@ def test_a_file_cut_anywhere_gives_whole_answers_or_none(tmp_path: Path, cut: in
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "m/.answers/t.jsonl"
-    with Answers(path, {}), pytest.raises(ConfigError, match="another process is evaluating t of m"):
+    with Answers(path, {}), pytest.raises(InUse, match="another process is evaluating t of m"):
         Answers(path, {}).__enter__()
     with Answers(path, {}):
         pass
