@@ -190,8 +190,8 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(tmp_path: Path, refer
     dead.wait()
     shards, host = out / "shards", socket.gethostname()
     mine = temporary(shards / "00001")
-    of_the_dead = [mine.with_name(mine.name.replace(f"~{os.getpid()}", f"~{dead.pid}")), out / f".plan.json{mine.name[6:]}"]
-    of_the_dead[1] = of_the_dead[1].with_name(of_the_dead[1].name.replace(f"~{os.getpid()}", f"~{dead.pid}"))
+    of_another = f"{mine.name.rpartition('~')[0]}~{dead.pid}"
+    of_the_dead = [shards / of_another, out / f".plan.json{of_another.removeprefix('.00001')}"]
     elsewhere, long_ago = (shards / mine.name.replace(f"~{host}~", f"~{name}~") for name in ("elsewhere", "long-ago"))
     for folder in (mine, of_the_dead[0], elsewhere, long_ago):
         folder.mkdir()

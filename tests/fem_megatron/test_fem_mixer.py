@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,9 @@ def read_alone(mixer: FemMixer, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["fem_softmax_full", "fem_softmax_no_conv", "fem_softmax_bidirectional"])
 def test_reproduces_the_fixture(name: str, backend: str) -> None:
     meta, arrays = load_fixture(name)
-    fem = FemConfig(
-        conditioner=meta["C"], budget="ii" if meta["d_k"] == meta["d_v"] else "i", value_size=meta["fem_dim"], conditioner_size=4
-    )
+    fem = FemConfig(conditioner=meta["C"], budget="ii" if meta["d_k"] == meta["d_v"] else "i", value_size=meta["fem_dim"])
+    if meta["C"]:
+        fem = replace(fem, conditioner_size=4)
     model = ModelConfig(
         hidden_size=meta["D"],
         num_attention_heads=meta["H"],

@@ -122,14 +122,17 @@ def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     ("precision", "engine"),
     [
-        pytest.param(precision, name, marks=[] if name == "megatron" or (precision, name) == ("bf16", "stage 3") else pytest.mark.slow)
+        pytest.param(precision, name, marks=[] if precision == "fp32" and name in ("megatron", "stage 3") else pytest.mark.slow)
         for precision in ("fp32", "bf16")
         for name in ENGINES
         if (precision, name) != ("bf16", "stage 0")
     ],
 )
 def test_peak_memory_is_the_planned_one(precision: str, engine: str) -> None:
-    """Within the 15% that ``--plan`` promises. glibc returns freed blocks here; left alone it keeps some, up to half as much again."""
+    """Within the 15% that ``--plan`` promises. glibc returns freed blocks here; left alone it keeps some, up to half as much again.
+
+    bf16 is slow: a CPU without instructions for it multiplies sixty times slower, minutes a case.
+    """
     planned = make_plan(training(precision, ENGINES[engine]), 1, cuda=False).peak_memory
     measured = run_alone(precision, engine, MALLOC_MMAP_THRESHOLD_=str(2**20))["peak"][0]
     assert measured == pytest.approx(planned, rel=0.15)
@@ -142,7 +145,7 @@ def run_alone(*arguments: str, **settings: str) -> dict[str, list[float]]:
     environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", **settings)
     command = [sys.executable, "-W", "ignore", "-m", "tests.pretrain.test_memory", *arguments]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return found
