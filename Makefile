@@ -20,6 +20,9 @@ PYTHON := $(VENV)/bin/python
 ENVIRONMENT := $(VENV)/.installed
 endif
 
+# Some images forbid Python to keep compiled modules; every process would compile torch and Megatron anew, for twenty seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup check-python demo test test-slurm test-all lint format clean
 
 help:  ## this list

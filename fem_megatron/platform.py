@@ -91,11 +91,35 @@ def toolkit() -> str | None:
     return f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else None
 
 
-def quiet_libraries() -> None:
-    """Silence what Megatron and torch warn of at every start and this code has taken care of: no TE, no apex, renamed collectives."""
+def import_megatron() -> None:
+    """Import Megatron-core quietly, and without CUDA in half the time; before anything else imports it.
+
+    Silenced is what Megatron and torch warn of at every start and this code has taken care of: no TE, no apex, renamed collectives.
+    """
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    with contextlib.nullcontext() if has_cuda() else _without_compiler_and_wandb():
+        importlib.import_module("megatron.core")
+
+
+@contextlib.contextmanager
+def _without_compiler_and_wandb() -> Iterator[None]:
+    """``torch.compile`` decorates nothing, and wandb is not found.
+
+    Upstream (jit.py:21, 0.16.1) decorates its fusions, which are for CUDA, and that alone imports torch's compiler: three seconds of every
+    process. inference/contexts/dynamic_context.py:70 and timers.py:13 import wandb, if it is there, for inference and timers of their own.
+    """
+    compiler, absent = torch.compile, "wandb" not in sys.modules
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    if absent:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+        if absent:
+            del sys.modules["wandb"]
 
 
 def check_kernel_overrides() -> None:
@@ -341,8 +365,8 @@ def _install_cpu_shim() -> None:
     core = {name: importlib.import_module(f"megatron.core.{name}") for name in PATCHED_MODULES}
     if any(isinstance(module.torch, _TorchProxy) for module in core.values()):
         return
-    # jit_fuser is torch.compile, which would start a C++ build at the first step.
-    torch.compiler.set_stance("force_eager")
+    if "torch._dynamo" in sys.modules:  # Megatron was imported without `import_megatron`: its fusions would start a C++ build
+        torch.compiler.set_stance("force_eager")
     proxy = _TorchProxy({"cuda": _cuda_stand_in(), **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
     for module in core.values():
         module.torch = proxy  # type: ignore[attr-defined]

@@ -166,9 +166,9 @@ class _ListMixers(argparse.Action):
 def _index(prepared: Prepared, launched: int) -> int:
     if launched > 1:
         raise ConfigError(f"--index works in one process, but {launched} were started; leave torchrun away")
-    from fem_megatron.platform import quiet_libraries
+    from fem_megatron.platform import import_megatron
 
-    quiet_libraries()
+    import_megatron()
     from pretrain.run import build_index
 
     # As an exception, so that what is half built is removed on the way out.
@@ -184,9 +184,9 @@ def _train(config: RunConfig, launched: int) -> int:
     with signals.noted() as received:
         prepared = prepare(config, launched)
         # Imported here: planning and every refusal above need no torch.
-        from fem_megatron.platform import quiet_libraries
+        from fem_megatron.platform import import_megatron
 
-        quiet_libraries()
+        import_megatron()
         from pretrain.run import train
 
         outcome = train(prepared, received)

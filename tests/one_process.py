@@ -12,7 +12,7 @@ from fem_megatron import platform
 
 @contextmanager
 def megatron_of_one_process() -> Iterator[None]:
-    platform.quiet_libraries()
+    platform.import_megatron()
     platform.initialize_distributed()
     from megatron.core import parallel_state
 

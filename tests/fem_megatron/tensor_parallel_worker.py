@@ -23,7 +23,7 @@ from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, shape_
 
 
 def main() -> None:
-    platform.quiet_libraries()
+    platform.import_megatron()
     platform.initialize_distributed()
     from megatron.core import parallel_state, tensor_parallel
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    platform.quiet_libraries()
+    platform.import_megatron()
     platform.initialize_distributed()
     answers = {str(stage): look(stage, sys.argv[2:]) for stage in (0, 1, 2, 3)}
     Path(sys.argv[1]).write_text(json.dumps(answers))

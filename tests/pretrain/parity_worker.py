@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text())
-    platform.quiet_libraries()
+    platform.import_megatron()
     platform.initialize_distributed()
     answers = {job["name"]: run_job(job) for job in jobs}
     if torch.distributed.get_rank() == 0:

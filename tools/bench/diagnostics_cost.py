@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     environment.add_json_option(parser)
     options = parser.parse_args(arguments)
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
-    platform.quiet_libraries()  # before anything imports Megatron-core
+    platform.import_megatron()  # before anything imports Megatron-core
     platform.initialize_distributed()
     from pretrain.engines.building import initialize_model_parallel
 

@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(given: argparse.Namespace) -> int:
     if given.plain_optimizer and given.engine != "megatron":
         raise ConfigError(f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}")
-    from fem_megatron.platform import quiet_libraries
+    from fem_megatron.platform import import_megatron
 
-    quiet_libraries()
+    import_megatron()
     from tools.checkpoint.convert import convert
 
     convert(given.checkpoint, given.engine, given.out, plain=given.plain_optimizer)

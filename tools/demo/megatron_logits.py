@@ -19,9 +19,9 @@ def logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
     Raises:
         ConfigError: the checkpoint cannot be read, or lacks weights of the model.
     """
-    from fem_megatron.platform import initialize_distributed, quiet_libraries
+    from fem_megatron.platform import import_megatron, initialize_distributed
 
-    quiet_libraries()
+    import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
     from fem_common.errors import ConfigError

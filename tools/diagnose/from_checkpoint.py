@@ -11,7 +11,7 @@ import torch
 
 from data_prep.indexed import FormatError, read_index
 from fem_common.errors import ConfigError
-from fem_megatron.platform import device, quiet_libraries
+from fem_megatron.platform import device, import_megatron
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     """
     if tokens < 2:
         raise ConfigError(f"--tokens {tokens}: must be at least 2")
-    quiet_libraries()
+    import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
     from fem_megatron import model as fem_model

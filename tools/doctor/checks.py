@@ -97,7 +97,7 @@ def torch_and_megatron() -> Iterator[Check]:
     try:
         installed = version("megatron-core")
         with warnings.catch_warnings():
-            platform.quiet_libraries()
+            platform.import_megatron()
             importlib.import_module("pretrain.engines")  # imports of Megatron-core what training does
     except (ImportError, OSError) as error:
         yield Check("wrong", "megatron-core", f"cannot be imported ({_last_line(str(error))})", f"pip install megatron-core=={pinned}")

@@ -26,7 +26,7 @@ from torch import Tensor
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
-from fem_megatron.platform import quiet_libraries
+from fem_megatron.platform import import_megatron
 from fem_megatron.shapes.mup import starts_from
 from pretrain.checkpoint_reader import Inherited
 from pretrain.config import RunConfig
@@ -92,7 +92,7 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
         ConfigError: the folder is none, or half of one, or of a model that the training code has not; a setting is wrong.
         ExportError: ``out`` is occupied.
     """
-    quiet_libraries()
+    import_megatron()
     _refuse(hf_dir, out, overwrite)
     source = read_source(hf_dir)
     config, notes = run_config(source, out, mixer, dtype, settings)

@@ -123,7 +123,7 @@ def device_named(name: str) -> torch.device:
 
 def check_there(path: Path) -> None:
     """Raises ConfigError unless ``path`` is a folder; what looks like a name on the Hub is told how to be fetched."""
-    platform.quiet_libraries()
+    platform.import_megatron()
     if path.is_dir():
         return
     if path.exists():

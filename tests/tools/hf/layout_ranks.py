@@ -80,7 +80,7 @@ def _rank(rank: int, jobs: str, folder: str) -> None:
     torch.set_num_threads(1)
     from fem_megatron import platform
 
-    platform.quiet_libraries()
+    platform.import_megatron()
     for job in json.loads(jobs):
         os.environ["MASTER_PORT"] = str(job["port"])
         platform.initialize_distributed()

@@ -37,7 +37,7 @@ def write_checkpoint(folder: Path, config: RunConfig, state: dict[str, Tensor], 
         cut = parts if tensor.shape[0] % parts == 0 else 1
         for number, rows in enumerate(tensor.chunk(cut)):
             pieces[f"{name}/{number}"] = ShardedTensor.from_rank_offsets(name, rows.clone(), (0, number, cut))
-    platform.quiet_libraries()
+    platform.import_megatron()
     platform.initialize_distributed()
     try:
         dist_checkpointing.save(pieces, str(temporary), get_default_save_sharded_strategy("torch_dist"))

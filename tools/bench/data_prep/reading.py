@@ -46,7 +46,7 @@ def main(prefix: str, eod: int, vocab_size: int, result: Path) -> int:
     """Measure, and write the rates of both to ``result``."""
     from fem_megatron import platform
 
-    platform.quiet_libraries()
+    platform.import_megatron()
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split

@@ -150,7 +150,7 @@ def main() -> int:
     signal.alarm(job.limit + LONGER)  # whoever started this may be gone
     code = 0
     try:
-        platform.quiet_libraries()
+        platform.import_megatron()
         platform.initialize_distributed()
         answer = measure(job)
     except ConfigError as error:
