@@ -14,6 +14,7 @@ import pytest
 
 from tests.interpreter import mend_bfloat16
 
+pytest_plugins = ["tests.wording"]
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
 import triton.language
