@@ -20,8 +20,7 @@ from torch import Tensor
 from fem_megatron import platform
 from fem_megatron.layers.parallel import swiglu as plain_swiglu
 from fem_megatron.layers.parallel import turned
-from kernels.implementations import lacks_triton
-from kernels.once import OncePerMessage
+from kernels.implementations import OncePerMessage, lacks_triton
 
 _log = logging.getLogger("kernels.fusions")
 _log.addFilter(OncePerMessage())

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kernels.operations import check_overrides
+from kernels.implementations import check_overrides
 
 MEGATRON_VERSION = "0.16.1"
 

@@ -9,8 +9,7 @@ import torch
 
 from fem_common.exits import Exit
 from kernels import machine
-from kernels.implementations import Op, overrides, triton_version
-from kernels.operations import check_overrides, operations
+from kernels.implementations import Op, check_overrides, operations, overrides, triton_version
 
 
 def lines(ops: dict[str, Op], device: torch.device) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.free_energy.streams import MAX_RANGE, FreeEnergyGap, ValueStream
-from kernels.once import OncePerMessage
+from kernels.implementations import OncePerMessage
 
 _log = logging.getLogger("kernels.free_energy")
 _log.addFilter(OncePerMessage())

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernels.aft_read import aft_read
+from kernels.aft_read.cases import SUITE
+from kernels.check import check, results
 from tests.kernels.channel_reads import OPS, inputs
 from tests.kernels.oracle import relative
-from tools.bench.cases.aft_read import SUITE
-from tools.bench.check import check, results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

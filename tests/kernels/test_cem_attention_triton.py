@@ -17,9 +17,9 @@ from fem_megatron.layers.parallel import OneProcess
 from fem_megatron.layers.update import Context
 from fem_megatron.shapes.cem import CemAttentionShape, CemConfig
 from kernels.cem_attention import OP, Diagonal, cem_attention
+from kernels.cem_attention.cases import SUITE, inputs
+from kernels.check import check, poisoned_memory
 from tests.kernels.oracle import relative
-from tools.bench.cases.cem_attention import SUITE, inputs
-from tools.bench.check import check, poisoned_memory
 
 SIZE = {"batch": 2, "heads": 2, "tokens": 34, "width": 12}
 SCALE = 0.4

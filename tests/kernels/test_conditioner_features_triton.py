@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.check import check, results
 from kernels.conditioner_features import conditioner_features
+from kernels.conditioner_features.cases import SUITE
 from tests.kernels.oracle import relative
-from tools.bench.cases.conditioner_features import SUITE
-from tools.bench.check import check, results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

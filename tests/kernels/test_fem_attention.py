@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.fem_attention.reference as reference
+from kernels.check import check
 from kernels.fem_attention import fem_attention
+from kernels.fem_attention.cases import SUITE
 from tests.kernels.oracle import NAMES, definition, inputs, load, mu_and_free_energy, relative, results
-from tools.bench.cases.fem_attention import SUITE
-from tools.bench.check import check
 
 IMPLEMENTATIONS = ("fused", "reference")
 SWITCHES = [("beta", "lam", "gate"), ("beta", "lam"), ("beta", "gate"), ("beta",), ("gate",), ()]

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from kernels.check import check
 from kernels.fem_attention import accelerated as accelerated_room
 from kernels.fem_attention import fem_attention
-from kernels.once import OncePerMessage
+from kernels.fem_attention.cases import SUITE
+from kernels.implementations import OncePerMessage
 from tests.kernels.oracle import NAMES, inputs, relative
-from tools.bench.cases.fem_attention import SUITE
-from tools.bench.check import check
 
 ENGINES_HERE = ("sdpa", "triton")
 # The Triton engine's own tests go through its attention; here are the cases in which the two halves of the work meet.

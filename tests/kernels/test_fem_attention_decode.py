@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.check import BFLOAT16_FACTOR, BFLOAT16_ROUNDING, FLOAT32_BOUND, poisoned_memory, relative
 from kernels.fem_attention import fem_attention
 from kernels.fem_attention.triton.decode import decode
 from tests.kernels.oracle import NAMES
 from tests.kernels.test_fem_attention_exact import Inputs, allowed, definition
 from tests.kernels.test_fem_attention_exact import inputs as all_inputs
-from tools.bench.check import BFLOAT16_FACTOR, BFLOAT16_ROUNDING, FLOAT32_BOUND, poisoned_memory, relative
 
 
 def inputs(tokens: int, **changed: Any) -> Inputs:

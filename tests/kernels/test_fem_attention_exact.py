@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.check import BFLOAT16_FACTOR, BFLOAT16_ROUNDING, FLOAT32_BOUND, poisoned_memory, relative
 from kernels.fem_attention import fem_attention
 from kernels.fem_attention.triton.exact import exact_backward_, exact_forward_
 from tests.kernels.oracle import NAMES
-from tools.bench.check import BFLOAT16_FACTOR, BFLOAT16_ROUNDING, FLOAT32_BOUND, poisoned_memory, relative
 
 Inputs = dict[str, Any]
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.fem_attention import fem_attention
-from kernels.once import OncePerMessage
+from kernels.implementations import OncePerMessage
 from tests.kernels.oracle import NAMES, definition, inputs, mu_and_free_energy, relative, results
 
 CASES: dict[str, dict[str, Any]] = {

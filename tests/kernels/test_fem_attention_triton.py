@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Suite, check
 from kernels.fem_attention.triton.attention import attend, attend_read
 from kernels.free_energy.streams import SHIFT_BELOW, ValueStream, value_centre_and_range
-from tools.bench.check import Inputs, Suite, check
 
 Case = Callable[[Mapping[str, int]], Inputs]
 DTYPES = [torch.float32, torch.bfloat16]

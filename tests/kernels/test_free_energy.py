@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kernels.free_energy.exact as exact_form
 from kernels.free_energy import ValueWindow, free_energy_read
+from kernels.implementations import OncePerMessage
 from kernels.linear_attention import linear_attention, log_weights
-from kernels.once import OncePerMessage
 from tests.kernels.oracle import load, relative
 
 DECAYS = ("none", "head", "channel")

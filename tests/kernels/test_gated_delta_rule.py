@@ -14,9 +14,9 @@ from torch.nn.functional import normalize, softplus
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.gated_delta_rule as module
+from kernels.check import check
+from kernels.gated_delta_rule.cases import SUITE
 from tests.kernels.oracle import load, relative
-from tools.bench.cases.gated_delta_rule import SUITE
-from tools.bench.check import check
 
 ROUNDING: Any = {"rtol": 1e-11, "atol": 1e-12}  # float64 over some tens of tokens
 rule: Any = module.gated_delta_rule  # lists of tensors are unpacked into it

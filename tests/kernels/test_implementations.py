@@ -13,9 +13,7 @@ import torch
 
 from kernels import machine
 from kernels.__main__ import lines
-from kernels.implementations import Implementation, Op, lacks_triton
-from kernels.once import OncePerMessage
-from kernels.operations import check_overrides, operations
+from kernels.implementations import Implementation, OncePerMessage, Op, check_overrides, lacks_triton, operations
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROOT = Path(__file__).parents[2]

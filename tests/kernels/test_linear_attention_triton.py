@@ -12,11 +12,11 @@ from torch import Tensor
 
 import kernels.implementations
 import kernels.linear_attention as module
+from kernels.check import Suite, check
+from kernels.free_energy.cases import SUITE as READ
 from kernels.linear_attention import linear_attention
+from kernels.linear_attention.cases import SUITE
 from tests.kernels.oracle import relative
-from tools.bench.cases.fem_linear import SUITE as READ
-from tools.bench.cases.linear_attention import SUITE
-from tools.bench.check import Suite, check
 
 every_decay = pytest.mark.parametrize("decay", ["none", "head", "channel"])
 CASES = [(suite, case) for suite in (SUITE, READ) for case in suite.cases]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.check import check, results
 from kernels.second_order_attention import second_order_attention
+from kernels.second_order_attention.cases import SUITE
 from tests.kernels.oracle import relative
 from tests.kernels.test_second_order_attention import angles, inputs
-from tools.bench.cases.second_order_attention import SUITE
-from tools.bench.check import check, results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.check import check, results
 from kernels.ssm_read import ssm_read
+from kernels.ssm_read.cases import SUITE
 from tests.kernels.channel_reads import OPS, inputs
 from tests.kernels.oracle import relative
-from tools.bench.cases.ssm_read import SUITE
-from tools.bench.check import check, results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

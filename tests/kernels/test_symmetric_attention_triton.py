@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.check import check, results
 from kernels.symmetric_attention import OP, symmetric_attention
+from kernels.symmetric_attention.cases import SUITE
 from tests.kernels.oracle import relative
 from tests.kernels.test_symmetric_attention import sphere
-from tools.bench.cases.symmetric_attention import SUITE
-from tools.bench.check import check, results
 
 KINDS = pytest.mark.parametrize(("kind", "causal"), [("bisoftmax", False), ("sigmoid", True), ("sigmoid", False)])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.check import check
 from kernels.time_decay_scan import time_decay_scan
+from kernels.time_decay_scan.cases import SUITE
 from tests.kernels.oracle import relative
 from tests.kernels.test_time_decay_scan import inputs, with_gradients
-from tools.bench.cases.time_decay_scan import SUITE
-from tools.bench.check import check
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.operations import operations
+from kernels.implementations import operations
 from pretrain.loader import load_run
 from tests.test_house import ROOT
 from tools.bench import cpu_suite, environment, mixers

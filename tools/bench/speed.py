@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fem_megatron import platform
-from kernels.operations import operations
+from kernels.implementations import operations
 from tools.bench.timing import Timing, measure
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Inputs, Outputs, Size
 

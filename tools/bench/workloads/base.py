@@ -88,7 +88,7 @@ class Baseline:
 class Workload:
     """An operation as a layer of this project calls it.
 
-    name: of the workload; op: of the operation (``kernels.operations``). call(inputs, implementation): its outputs.
+    name: of the workload; op: of the operation (``kernels.implementations``). call(inputs, implementation): its outputs.
     flops(size): matrix FLOPs that a forward, and a backward pass cannot do without (a multiply-add is two); 0: no matrix products.
     heads, key, value: the 1.3B model's; small: a CPU's. baselines: name in ``BASELINES`` -> the size that is the same amount of reading.
     """

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.free_energy import free_energy_read
 from kernels.linear_attention import linear_attention, log_weights
-from tools.bench.cases.linear_attention import weights_and_decays
-from tools.bench.check import Inputs, Outputs, Suite
+from kernels.linear_attention.cases import weights_and_decays
 
 
 def _random(size: Mapping[str, int], decay: str = "head", *, beta: float = 1.95, value_range: float | None = None) -> Inputs:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cem_attention import Diagonal, cem_attention
-from tools.bench.check import Inputs, Outputs, Suite
+from kernels.check import Inputs, Outputs, Suite
 
 Size = Mapping[str, int]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.fem_attention import fem_attention
-from tools.bench.check import Inputs, Outputs, Suite
 
 Size = Mapping[str, int]
 TENSORS = ("q", "k", "v", "beta", "lam", "gate")

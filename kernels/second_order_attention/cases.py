@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention import second_order_attention
 from kernels.second_order_attention.reference import rotated
-from tools.bench.check import Inputs, Outputs, Suite
 
 Size = Mapping[str, int]
 

@@ -6,6 +6,8 @@ GPU suite runs them at real sizes on the device.
 
 from __future__ import annotations
 
+import importlib.util
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+import kernels
 
 Inputs = dict[str, Any]
 Outputs = tuple[Tensor, ...]
@@ -43,6 +47,16 @@ class Suite:
     small: Mapping[str, int]
     real: Mapping[str, int]
     loose: Mapping[tuple[str, str], float]
+
+
+def suites() -> dict[str, Suite]:
+    """Operation -> its cases, of every ``kernels/<op>/cases.py``."""
+    found = {}
+    for each in pkgutil.iter_modules(kernels.__path__):
+        if each.ispkg and importlib.util.find_spec(f"kernels.{each.name}.cases"):
+            suite = importlib.import_module(f"kernels.{each.name}.cases").SUITE
+            found[suite.op] = suite
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.aft_read import aft_read
-from tools.bench.check import Inputs, Outputs, Suite
+from kernels.check import Inputs, Outputs, Suite
 
 
 def _random(size: Mapping[str, int], beta: float = 1.95, spread: float = 2.0, value_range: float | None = None) -> Inputs:

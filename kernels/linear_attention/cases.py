@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.linear_attention import linear_attention
-from tools.bench.check import Inputs, Outputs, Suite
 
 
 def _random(

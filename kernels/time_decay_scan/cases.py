@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.time_decay_scan import time_decay_scan
-from tools.bench.check import Inputs, Outputs, Suite
 
 
 def _random(size: Mapping[str, int], slowness: float = 3.0) -> Inputs:

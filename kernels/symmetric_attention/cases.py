@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.pairs import allowed_pairs
 from kernels.symmetric_attention import symmetric_attention
-from tools.bench.check import Inputs, Outputs, Suite
 
 Size = Mapping[str, int]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.conditioner_features import conditioner_features
-from tools.bench.check import Inputs, Outputs, Suite
 
 EPS = 1e-5
 

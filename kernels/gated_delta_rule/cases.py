@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.gated_delta_rule import gated_delta_rule
-from tools.bench.check import Inputs, Outputs, Suite
 
 Size = Mapping[str, int]
 

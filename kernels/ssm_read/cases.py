@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from kernels.check import Inputs, Outputs, Suite
 from kernels.ssm_read import ssm_read
-from tools.bench.check import Inputs, Outputs, Suite
 
 
 def _random(size: Mapping[str, int], beta: float = 1.95, value_range: float | None = None, step: float = 1.0) -> Inputs:
