@@ -25,8 +25,7 @@ from fem_megatron.shapes.priors.aft import AftShape
 from fem_megatron.shapes.priors.base import PriorShape
 from fem_megatron.shapes.priors.mamba import MambaShape
 from kernels.pairs import allowed_pairs
-from kernels.second_order_attention.energy import quadratic_energy
-from kernels.second_order_attention.reference import rotated
+from kernels.second_order_attention.reference import quadratic_energy, rotated
 
 TOKENS = 256  # of the sample
 ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 there, and so is softplus over its root mean square

@@ -18,10 +18,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
-import kernels
 from kernels import machine
 
 VARIABLE = "FEM_KERNELS"
@@ -134,7 +134,7 @@ def _parsed(text: str) -> dict[str, str]:
 def operations() -> dict[str, Op]:
     """Every operation of this room that has a choice to make, by name."""
     found = {}
-    for package in sorted(each.name for each in pkgutil.iter_modules(kernels.__path__) if each.ispkg):
+    for package in sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if each.ispkg):
         op = getattr(importlib.import_module(f"kernels.{package}"), "OP", None)
         if op is not None:
             found[op.name] = op

@@ -17,7 +17,7 @@ from fem_megatron.layers.preconditioner import Preconditioner
 from fem_megatron.layers.update import Context, Update, rms_norm
 from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
 from kernels.cem_attention import Diagonal, cem_attention
-from kernels.cem_attention.energy import interaction_energy
+from kernels.cem_attention.reference import interaction_energy
 
 # B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..; log(1 + y) is at most log 2, the next term under 1e-18.
 DILOGARITHM: tuple[float, ...] = (

@@ -19,8 +19,8 @@ from fem_megatron.layers.update import Context, Update, rms_norm, rotate
 from fem_megatron.shapes.hyperset import HyperSetShape
 from kernels.pairs import allowed_pairs
 from kernels.symmetric_attention import symmetric_attention
-from kernels.symmetric_attention.energy import effective_rank, feed_forward_energy, mean_angle, pair_energy
-from kernels.symmetric_linear_attention import symmetric_linear_attention
+from kernels.symmetric_attention.reference import effective_rank, feed_forward_energy, mean_angle, pair_energy
+from kernels.symmetric_attention import symmetric_linear_attention
 
 LORA_SCALE = 4.0
 SECOND_MOMENT_EPS = 1e-6

@@ -18,9 +18,7 @@ from fem_megatron.layers.update import Context, Update, rms_norm, rotate
 from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention import second_order_attention
-from kernels.second_order_attention.energy import free_energy
-from kernels.second_order_attention.linear import energy_linear_attention
-from kernels.second_order_attention.reference import rotated
+from kernels.second_order_attention.reference import energy_linear_attention, free_energy, rotated
 
 
 class _EnergyHeads(Update):

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
 from kernels.implementations import interpreted
+from kernels.tiles import Build
 from kernels.time_decay_scan.triton import LOG2_E, softplus
 
 NUMBERS = 2048  # of a block, at most, as long as it has several tokens

@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.fem_attention.accelerated import Choice, accelerated_attention
+from kernels.fem_attention.accelerated import Choice, accelerated_attention, fused_attention
 from kernels.fem_attention.engines import ENGINES, Call, Reading
-from kernels.fem_attention.fused import fused_attention
 from kernels.fem_attention.reference import reference_attention
 from kernels.fem_attention.table import order
 from kernels.free_energy.streams import MAX_RANGE, value_centre_and_range

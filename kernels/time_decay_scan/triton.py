@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
 from kernels.implementations import interpreted
+from kernels.tiles import Build
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 528  # four for each of an H100's multiprocessors

@@ -18,7 +18,7 @@ from fem_megatron.layers.parallel import OneProcess
 from fem_megatron.layers.preconditioner import smallest_eigenvalue
 from fem_megatron.layers.update import Context, rms_norm
 from fem_megatron.shapes.cem import CemAttentionShape, CemConfig, CemMlpShape
-from kernels.cem_attention.energy import interaction_energy
+from kernels.cem_attention.reference import interaction_energy
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over two steps

@@ -14,7 +14,7 @@ from fem_megatron.layers.hyperset import HyperSet
 from fem_megatron.layers.parallel import OneProcess
 from fem_megatron.layers.step_net import sinusoidal
 from fem_megatron.layers.update import Context
-from kernels.symmetric_attention.energy import attention_energy, feed_forward_energy
+from kernels.symmetric_attention.reference import attention_energy, feed_forward_energy
 from tests.fem_megatron.hyperset_parts import CAUSAL, FEED_FORWARDS, ROUNDING, UPDATES, WHOLE, build, run, shape, tokens
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "hyperset_block.npz"

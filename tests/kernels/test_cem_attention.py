@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kernels.cem_attention.reference as reference
 from kernels.cem_attention import Diagonal, cem_attention
-from kernels.cem_attention.energy import interaction_energy
+from kernels.cem_attention.reference import interaction_energy
 
 SCALE = 0.4
 DIAGONALS = ("none", "shared", "head")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fem_megatron.layers.cem as cem
 import kernels.cem_attention.triton as triton_form
-import kernels.cem_attention.triton.diagonal as products
+import kernels.cem_attention.triton as products
 from fem_megatron.config import ModelConfig
 from fem_megatron.layers.parallel import OneProcess
 from fem_megatron.layers.update import Context

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.free_energy.exact as exact_form
+import kernels.free_energy.streams as exact_form
 from kernels.free_energy import ValueWindow, free_energy_read
 from kernels.implementations import OncePerMessage
 from kernels.linear_attention import linear_attention, log_weights

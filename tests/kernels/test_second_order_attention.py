@@ -13,9 +13,7 @@ from torch import Tensor
 import kernels.second_order_attention.reference as reference
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention import second_order_attention
-from kernels.second_order_attention.energy import free_energy, quadratic_energy
-from kernels.second_order_attention.linear import energy_linear_attention
-from kernels.second_order_attention.reference import rotated
+from kernels.second_order_attention.reference import energy_linear_attention, free_energy, quadratic_energy, rotated
 from tests.kernels.oracle import load, relative
 
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64; systems of condition 100 at most

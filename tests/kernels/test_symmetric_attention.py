@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels.symmetric_attention.reference as reference
 from kernels.symmetric_attention import symmetric_attention
-from kernels.symmetric_attention.energy import attention_energy, effective_rank, feed_forward_energy, mean_angle
+from kernels.symmetric_attention.reference import attention_energy, effective_rank, feed_forward_energy, mean_angle
 from tests.kernels.oracle import relative
 
 KINDS = [("softmax", True), ("softmax", False), ("bisoftmax", False), ("sigmoid", True), ("sigmoid", False)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.symmetric_attention.energy import attention_energy
-from kernels.symmetric_linear_attention import symmetric_linear_attention
+from kernels.symmetric_attention import symmetric_linear_attention
+from kernels.symmetric_attention.reference import attention_energy
 from tests.kernels.oracle import relative
 
 ROUNDING: Any = {"rtol": 1e-12, "atol": 1e-12}  # float64, some hundreds of sums of terms of size 1

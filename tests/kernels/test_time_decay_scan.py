@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.time_decay_scan.reference as reference
+import kernels.time_decay_scan as reference
 from kernels.time_decay_scan import time_decay_scan
 from tests.kernels.oracle import load, relative
 

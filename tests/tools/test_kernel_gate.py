@@ -20,7 +20,7 @@ FAULTY = """
 import json
 import triton
 import triton.language as tl
-from kernels.build import Build
+from kernels.tiles import Build
 from tools.kernel_gate.compile import report
 
 @triton.jit

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kernels.build import Build
+from kernels.tiles import Build
 
 ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import kernels
-from kernels.build import Build
+from kernels.tiles import Build
 from tools.kernel_gate.compile import ARCHITECTURES, SHARED_LIMIT, Report, report
 
 

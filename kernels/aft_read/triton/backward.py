@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.aft_read.triton.forward import ALIGNED, read_types, strides, valid_stride
-from kernels.aft_read.triton.tiles import (
+from kernels.aft_read.triton.forward import (
+    ALIGNED,
     JOINT_MAXIMUM,
     JOINT_SUM,
     MAXIMUM,
@@ -37,11 +37,13 @@ from kernels.aft_read.triton.tiles import (
     load,
     place,
     put_rows,
+    read_types,
     readable,
     row,
     tile,
+    valid_stride,
 )
-from kernels.build import Build
+from kernels.tiles import Build, strides_of
 
 
 def launch_backward(d_o, k, v, beta, lam, gate, query, valid, kept):
@@ -57,7 +59,7 @@ def launch_backward(d_o, k, v, beta, lam, gate, query, valid, kept):
     per_program = (batch, heads, launch.segments, width)
     d_beta = None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
     summary = torch.empty(*per_program[:3], 5, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
-    shared = (*strides(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
+    shared = (*strides_of(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
     if summary is not None:
         _summary_kernel[launch.grid](
             d_o, k, v, beta, lam, gate, query, valid, kept, summary, *shared,

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.build import Build
-from kernels.cem_attention.triton.tiles import (
+from kernels.cem_attention.triton.forward import (
     LOG2_E,
     Part,
     Sizes,
@@ -26,6 +25,7 @@ from kernels.cem_attention.triton.tiles import (
     store_tile,
     tile_of,
 )
+from kernels.tiles import Build
 
 
 @triton.jit

@@ -14,22 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fem_attention.triton.attention_parts import (
-    FLOAT32,
-    HEADS,
-    LOG2E,
-    Blocks,
-    build,
-    key_spans,
-    last_key,
-    load_tile,
-    padded,
-    query_span,
-    readable,
-    rows_of,
-    store_tile,
-)
+from kernels.fem_attention.triton import FLOAT32, HEADS, build, key_spans, last_key, load_tile, query_span, readable
 from kernels.implementations import interpreted
+from kernels.tiles import LOG2E, Blocks, padded, rows_of, store_tile
 
 
 def attention_gradients(q, k, values, keys_valid, first, last, d_reads, row_term, lse, *, causal, scale, halves):

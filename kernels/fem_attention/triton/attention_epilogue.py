@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import empty_as, load_tile, padded, rows_of, store_tile
+from kernels.fem_attention.triton import load_tile
 from kernels.free_energy.streams import LOWEST_Y
 from kernels.implementations import interpreted
+from kernels.tiles import Build, empty_as, padded, rows_of, store_tile, strides_of
 
 LOWEST = tl.constexpr(LOWEST_Y)
 WARPS = 4
@@ -126,8 +126,8 @@ def epilogue_gradients(d_out, reads, beta, centre, shifted, lam, gate):
     d_reads = torch.empty(b, h, tq, 2 * dv, dtype=d_out.dtype, device=d_out.device)
     row_term = torch.empty(b, h, tq, dtype=torch.float32, device=d_out.device)
     d_beta = torch.empty(b, hk, h // hk, blocks, dv, dtype=torch.float32, device=d_out.device)
-    d_lam, d_gate = (None if t is None else empty_as(t, dv) for t in (lam, gate))
-    strides = [s for t in (d_out, lam, gate, d_lam, d_gate) for s in ((0, 0, 0) if t is None else t.stride()[:3])]
+    d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
+    strides = strides_of(d_out, lam, gate, d_lam, d_gate)
     _epilogue_kernel[(b * h * blocks,)](
         d_out, reads, beta, centre, shifted, lam, gate, d_reads, row_term, d_lam, d_gate, d_beta, h, hk, tq, *strides,
         DV=dv, BDV=padded(dv), ROWS=rows, num_warps=WARPS,

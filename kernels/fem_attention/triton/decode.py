@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import LOG2E, padded, rows_of
 from kernels.implementations import interpreted
+from kernels.tiles import LOG2E, Build, padded, rows_of, strides_of
 
 LOG2_E = tl.constexpr(LOG2E)
 INFINITY = tl.constexpr(float("inf"))
@@ -49,7 +48,7 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
         **shared, **sizes.constants, num_warps=sizes.warps, num_stages=STAGES,
     )  # fmt: skip
     o = torch.empty(b, h, tq, channels, dtype=q.dtype, device=q.device)
-    strides = [s for t in (lam, gate) for s in ((0, 0, 0) if t is None else t.stride()[:3])]
+    strides = strides_of(lam, gate)
     _join_kernel[(b * h * tq, triton.cdiv(channels, sizes.joined_channels))](
         scores, reads, beta, lam, gate, o, *strides, h, hk, tq, splits,
         CHANNELS=channels, HAS_BETA=beta is not None, PARTS=JOINED, BLOCK_C=sizes.joined_channels, num_warps=JOIN_WARPS,

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
 from kernels.fem_attention.triton.prep import row_blocks
 from kernels.free_energy.streams import LOWEST_Y
+from kernels.tiles import Build, empty_as, rows_of, strides_of
 
 WARPS = 8  # a tile's elements are many numbers each here
 LOWEST = tl.constexpr(LOWEST_Y)
@@ -44,7 +43,7 @@ class GatedRead(torch.autograd.Function):
         reads, beta = rows_of(reads), beta.contiguous()
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
         (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
-        o = empty_as(reads, dv)
+        o = empty_as(reads, width=dv)
         rows, columns = row_blocks(dv)
         _epilogue_kernel[b * h * triton.cdiv(tokens, rows),](
             reads,
@@ -54,7 +53,7 @@ class GatedRead(torch.autograd.Function):
             lam,
             gate,
             o,
-            *(stride for t in (reads, lam, gate, o) for stride in _strides(t)),
+            *strides_of(reads, lam, gate, o),
             h,
             h // beta.shape[0],
             tokens,
@@ -75,8 +74,8 @@ class GatedRead(torch.autograd.Function):
         hk = beta.shape[0]
         rows, columns = row_blocks(dv)
         blocks = triton.cdiv(tokens, rows)
-        d_reads = empty_as(reads, 2 * dv)
-        d_lam, d_gate = (None if t is None else empty_as(t, dv) for t in (lam, gate))
+        d_reads = empty_as(reads, width=2 * dv)
+        d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
         d_beta = reads.new_empty(b, h, blocks, dv, dtype=torch.float32)
         _epilogue_backward_kernel[b * h * blocks,](
             reads,
@@ -91,7 +90,7 @@ class GatedRead(torch.autograd.Function):
             d_lam,
             d_gate,
             d_beta,
-            *(stride for t in (reads, lam, gate, d_o, d_reads, d_lam, d_gate) for stride in _strides(t)),
+            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate),
             h,
             h // hk,
             tokens,
@@ -102,10 +101,6 @@ class GatedRead(torch.autograd.Function):
             num_warps=WARPS,
         )
         return d_reads, d_beta.view(b, hk, -1, dv).sum((0, 2)), None, None, None, d_lam, d_gate
-
-
-def _strides(t: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if t is None else t.stride()[:3]
 
 
 @triton.jit

@@ -16,10 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
 from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW
 from kernels.implementations import interpreted
+from kernels.tiles import Build, empty_as, rows_of
 
 WARPS = 4
 LARGEST = tl.constexpr(MAX_RANGE)
@@ -86,7 +85,7 @@ class ValueStreams(torch.autograd.Function):
         b, hk, tokens, dv = v.shape
         rows, columns = row_blocks(dv)
         blocks = triton.cdiv(tokens, rows)
-        d_v = empty_as(v, dv)
+        d_v = empty_as(v, width=dv)
         d_beta = v.new_empty(b, hk, blocks, dv, dtype=torch.float32)
         strides = (*v.stride()[:3], *d_values.stride()[:3], *d_v.stride()[:3])
         _stream_backward_kernel[b * hk * blocks,](

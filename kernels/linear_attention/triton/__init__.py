@@ -14,9 +14,8 @@ from torch.autograd.function import once_differentiable
 from triton import cdiv
 
 from kernels.linear_attention.triton import plan as plans
+from kernels.linear_attention.triton.forward import cumulate_kernel, pairs_kernel, read_kernel, row_terms_kernel, states_kernel
 from kernels.linear_attention.triton.gradients import gradients_kernel
-from kernels.linear_attention.triton.read import pairs_kernel, read_kernel, row_terms_kernel
-from kernels.linear_attention.triton.states import cumulate_kernel, states_kernel
 
 
 class _Call(NamedTuple):

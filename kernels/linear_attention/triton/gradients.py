@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.linear_attention.triton import plan as plans
-from kernels.linear_attention.triton.read import level_terms
-from kernels.linear_attention.triton.states import CHANNEL, HEAD, NONE, damp, window
+from kernels.linear_attention.triton.forward import CHANNEL, HEAD, NONE, damp, level_terms, window
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kernels.build import Build
 from kernels.implementations import interpreted
+from kernels.tiles import Build
 
 NONE, HEAD, CHANNEL = range(3)  # decay: none, one for each head, one for each channel
 

@@ -17,10 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
 from kernels.implementations import interpreted
 from kernels.second_order_attention.triton.forward import build, launch
-from kernels.symmetric_attention.triton.tiles import Blocks, empty_as, good_at, load_tile, padded, place, probabilities, seen, store_tile
+from kernels.tiles import Blocks, Build, empty_as, good_at, load_tile, padded, place, probabilities, seen, store_tile
 
 LN_2 = tl.constexpr(0.6931471805599453)
 

@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
 from kernels.implementations import interpreted
-from kernels.symmetric_attention.triton.tiles import Blocks, good_at, load_tile, padded, place, probabilities, seen, store_tile
+from kernels.tiles import Blocks, Build, good_at, load_tile, padded, place, probabilities, seen, store_tile
 
 
 def means(q, k, half, factors, valid, causal):

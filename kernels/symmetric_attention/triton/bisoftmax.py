@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
 from kernels.implementations import interpreted
-from kernels.symmetric_attention.triton.tiles import (
+from kernels.tiles import (
     LOG2E,
     Blocks,
+    Build,
     empty_as,
     good_at,
     load_tile,

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
 from kernels.implementations import interpreted
-from kernels.symmetric_attention.triton.tiles import LOG2E, Blocks, empty_as, good_at, load_tile, padded, place, rows_of, seen, store_tile
+from kernels.tiles import LOG2E, Blocks, Build, empty_as, good_at, load_tile, padded, place, rows_of, seen, store_tile
 
 
 def sigmoid_attention(z, keys, valid, *, causal):

@@ -21,7 +21,7 @@ from kernels.gated_delta_rule import gated_delta_rule
 from kernels.implementations import VARIABLE
 from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
-from kernels.symmetric_linear_attention import symmetric_linear_attention
+from kernels.symmetric_attention import symmetric_linear_attention
 from kernels.time_decay_scan import time_decay_scan
 from tools.bench.workloads.base import Baseline, Draw, Inputs, Outputs, Size, Workload, no_products, per_token
 from tools.bench.workloads.reads import gated_read

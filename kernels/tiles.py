@@ -1,12 +1,15 @@
-"""What the kernels of symmetric and of second-order attention share: tiles of memory, which pairs of a tile count. No kernel, no launch.
+"""What the Triton kernels of several operations share: tiles of memory, which pairs of a tile count, and what the compile gate builds.
 
-Pairs count as `kernels.pairs.allowed_pairs` has it.
+A module of kernels ends with ``BUILDS``, a tuple of `Build`, made with the same functions that its wrappers take block sizes, warps and
+stages from. `python -m tools.kernel_gate` finds them and compiles them without a GPU. Pairs count as `kernels.pairs.allowed_pairs` has it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -14,6 +17,27 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel at one production shape.
+
+    label: what docs/kernels.md calls it, as "forward, d_k 128, d_v 64, causal". kernel: the ``@triton.jit`` function. types: the Triton
+    type of every argument that is not a constexpr, in any order ("*bf16", "*fp32", "*i32", "*i1", "i32", "fp32"). constants: every
+    constexpr argument, and pointers that are None. aligned: names of integer arguments that are multiples of 16 (pointers always are).
+    matrix: its products must be wgmma on sm_90. allowed: ptxas warning, as "C7515" -> why it is accepted.
+    """
+
+    label: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int
+    stages: int
+    matrix: bool = False
+    aligned: tuple[str, ...] = ()
+    allowed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,10 +60,15 @@ def rows_of(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised, of t's shape, its dimensions in memory in the order of t's."""
+def strides_of(*tensors: Tensor | None) -> list[int]:
+    """The first three strides of each, batch, head and token; zeros where there is none."""
+    return [n for t in tensors for n in ((0, 0, 0) if t is None else t.stride()[:3])]
+
+
+def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None = None) -> Tensor:
+    """Uninitialised, of t's shape but for its last dimension where ``width`` is given, in memory in the order of t's dimensions."""
     order = sorted(range(3), key=lambda n: (t.stride(n), -n), reverse=True)
-    shape = [t.shape[n] for n in order] + [t.shape[3]]
+    shape = [t.shape[n] for n in order] + [t.shape[3] if width is None else width]
     return t.new_empty(shape, dtype=dtype).permute(*(order.index(n) for n in range(3)), 3)
 
 
