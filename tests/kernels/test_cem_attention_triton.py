@@ -119,14 +119,14 @@ def test_parts_of_the_sequences_and_of_the_rows(case: str, terms: int, monkeypat
     """Where C has more terms than are held at once: rows by the least number, or sequences one by one."""
     x = leaves(SUITE.cases[case](SIZE))
     held: list[int] = []
-    bias = products.bias
+    bias = products.diagonal_scores
 
     def counted(*args: Any) -> Tensor:
         made = bias(*args)
         held.append(made.numel())
         return made
 
-    monkeypatch.setattr(products, "bias", counted)
+    monkeypatch.setattr(products, "diagonal_scores", counted)
     monkeypatch.setattr(products, "TERMS", terms)
     monkeypatch.setattr(products, "LEAST_ROWS", 20)
     assert_as_the_reference(x)
