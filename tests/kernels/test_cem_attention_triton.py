@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import fem_megatron.layers.cem as cem
-import kernels.cem_attention.triton as triton_form
 import kernels.cem_attention.triton as products
+import kernels.cem_attention.triton as triton_form
 from fem_megatron.config import ModelConfig
 from fem_megatron.layers.parallel import OneProcess
 from fem_megatron.layers.update import Context
 from fem_megatron.shapes.cem import CemAttentionShape, CemConfig
 from kernels.cem_attention import OP, Diagonal, cem_attention
 from kernels.cem_attention.cases import SUITE, inputs
-from kernels.check import check, poisoned_memory
+from kernels.check import poisoned_memory
 from tests.kernels.oracle import relative
 
 SIZE = {"batch": 2, "heads": 2, "tokens": 34, "width": 12}
@@ -28,12 +28,6 @@ SCALE = 0.4
 @pytest.fixture(autouse=True)
 def small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "STRIP", 16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", SUITE.cases)
-def test_case(case: str, dtype: torch.dtype) -> None:
-    assert [finding for finding in check(SUITE, case, "triton", dtype) if not finding.good] == []
 
 
 def leaves(x: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:

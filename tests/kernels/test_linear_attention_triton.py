@@ -12,22 +12,10 @@ from torch import Tensor
 
 import kernels.implementations
 import kernels.linear_attention as module
-from kernels.check import Suite, check
-from kernels.free_energy.cases import SUITE as READ
 from kernels.linear_attention import linear_attention
-from kernels.linear_attention.cases import SUITE
 from tests.kernels.oracle import relative
 
 every_decay = pytest.mark.parametrize("decay", ["none", "head", "channel"])
-CASES = [(suite, case) for suite in (SUITE, READ) for case in suite.cases]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("suite", "case"), CASES, ids=[f"{suite.op}, {case}" for suite, case in CASES])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-def test_case(suite: Suite, case: str, dtype: torch.dtype) -> None:
-    for found in check(suite, case, "triton", dtype):
-        assert found.good, found
 
 
 def inputs(tokens: int, decay: str, *, batch: int = 1, heads: int = 1, keys: int = 3, values: int = 4) -> dict[str, Any]:

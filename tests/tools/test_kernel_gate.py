@@ -21,7 +21,7 @@ import json
 import triton
 import triton.language as tl
 from kernels.tiles import Build
-from tools.kernel_gate.compile import report
+from tools.kernel_gate.gate import report
 
 @triton.jit
 def _product(a, b, c, n, M: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):

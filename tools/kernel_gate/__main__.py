@@ -10,8 +10,7 @@ from pathlib import Path
 
 from fem_common.exits import Exit
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
-from tools.kernel_gate.compile import ARCHITECTURES
-from tools.kernel_gate.gate import build_all, page
+from tools.kernel_gate.gate import ARCHITECTURES, build_all, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
