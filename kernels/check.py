@@ -77,7 +77,7 @@ class Finding:
 def check(
     suite: Suite, case: str, implementation: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, real: bool = False
 ) -> list[Finding]:
-    """Errors of a case's outputs and gradients. A result that is not finite, or on a GPU differs between two runs by a bit, has error infinity.
+    """Errors of a case's outputs and gradients. Infinity where one is not finite or, on a GPU, differs between two runs by a bit.
 
     The latter is not asked of others' code on a GPU (``OTHERS``), gradients not of what has none (``WITHOUT_GRADIENTS``). Uninitialised
     memory is filled with NaN meanwhile, so an element that is not written shows.

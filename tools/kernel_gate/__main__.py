@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="this architecture alone")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
+    parser.add_argument("--few", action="store_true", help="only so many builds that every constant's every value occurs")
     asked = parser.parse_args(argv)
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     if interpreted():
         print("kernel_gate: TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it", file=sys.stderr)
         return Exit.WRONG_INPUT
-    whole = asked.prefix == "kernels" and asked.sm is None
+    whole = asked.prefix == "kernels" and asked.sm is None and not asked.few
     if (asked.write or asked.check) and not whole:
         print("kernel_gate: --write and --check are about all kernels and architectures; leave the others out", file=sys.stderr)
         return Exit.WRONG_INPUT
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
+    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told, few=asked.few)
     if not built:
         print(f"kernel_gate: no module under {asked.prefix!r} has builds; kernels.<operation> does", file=sys.stderr)
         return Exit.WRONG_INPUT
