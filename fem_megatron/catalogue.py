@@ -6,19 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from fem_megatron.shapes.attention import AttentionShape
-from fem_megatron.shapes.base import Shape
-from fem_megatron.shapes.block import BlockShape
-from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
-from fem_megatron.shapes.delta import DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape
-from fem_megatron.shapes.fem import FemShape
-from fem_megatron.shapes.fla import FlaShape
-from fem_megatron.shapes.hyperset import HyperSetShape
-from fem_megatron.shapes.mamba2 import Mamba2Shape
-from fem_megatron.shapes.mlp import SwiGluShape
-from fem_megatron.shapes.mup import check as check_mup
-from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
+from fem_megatron.mixers.attention.shape import AttentionShape
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
+from fem_megatron.mixers.delta.shape import DeltaShape
+from fem_megatron.mixers.differential.shape import DifferentialShape
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.mixers.fla.shape import FlaShape
+from fem_megatron.mixers.hyperset.shape import HyperSetShape
+from fem_megatron.mixers.mamba2.shape import Mamba2Shape
+from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
+from fem_megatron.mup import check as check_mup
+from fem_megatron.shape import BlockShape, Shape, SwiGluShape
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fem_megatron import catalogue
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.cem.shape import CemConfig
+from fem_megatron.mixers.delta.shape import DeltaConfig
+from fem_megatron.mixers.fem.shape import FemConfig
+from fem_megatron.mixers.fla.shape import FlaConfig
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig
+from fem_megatron.mixers.mamba2.shape import Mamba2Config
+from fem_megatron.mixers.second_order.shape import SecondOrderConfig
+from fem_megatron.mup import PARAMETRIZATIONS, MupConfig
 from fem_megatron.settings import setting
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.block import BlockShape
-from fem_megatron.shapes.cem import CemConfig
-from fem_megatron.shapes.delta import DeltaConfig
-from fem_megatron.shapes.fem import FemConfig
-from fem_megatron.shapes.fla import FlaConfig
-from fem_megatron.shapes.hyperset import HyperSetConfig
-from fem_megatron.shapes.mamba2 import Mamba2Config
-from fem_megatron.shapes.mup import PARAMETRIZATIONS, MupConfig
-from fem_megatron.shapes.second_order import SecondOrderConfig
+from fem_megatron.shape import BlockShape
 
 MIXERS = tuple(catalogue.MIXERS)
 

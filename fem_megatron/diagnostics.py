@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fem_megatron.layers.attention import Attention
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.cem import CemAttention, CemMlp
-from fem_megatron.layers.fem import FemMixer
-from fem_megatron.layers.hyperset import HyperSet
-from fem_megatron.layers.second_order import EnergyLinearAttention, SecondOrderAttention
-from fem_megatron.layers.update import Context, Update, rms_norm
-from fem_megatron.shapes.priors.aft import AftShape
-from fem_megatron.shapes.priors.base import PriorShape
-from fem_megatron.shapes.priors.mamba import MambaShape
+from fem_megatron.block import Block
+from fem_megatron.mixers.attention.layer import Attention
+from fem_megatron.mixers.cem.layer import CemAttention, CemMlp
+from fem_megatron.mixers.fem.layer import FemMixer
+from fem_megatron.mixers.fem.prior_shapes import AftShape, MambaShape, PriorShape
+from fem_megatron.mixers.hyperset.layer import HyperSet
+from fem_megatron.mixers.second_order.layer import EnergyLinearAttention, SecondOrderAttention
+from fem_megatron.state import Context
+from fem_megatron.update import Update, rms_norm
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention.reference import quadratic_energy, rotated
 

@@ -166,7 +166,7 @@ class _ListMixers(argparse.Action):
 def _index(prepared: Prepared, launched: int) -> int:
     if launched > 1:
         raise ConfigError(f"--index works in one process, but {launched} were started; leave torchrun away")
-    from fem_megatron.platform import import_megatron
+    from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from pretrain.run import build_index
@@ -184,7 +184,7 @@ def _train(config: RunConfig, launched: int) -> int:
     with signals.noted() as received:
         prepared = prepare(config, launched)
         # Imported here: planning and every refusal above need no torch.
-        from fem_megatron.platform import import_megatron
+        from fem_megatron.megatron.platform import import_megatron
 
         import_megatron()
         from pretrain.run import train

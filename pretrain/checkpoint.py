@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fem_common.errors import ConfigError, StorageError, reason
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.checkpoint_reader import (
     MANIFEST,
     CheckedReader,

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
 from fem_common.errors import files_told
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.checkpoint import WEIGHTS_ALONE, WRITING, Inherited, Progress, manifest_of, publish_step, write_tensors
 from pretrain.config import RunConfig
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.loader import to_dict
 from pretrain.metrics import StepRecord

@@ -31,19 +31,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionShape, window_blocks
-from fem_megatron.shapes.base import Shape
-from fem_megatron.shapes.block import BlockShape
-from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
-from fem_megatron.shapes.delta import DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape
-from fem_megatron.shapes.fem import FemShape
-from fem_megatron.shapes.hyperset import HyperSetShape
-from fem_megatron.shapes.mamba2 import Mamba2Shape
-from fem_megatron.shapes.mlp import SwiGluShape
-from fem_megatron.shapes.priors.aft import AftShape
-from fem_megatron.shapes.priors.base import SoftmaxShape
-from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
+from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
+from fem_megatron.mixers.delta.shape import DeltaShape
+from fem_megatron.mixers.differential.shape import DifferentialShape
+from fem_megatron.mixers.fem.prior_shapes import AftShape, SoftmaxShape
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.mixers.hyperset.shape import HyperSetShape
+from fem_megatron.mixers.mamba2.shape import Mamba2Shape
+from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
+from fem_megatron.shape import BlockShape, Shape, SwiGluShape
 from pretrain.config import EngineConfig, RunConfig
 from pretrain.zero_memory import variants, zero_memory
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
+from fem_megatron.block import Block
 from fem_megatron.diagnostics import observing
-from fem_megatron.layers.block import Block
-from fem_megatron.specs import MegatronBlock
+from fem_megatron.megatron.specs import MegatronBlock
 
 PREFIX = "diagnostics/"
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.base import Weights
-from fem_megatron.shapes.mup import outer_weights, width_ratio
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mup import outer_weights, width_ratio
+from fem_megatron.shape import Weights
 from pretrain.config import RunConfig
 from pretrain.memory import StageMemory, is_estimated, stage_memory, zero_variants
 from pretrain.schedule import Schedule

@@ -14,7 +14,8 @@ import torch
 from megatron.core import parallel_state
 
 from fem_common.errors import MISTAKES, CommandError, ConfigError, InUse, StorageError, reason
-from fem_megatron import catalogue, platform
+from fem_megatron import catalogue
+from fem_megatron.megatron import platform
 from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, DamagedCheckpoint, Found, Progress, find, newest_good
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, build_datasets

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.engines import StepTimes
 
 NAME = "ranks.jsonl"

@@ -13,7 +13,7 @@ import torch
 
 from fem_common.errors import CommandError
 from fem_common.exits import Exit
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.checkpoint import Checkpoints, Progress
 from pretrain.config import RunConfig
 from pretrain.data import Datasets, batches

@@ -11,8 +11,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from fem_megatron import model as fem_model
-from fem_megatron import platform
+from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data import Batch
 from pretrain.engines import Engine

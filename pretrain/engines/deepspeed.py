@@ -18,9 +18,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import _get_param_groups
 
 from fem_common.errors import ConfigError
-from fem_megatron import model as fem_model
-from fem_megatron import platform
-from fem_megatron.layers.update import Update
+from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron import platform
+from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data import Batch
 from pretrain.deepspeed_settings import deepspeed_config

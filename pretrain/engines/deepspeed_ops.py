@@ -144,7 +144,7 @@ def file_system(path: Path) -> tuple[str, bool]:
 
 
 def _accelerator() -> str:
-    from fem_megatron.platform import has_cuda
+    from fem_megatron.megatron.platform import has_cuda
 
     return "cuda" if has_cuda() else "cpu"
 

@@ -14,8 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from fem_megatron import model as fem_model
-from fem_megatron import platform
+from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data import Batch
 from pretrain.engines import StepResult, StepTimes

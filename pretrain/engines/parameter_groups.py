@@ -10,8 +10,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.base import Weight
-from fem_megatron.shapes.mup import decay_factor, lr_factor
+from fem_megatron.mup import decay_factor, lr_factor
+from fem_megatron.shape import Weight
 
 Overrides = dict[ParamKey, ParamGroupOverride]
 

@@ -12,18 +12,19 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.attention import Attention
-from fem_megatron.layers.delta import DeltaNet
-from fem_megatron.layers.differential import DifferentialAttention
-from fem_megatron.layers.mamba2 import Mamba2
-from fem_megatron.layers.parallel import OneProcess, parameter
-from fem_megatron.layers.update import Context, State, Update, rotate
-from fem_megatron.shapes.attention import AttentionConfig, AttentionShape, RopeScaling
-from fem_megatron.shapes.base import Shape, Weight
-from fem_megatron.shapes.delta import DeltaConfig, DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape
-from fem_megatron.shapes.fla import FlaConfig
-from fem_megatron.shapes.mamba2 import Mamba2Config, Mamba2Shape
+from fem_megatron.mixers.attention.layer import Attention
+from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape, RopeScaling
+from fem_megatron.mixers.delta.layer import DeltaNet
+from fem_megatron.mixers.delta.shape import DeltaConfig, DeltaShape
+from fem_megatron.mixers.differential.layer import DifferentialAttention
+from fem_megatron.mixers.differential.shape import DifferentialShape
+from fem_megatron.mixers.fla.shape import FlaConfig
+from fem_megatron.mixers.mamba2.layer import Mamba2
+from fem_megatron.mixers.mamba2.shape import Mamba2Config, Mamba2Shape
+from fem_megatron.parallel import OneProcess, parameter
+from fem_megatron.shape import Shape, Weight
+from fem_megatron.state import Context, State
+from fem_megatron.update import Update, rotate
 
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-11}  # float64 over some tens of tokens
 EPS = 1e-6

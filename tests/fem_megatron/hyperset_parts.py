@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.hyperset import HyperSet
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.hyperset import HyperSetConfig, HyperSetShape
+from fem_megatron.mixers.hyperset.layer import HyperSet
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig, HyperSetShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over a few iterations
 CAUSAL, WHOLE = ("softmax", "sigmoid", "linear"), ("bisoftmax", "sigmoid", "linear")

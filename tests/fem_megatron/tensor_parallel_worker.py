@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fem_megatron import platform
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.update import Context
+from fem_megatron.block import Block
+from fem_megatron.megatron import platform
+from fem_megatron.state import Context
 from tests.fem_megatron import padding
 from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, shape_of, tokens
 
@@ -41,7 +41,7 @@ def main() -> None:
 def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     from megatron.core import parallel_state
 
-    from fem_megatron.tensor_parallel import TensorParallel
+    from fem_megatron.megatron.tensor_parallel import TensorParallel
 
     group = parallel_state.get_tensor_model_parallel_group()
     parallel = TensorParallel(group, sequence_parallel=sequence_parallel, dtype=torch.float64)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fem_megatron.layers.time_steps import time_steps
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.delta import DeltaConfig, DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape, lambda_init
-from fem_megatron.shapes.mamba2 import Mamba2Config
+from fem_megatron.mixers.delta.shape import DeltaConfig, DeltaShape
+from fem_megatron.mixers.differential.shape import DifferentialShape, lambda_init
+from fem_megatron.mixers.mamba2.shape import Mamba2Config
+from fem_megatron.mixers.recurrent import time_steps
+from fem_megatron.state import Context
 from tests.fem_megatron.baselines import LAYERS, LINEAR, NAMES, ROUNDING, SHAPES, SQUARE, Rank, build, decode, definition, model, tokens
 
 

@@ -12,16 +12,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fem_megatron import catalogue
+from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.block import BlockShape
-from fem_megatron.shapes.cem import CemConfig
-from fem_megatron.shapes.fem import FemConfig
-from fem_megatron.shapes.hyperset import HyperSetConfig
-from fem_megatron.shapes.second_order import SecondOrderConfig
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.cem.shape import CemConfig
+from fem_megatron.mixers.fem.shape import FemConfig
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig
+from fem_megatron.mixers.second_order.shape import SecondOrderConfig
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import BlockShape
+from fem_megatron.state import Context
 from pretrain.plan import forward_flops, parameter_shapes
 
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, tie_embeddings=True)
@@ -99,7 +99,7 @@ def tokens(length: int = LENGTH, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_planned_parameters_are_the_built_ones(name: str) -> None:
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
 
     model = replace(SMALL, mixer=name, tie_embeddings=False)
     built = build(model, Layout(params_dtype=torch.float64), 16, seed=1)[0]

@@ -13,11 +13,11 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.cem import CemAttention, CemMlp, elementwise_energy
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.preconditioner import smallest_eigenvalue
-from fem_megatron.layers.update import Context, rms_norm
-from fem_megatron.shapes.cem import CemAttentionShape, CemConfig, CemMlpShape
+from fem_megatron.mixers.cem.layer import CemAttention, CemMlp, elementwise_energy, smallest_eigenvalue
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig, CemMlpShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
+from fem_megatron.update import rms_norm
 from kernels.cem_attention.reference import interaction_energy
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

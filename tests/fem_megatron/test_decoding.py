@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.update import Context, State
+from fem_megatron.block import Block
+from fem_megatron.state import Context, State
 from tests.fem_megatron.test_catalogue import NAMES, SMALL, block_of
 
 STEPS = 300

@@ -12,15 +12,14 @@ from torch.nn.functional import softplus
 from torch.utils.flop_counter import FlopCounterMode
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers import fem
-from fem_megatron.layers.fem import FemMixer
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.priors.aft import AftPrior
-from fem_megatron.layers.priors.mamba import MambaPrior
-from fem_megatron.layers.update import Context, State, rms_norm
-from fem_megatron.shapes.fem import FemConfig, FemShape
-from fem_megatron.shapes.priors.aft import AftShape
-from fem_megatron.shapes.priors.mamba import MambaShape
+from fem_megatron.mixers.fem import layer as fem
+from fem_megatron.mixers.fem.layer import FemMixer
+from fem_megatron.mixers.fem.prior_shapes import AftShape, MambaShape
+from fem_megatron.mixers.fem.priors import AftPrior, MambaPrior
+from fem_megatron.mixers.fem.shape import FemConfig, FemShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context, State
+from fem_megatron.update import rms_norm
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
 from tests.fem_megatron.test_fem_mixer import load_fixture, place, read_alone
@@ -76,9 +75,9 @@ def put_in_the_released_epsilons(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fem, "outer_gate", gate)
     monkeypatch.setattr(AftPrior, "_positive", query)
-    monkeypatch.setattr("fem_megatron.layers.priors.aft.aft_read", read)
-    monkeypatch.setattr("fem_megatron.layers.time_decay.time_decay_scan", scan)
-    monkeypatch.setattr("fem_megatron.layers.time_decay.conditioner_features", shortcut)
+    monkeypatch.setattr("fem_megatron.mixers.fem.priors.aft_read", read)
+    monkeypatch.setattr("fem_megatron.mixers.fem.layer.time_decay_scan", scan)
+    monkeypatch.setattr("fem_megatron.mixers.fem.layer.conditioner_features", shortcut)
 
 
 @pytest.mark.parametrize("with_epsilons", [True, False])

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.fem import FemMixer
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.fem import FemConfig, FemShape
+from fem_megatron.mixers.fem.layer import FemMixer
+from fem_megatron.mixers.fem.shape import FemConfig, FemShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 Arrays = dict[str, torch.Tensor]

@@ -14,15 +14,13 @@ from torch.nn.functional import relu, softplus
 from torch.utils.flop_counter import FlopCounterMode
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.fem import FemMixer
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.priors import scan
-from fem_megatron.layers.update import Context, State, rms_norm, rotate
-from fem_megatron.shapes.fem import FemConfig, FemShape
-from fem_megatron.shapes.priors.base import PriorShape
-from fem_megatron.shapes.priors.linear import LinearShape
-from fem_megatron.shapes.priors.lrnn_decay import DecayShape
-from fem_megatron.shapes.priors.scan import CHUNK, CHUNK_PER_CHANNEL
+from fem_megatron.mixers.fem import priors as scan
+from fem_megatron.mixers.fem.layer import FemMixer
+from fem_megatron.mixers.fem.prior_shapes import CHUNK, CHUNK_PER_CHANNEL, DecayShape, LinearShape, PriorShape
+from fem_megatron.mixers.fem.shape import FemConfig, FemShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context, State
+from fem_megatron.update import rms_norm, rotate
 from kernels.linear_attention import reference
 from tests.fem_megatron.test_fem_mixer import Arrays, _inverse_temperature, load_fixture, pack, read_alone
 
@@ -363,7 +361,7 @@ def test_products_in_bfloat16_as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyP
     mixer = build(shape_of(name, attention_backend="fused"), torch.float32)
     x = torch.randn(33, 2, mixer.shape.hidden, generator=torch.Generator().manual_seed(3))
     plain = mixer.step(x, Context()).detach()
-    monkeypatch.setattr("fem_megatron.layers.priors.scan.product_type", lambda t: torch.bfloat16)
+    monkeypatch.setattr("fem_megatron.mixers.fem.priors.product_type", lambda t: torch.bfloat16)
     narrow = mixer.step(x, Context()).detach()
     error = float((narrow - plain).norm() / plain.norm())
     assert 1e-5 < error < 1e-2

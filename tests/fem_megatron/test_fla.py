@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron.layers.fla import FlaLayer
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.fla import FlaConfig, FlaShape
+from fem_megatron.mixers.fla.layer import FlaLayer
+from fem_megatron.mixers.fla.shape import FlaConfig, FlaShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 from tests.fem_megatron.baselines import ROUNDING, Rank, decode, model, norm, tokens
 
 

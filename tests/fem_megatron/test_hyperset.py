@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron.layers.hyperset import HyperSet
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.step_net import sinusoidal
-from fem_megatron.layers.update import Context
+from fem_megatron.mixers.hyperset.layer import HyperSet, sinusoidal
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 from kernels.symmetric_attention.reference import attention_energy, feed_forward_energy
 from tests.fem_megatron.hyperset_parts import CAUSAL, FEED_FORWARDS, ROUNDING, UPDATES, WHOLE, build, run, shape, tokens
 

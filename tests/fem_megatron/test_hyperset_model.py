@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fem_megatron.layers.hyperset import HyperSet
-from fem_megatron.layers.update import Context
+from fem_megatron.mixers.hyperset.layer import HyperSet
+from fem_megatron.state import Context
 from tests.fem_megatron.hyperset_parts import CAUSAL, FEED_FORWARDS, ROUNDING, UPDATES, build, run, shape, tokens
 
 

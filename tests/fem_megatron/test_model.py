@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.fem import FemConfig
+from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.plan import parameter_shapes
 from tests.fem_megatron import padding
 
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def build(model: ModelConfig, dtype: torch.dtype = torch.float64) -> Any:
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
 
     return build(model, Layout(params_dtype=dtype), 16, seed=1)[0]
 
@@ -83,7 +83,7 @@ def test_the_vocabulary_s_padding_is_left_out(vocabulary: str, tied: bool, dtype
 
 def test_the_padding_is_left_out_of_the_fused_loss() -> None:
     """Megatron's other cross-entropy, uncompiled, and under recompute: to the bit what the plain one says."""
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
 
     model = padding.model_of("padded", tied=True)
     tokens, labels = padding.batch(model)
@@ -100,7 +100,7 @@ def test_the_padding_is_left_out_of_the_fused_loss() -> None:
 
 
 def test_without_padding_nothing_is_added() -> None:
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
 
     hooks = [
         len(build(padding.model_of(name, tied=False), Layout(), 4, seed=1)[0].output_layer._forward_hooks) for name in padding.VOCABULARIES
@@ -110,7 +110,7 @@ def test_without_padding_nothing_is_added() -> None:
 
 def test_norm_of_many_parts_is_exact() -> None:
     """The grad norm on the CPU: a large tensor with few heavy rows, where a plain float32 sum is 2e-5 off."""
-    from fem_megatron.platform import _l2_norm
+    from fem_megatron.megatron.platform import _l2_norm
 
     heavy = torch.randn(4096 * 64 + 37, generator=torch.Generator().manual_seed(0)) * 1e-4
     heavy[:6400] *= 1000

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.parallel import OneProcess, parameter
-from fem_megatron.layers.second_order import EnergyLinearAttention, SecondOrderAttention
-from fem_megatron.layers.update import Context, State, rms_norm, rotate
-from fem_megatron.shapes.base import Weight
-from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderConfig, SecondOrderShape
+from fem_megatron.mixers.second_order.layer import EnergyLinearAttention, SecondOrderAttention
+from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderConfig, SecondOrderShape
+from fem_megatron.parallel import OneProcess, parameter
+from fem_megatron.shape import Weight
+from fem_megatron.state import Context, State
+from fem_megatron.update import rms_norm, rotate
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 through a few solves

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.room import Room
-from fem_megatron.layers.update import Context, State
-from fem_megatron.layers.window import windowed_attention
-from fem_megatron.shapes.attention import AttentionConfig, AttentionShape
+from fem_megatron.mixers.attention.layer import windowed_attention
+from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
+from fem_megatron.state import Context, Room, State
 from pretrain.config import RunConfig
 from pretrain.plan import make_plan
 from pretrain.validate import validate

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import fem_megatron.layers.cem as cem
+import fem_megatron.mixers.cem.layer as cem
 import kernels.cem_attention.triton as products
 import kernels.cem_attention.triton as triton_form
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.cem import CemAttentionShape, CemConfig
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 from kernels.cem_attention import OP, Diagonal, cem_attention
 from kernels.cem_attention.cases import SUITE, inputs
 from kernels.check import poisoned_memory

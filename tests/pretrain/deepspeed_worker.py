@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.loader import load_run
 from pretrain.validate import prepare
 

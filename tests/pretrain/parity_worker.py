@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.loader import load_run
 from pretrain.validate import prepare
 
@@ -83,7 +83,7 @@ def weights_digest(engine: Any) -> dict[str, str]:
     """Name in the whole model -> hash of the whole weight, gathered over the ranks from each rank's own slices."""
     from megatron.core import parallel_state
 
-    from fem_megatron.model import global_name
+    from fem_megatron.megatron.model import global_name
 
     mine: dict[str, tuple[int, int, torch.Tensor]] = {}
     for model in engine.models:

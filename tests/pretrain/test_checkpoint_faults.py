@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.checkpoint import MANIFEST
 from pretrain.checkpoint_reader import DamagedCheckpoint, read_metadata, read_part
 from tests.pretrain.conftest import DEMO, Command

@@ -21,7 +21,7 @@ from tests.pretrain.conftest import DEMO
 def groups() -> Iterator[None]:
     from megatron.core import parallel_state
 
-    from fem_megatron import platform
+    from fem_megatron.megatron import platform
 
     platform.initialize_distributed()
     parallel_state.initialize_model_parallel()

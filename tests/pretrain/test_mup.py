@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.mup import MupConfig
+from fem_megatron.mup import MupConfig
 from pretrain.checkpoint import find
 from pretrain.loader import load_run
 from pretrain.validate import prepare
@@ -34,7 +34,7 @@ def engine_of(settings: list[str], *overrides: str) -> Iterator[Any]:
     """A fresh engine in this process, with its process groups."""
     from megatron.core import parallel_state
 
-    from fem_megatron import platform
+    from fem_megatron.megatron import platform
     from pretrain.engines.building import initialize_model_parallel, make_engine
     from pretrain.schedule import Schedule
 
@@ -220,7 +220,7 @@ def test_an_export_computes_the_same_and_comes_back(name: str, tmp_path: Path) -
     the configuration with its base."""
     from transformers import AutoModelForCausalLM
 
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
     from tests.one_process import megatron_of_one_process
     from tests.tools.hf.checkpoints import hf, save
 

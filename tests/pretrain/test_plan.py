@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.fem import FemConfig, FemShape
+from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts, SourceFacts
 from pretrain.loader import load_run

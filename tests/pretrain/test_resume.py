@@ -11,8 +11,8 @@ import pytest
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.fem import FemConfig
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.checkpoint_reader import MANIFEST, read_common
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.loader import to_dict, walk

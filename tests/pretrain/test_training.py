@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.loader import load_run
 from pretrain.loggers import kernels_told
 from pretrain.metrics import Meter
@@ -105,7 +105,7 @@ def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None
 def engine(settings: list[str]) -> Iterator[Any]:
     from megatron.core import parallel_state
 
-    from fem_megatron import platform
+    from fem_megatron.megatron import platform
     from pretrain.engines.building import initialize_model_parallel
     from pretrain.engines.megatron import MegatronEngine
     from pretrain.schedule import Schedule

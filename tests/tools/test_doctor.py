@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.engines import deepspeed_ops as ops
 from tests.test_house import ROOT
 from tools.doctor import checks

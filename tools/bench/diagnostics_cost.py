@@ -15,8 +15,8 @@ from contextlib import nullcontext
 import torch
 
 from fem_common.errors import CommandError, end
-from fem_megatron import platform
 from fem_megatron.catalogue import MIXERS
+from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.loader import load_run
 from pretrain.validate import validate

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 
 # What a benchmark may find installed beside torch, and uses then.
 PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-linear-attention", "megatron-core", "transformer-engine", "matplotlib")

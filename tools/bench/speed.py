@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from kernels.implementations import operations
 from tools.bench.timing import Timing, measure
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Inputs, Outputs, Size

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fem_megatron.platform import Moment, synchronize
+from fem_megatron.megatron.platform import Moment, synchronize
 
 SLOW = 1.0  # seconds; of such a call fewer are made
 

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(given: argparse.Namespace) -> int:
     if given.plain_optimizer and given.engine != "megatron":
         raise ConfigError(f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}")
-    from fem_megatron.platform import import_megatron
+    from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from tools.checkpoint.convert import convert

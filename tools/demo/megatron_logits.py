@@ -1,6 +1,7 @@
 """``python -m tools.demo.megatron_logits CHECKPOINT TOKENS.bin OUT.npy``: the logits that the training code computes, in one process.
 
-The checkpoint's whole weights go into ``fem_megatron.model`` and see the first sequences of a data split. Knows nothing of the export.
+The checkpoint's whole weights go into ``fem_megatron.megatron.model`` and see the first sequences of a data split.
+Knows nothing of the export.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ def logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
     Raises:
         ConfigError: the checkpoint cannot be read, or lacks weights of the model.
     """
-    from fem_megatron.platform import import_megatron, initialize_distributed
+    from fem_megatron.megatron.platform import import_megatron, initialize_distributed
 
     import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
     from fem_common.errors import ConfigError
-    from fem_megatron import model as fem_model
+    from fem_megatron.megatron import model as fem_model
     from pretrain.checkpoint import load_full_model_state
 
     state, model, _ = load_full_model_state(checkpoint)

@@ -11,7 +11,7 @@ import torch
 
 from data_prep.indexed import FormatError, read_index
 from fem_common.errors import ConfigError
-from fem_megatron.platform import device, import_megatron
+from fem_megatron.megatron.platform import device, import_megatron
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     import_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
-    from fem_megatron import model as fem_model
-    from fem_megatron import platform
     from fem_megatron.diagnostics import observing
+    from fem_megatron.megatron import model as fem_model
+    from fem_megatron.megatron import platform
     from pretrain.checkpoint import load_full_model_state
     from pretrain.engines.building import destroy_model_parallel
     from pretrain.observer import blocks_of

@@ -88,7 +88,7 @@ def torch_and_megatron() -> Iterator[Check]:
     """Both are imported, as training imports them; Megatron-core is the pinned version."""
     try:
         torch = importlib.import_module("torch")
-        platform = importlib.import_module("fem_megatron.platform")
+        platform = importlib.import_module("fem_megatron.megatron.platform")
     except (ImportError, OSError) as error:
         yield Check("wrong", "torch", f"cannot be imported ({_last_line(str(error))})", "make setup")
         return
@@ -112,7 +112,7 @@ def torch_and_megatron() -> Iterator[Check]:
 
 def gpus() -> Iterator[Check]:
     """The GPUs that the driver names, and whether torch computes on one."""
-    from fem_megatron.platform import has_cuda, toolkit
+    from fem_megatron.megatron.platform import has_cuda, toolkit
     from kernels import machine
 
     seen = _driver()
@@ -268,7 +268,7 @@ def _op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Check
 
 def cuda_toolkit() -> Iterator[Check]:
     """nvcc, which packages of the extra `gpu` are compiled with, against torch's CUDA. DeepSpeed's ops above need none."""
-    from fem_megatron.platform import toolkit
+    from fem_megatron.megatron.platform import toolkit
 
     built_with = re.search(r"CUDA (\d+\.\d+)", toolkit() or "")
     if built_with is None:
@@ -289,7 +289,7 @@ def cuda_toolkit() -> Iterator[Check]:
 
 def packages() -> Iterator[Check]:
     """The optional packages of a GPU; not imported."""
-    from fem_megatron.platform import has_cuda
+    from fem_megatron.megatron.platform import has_cuda
 
     for module, distribution in GPU_PACKAGES.items():
         try:

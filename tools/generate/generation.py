@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, StoppingCriteria, TextStreamer
 
 from fem_common.errors import ConfigError
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.plan import decoding_state_bytes
 from tools.hf.open_model import OpenModel, first_line, open_model, quiet_transformers
 

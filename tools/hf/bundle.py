@@ -1,8 +1,9 @@
 """The code that an exported folder carries: the files that trained the model, flat, as transformers' loader of remote code wants them.
 
 transformers copies the modeling file and, recursively, what it imports by ``from .name import``; it knows no sub-packages. So
-``fem_megatron/layers/fem.py`` becomes ``fem_megatron_layers_fem.py``, and ``from fem_megatron.layers.fem import FemMixer`` becomes
-``from .fem_megatron_layers_fem import FemMixer``. Four more things change:
+``fem_megatron/mixers/fem/layer.py`` becomes ``fem_megatron_mixers_fem_layer.py``, and
+``from fem_megatron.mixers.fem.layer import FemMixer`` becomes
+``from .fem_megatron_mixers_fem_layer import FemMixer``. Four more things change:
 
 - a table from shapes to what computes them loses the lines of shapes that the model has not, with their imports: a softmax model's folder
   has no file of another mixer, and asks for no package that only others need;
@@ -29,7 +30,7 @@ HERE = "tools.hf."
 ENTRIES = (HERE + "configuration_fem", HERE + "modeling_fem")
 COPIED = ("fem_common.", "fem_megatron.", "kernels.", HERE)
 OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools", "data_prep")
-SHAPES = "fem_megatron.shapes."
+SHAPES = ("fem_megatron.shape", "fem_megatron.mixers.")
 GIVEN = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
 
 OPTIONAL = {"triton"}  # without it torch's forms of the operations run
@@ -134,7 +135,7 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
 
 
 def without_unused(text: str, used: set[str]) -> str:
-    """The text without the lines of tables whose keys are classes of ``fem_megatron.shapes``, none of ``used``, and without their imports.
+    """The text without the lines of tables whose keys are classes of the shapes' modules, none of ``used``, and without their imports.
 
     A table that is not written one line (or more) an entry stays as it is.
     """
@@ -168,7 +169,7 @@ def without_unused(text: str, used: set[str]) -> str:
 
 
 def _tables(tree: ast.Module) -> list[ast.Dict]:
-    """Module-level dictionaries all of whose keys are imported from ``fem_megatron.shapes``."""
+    """Module-level dictionaries all of whose keys are imported from the shapes' modules."""
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(SHAPES)]
     shapes = {alias.asname or alias.name for node in imports for alias in node.names}
     values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.room import Room
-from fem_megatron.layers.update import State
+from fem_megatron.state import Room, State
 
 from .configuration_fem import FemLMConfig
 

@@ -27,17 +27,15 @@ from torch import Tensor
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionShape
-from fem_megatron.shapes.base import Shape
-from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
-from fem_megatron.shapes.delta import DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape
-from fem_megatron.shapes.fem import FemShape
-from fem_megatron.shapes.mamba2 import Mamba2Shape
-from fem_megatron.shapes.mlp import SwiGluShape
-from fem_megatron.shapes.priors.base import SoftmaxShape
-from fem_megatron.shapes.priors.linear import LinearShape
-from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
+from fem_megatron.mixers.attention.shape import AttentionShape
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
+from fem_megatron.mixers.delta.shape import DeltaShape
+from fem_megatron.mixers.differential.shape import DifferentialShape
+from fem_megatron.mixers.fem.prior_shapes import LinearShape, SoftmaxShape
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.mixers.mamba2.shape import Mamba2Shape
+from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
+from fem_megatron.shape import Shape, SwiGluShape
 from pretrain.plan import model_weights
 
 from .recipes import padded

@@ -26,8 +26,8 @@ from torch import Tensor
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
-from fem_megatron.platform import import_megatron
-from fem_megatron.shapes.mup import starts_from
+from fem_megatron.megatron.platform import import_megatron
+from fem_megatron.mup import starts_from
 from pretrain.checkpoint_reader import Inherited
 from pretrain.config import RunConfig
 from pretrain.loader import load_values, to_dict
@@ -312,7 +312,7 @@ def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
 
 def _grafted(source: Source, config: RunConfig, plan: Graft, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Name -> weight of the target: as training starts it, in the type of the folder's embedding, with what the plan copies."""
-    from fem_megatron.model import start
+    from fem_megatron.megatron.model import start
 
     model, kind = config.model, STORED[source.folder.tensors["model.embed_tokens.weight"].dtype]
     for name, weight in model_weights(model).items():

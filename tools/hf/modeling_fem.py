@@ -16,14 +16,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.room import Room
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.base import FIXED, OUTPUT, Normal, Weight
-from fem_megatron.shapes.block import BlockShape
-from fem_megatron.shapes.mup import starts_from
+from fem_megatron.mup import starts_from
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import FIXED, OUTPUT, BlockShape, Normal, Weight
+from fem_megatron.state import Context, Room
 
 from .cache_fem import FemCache, FemStaticCache
 from .configuration_fem import FemLMConfig

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from fem_common.errors import ConfigError
-from fem_megatron import platform
 from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import platform
 from pretrain.checkpoint_reader import find
 
 from .configuration_fem import FemLMConfig

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fem_megatron import platform
-from fem_megatron.layers.cem import CemAttention, CemMlp
-from fem_megatron.layers.update import Context, Update, rms_norm
+from fem_megatron.megatron import platform
+from fem_megatron.mixers.cem.layer import CemAttention, CemMlp
+from fem_megatron.state import Context
+from fem_megatron.update import Update, rms_norm
 from pretrain.config import RunConfig
 from pretrain.data import Batch
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel

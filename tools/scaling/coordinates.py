@@ -169,7 +169,7 @@ def main(arguments: argparse.Namespace) -> int:
         for one in asked
         for case, counts in _in_parametrizations(one, arguments.compare)
     ]
-    from fem_megatron.platform import import_megatron  # torch takes seconds: not for a wrong argument
+    from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from tools.scaling import activations

@@ -78,7 +78,7 @@ def _rank(rank: int, jobs: str, folder: str) -> None:
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
     os.environ.update({key: str(value) for key, value in told.items()})
     torch.set_num_threads(1)
-    from fem_megatron import platform
+    from fem_megatron.megatron import platform
 
     platform.import_megatron()
     for job in json.loads(jobs):
@@ -138,7 +138,7 @@ def _off_the_start(engine: Any) -> None:
     """Every weight its start plus 0.1 x noise, the same at every layout: a rank keeps its slice of the whole noise."""
     from megatron.core import parallel_state
 
-    from fem_megatron.model import global_name
+    from fem_megatron.megatron.model import global_name
 
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for chunk in engine.models:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron import platform
 from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import platform
 from pretrain.checkpoint import Progress, manifest_of, publish_step
 from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from tests.pretrain.data_folder import write_folder, write_manifest

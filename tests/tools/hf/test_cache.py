@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.hyperset import HyperSetConfig
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from pretrain.plan import decoding_state_bytes
 from tests.tools.hf.small import NAMES, close, config_of, here, padded_batch, small, tokens
 from tools.hf.configuration_fem import FemLMConfig
@@ -103,7 +103,7 @@ def compiled(name: str, backend: Any) -> None:
     static = {"cache_implementation": "static", "compile_config": settings}
     for start, given in ((0, mask), (0, None), (2, mask[:, 2:])):
         wanted = model.generate(ids[:, start:], attention_mask=given, **greedy)
-        # Beside Megatron on a CPU, which other tests of this process start, fem_megatron.platform turns compilation off.
+        # Beside Megatron on a CPU, which other tests of this process start, fem_megatron.megatron.platform turns compilation off.
         with torch.compiler.set_stance("default"):
             found = model.generate(ids[:, start:], attention_mask=given, **greedy, **static)
         assert torch.equal(wanted, found)

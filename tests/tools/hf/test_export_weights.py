@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fem_common.errors import ConfigError
-from fem_megatron import platform
 from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import platform
 from pretrain.checkpoint_reader import Weights
 from pretrain.config import DataConfig
 from pretrain.plan import parameter_shapes
@@ -154,7 +154,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import tools.hf.from_checkpoint
-from fem_megatron.platform import peak_resident_bytes
+from fem_megatron.megatron.platform import peak_resident_bytes
 from tools.hf.__main__ import main
 Path("/proc/self/clear_refs").write_text("5")
 before = peak_resident_bytes()

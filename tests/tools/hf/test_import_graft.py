@@ -137,7 +137,7 @@ def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_p
 
 def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: None) -> None:
     """Of every mixer: the numbers that are not training's own first ones are those that the table counts as copied."""
-    from fem_megatron.model import Layout, build, global_name
+    from fem_megatron.megatron.model import Layout, build, global_name
 
     source = stock_folder("llama tied", tmp_path / "hf", num_hidden_layers=len(MIXERS))
     pattern = f"model.pattern=[{', '.join(MIXERS)}]"

@@ -22,7 +22,7 @@ from torch.nn.functional import sigmoid
 
 from fem_common.errors import StorageError
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.fem import FemConfig, FemShape
+from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.plan import model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, random_state, small, tokens, write_tokenizer
@@ -62,7 +62,7 @@ def one_process() -> Iterator[None]:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) -> None:
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
 
     given, ids = exported(name), tokens(2, 21)
     (trained,) = build(given.config, Layout(), 21, seed=0)

@@ -11,9 +11,9 @@ import torch
 
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.cem import CemConfig
-from fem_megatron.shapes.hyperset import HyperSetConfig
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.cem.shape import CemConfig
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from pretrain.checkpoint import find
 from tests.tools.hf.checkpoints import STOCK, changed, equal, hf, save, stock_folder, tensors, weights
 from tests.tools.hf.small import NAMES, VOCAB, config_of, random_state, small

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.update import scaled
-from fem_megatron.shapes.attention import AttentionConfig, AttentionShape
+from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
+from fem_megatron.update import scaled
 from pretrain.plan import parameter_shapes
 from tests.one_process import megatron_of_one_process
 from tools.hf.recipes import VOCABULARY, Recipes
@@ -76,7 +76,7 @@ def random_state(model: ModelConfig) -> dict[str, Tensor]:
 
 def trained_logits(model: ModelConfig, state: dict[str, Tensor], ids: Tensor, dtype: torch.dtype) -> Tensor:
     """What the training code computes, float64 [b, t, VOCAB]."""
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
 
     (chunk,) = build(model, Layout(params_dtype=dtype), ids.shape[1], seed=0)
     answer = chunk.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, strict=False)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from fem_common.errors import CommandError, Fault, end
 from fem_common.exits import Exit
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from tools.bench import environment
 from tools.bench.data_prep.processes import Neighbours, load
 from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fem_common.errors import ConfigError
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from tools.bench.engines.variants import Job, configuration
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import UserError, end
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from kernels.fem_attention.table import write as write_table
 from tools.bench import environment
 from tools.bench.gpu_suite.picture import draw

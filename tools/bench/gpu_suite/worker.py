@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from kernels.check import check, suites
 from tools.bench.engines import figures
 from tools.bench.engines.launch import launch

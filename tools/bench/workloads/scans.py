@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.priors.linear import LinearPrior
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.fem import FemShape
+from fem_megatron.mixers.fem.priors import LinearPrior
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
 from kernels.gated_delta_rule import gated_delta_rule
