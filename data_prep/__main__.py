@@ -19,17 +19,17 @@ from fem_common.signals import taken
 
 # Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {
-    "stdlib": ("stdlib", "gather the running Python's standard library as parquet"),
-    "train-tokenizer": ("train_tokenizer", "train a BPE tokenizer"),
-    "inspect": ("inspection", "look at inputs: schema, rows, a sample, what they will take"),
-    "plan": ("plan", "cut inputs into units of work"),
-    "run": ("run", "encode text into train/valid/test .bin/.idx"),
-    "status": ("status", "how far a data folder is"),
-    "merge": ("merge", "merge a job array's units into train/valid/test .bin/.idx"),
+    "stdlib": ("verbs.stdlib", "gather the running Python's standard library as parquet"),
+    "train-tokenizer": ("verbs.train_tokenizer", "train a BPE tokenizer"),
+    "inspect": ("report.inspect", "look at inputs: schema, rows, a sample, what they will take"),
+    "plan": ("verbs.plan", "cut inputs into units of work"),
+    "run": ("verbs.run", "encode text into train/valid/test .bin/.idx"),
+    "status": ("report.status", "how far a data folder is"),
+    "merge": ("verbs.merge", "merge a job array's units into train/valid/test .bin/.idx"),
     "verify": ("verify", "check a data folder against its manifest"),
-    "index": ("index", "build the sample indices that pretrain would build at its start"),
-    "stats": ("stats", "documents, tokens, lengths and drops of a data folder, and a picture"),
-    "blend": ("blend", "several data folders with weights, as the file that pretrain reads"),
+    "index": ("verbs.index", "build the sample indices that pretrain would build at its start"),
+    "stats": ("report.stats", "documents, tokens, lengths and drops of a data folder, and a picture"),
+    "blend": ("verbs.blend", "several data folders with weights, as the file that pretrain reads"),
 }
 # The signals that end a verb, and how it says so.
 ENDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal hung up"}

@@ -38,3 +38,9 @@ def existing_folder(path: Path, what: str) -> Path:
     if not path.is_dir():
         raise UserError(f"{path} is a file, where a folder is needed ({what})")
     return path
+
+
+def raise_if_memory(error: Exception) -> None:
+    """Raises MemoryError where that is what a library's error means."""
+    if is_want_of_memory(error):
+        raise MemoryError(one_line(error)) from None

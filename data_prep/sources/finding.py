@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from data_prep.errors import UserError
 from data_prep.sources import hub
-from data_prep.sources.packed import GZIP, ZSTD, is_skippable
+from data_prep.sources.streams import GZIP, ZSTD, is_skippable
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 PACKINGS = (".gz", ".zst")

@@ -18,8 +18,8 @@ from urllib.parse import unquote
 import yaml
 
 from data_prep.errors import UserError, one_line
-from data_prep.hub_access import SHORT_WAITS, Repository, patiently
 from data_prep.sources.hub_bytes import BUFFER, HubBytes
+from data_prep.sources.hub_client import SHORT_WAITS, Repository, patiently
 
 SCHEME = "hf://"
 ENDINGS = (".parquet", *(lines + packing for lines in (".jsonl", ".ndjson") for packing in ("", ".gz", ".zst")))

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data_prep.errors import UserError
-from data_prep.hub_access import LONG_WAITS, Repository, patiently
+from data_prep.sources.hub_client import LONG_WAITS, Repository, patiently
 
 MIB = 1 << 20
 WINDOWS = (MIB // 4, MIB, 4 * MIB, 8 * MIB)  # bytes asked for at once, growing while the reading goes on forwards

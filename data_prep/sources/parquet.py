@@ -11,12 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.drops import Drop
-from data_prep.errors import UserError, one_line
-from data_prep.sources.columns import missing_column
-from data_prep.sources.memory import raise_if_memory
+from data_prep.errors import UserError, one_line, raise_if_memory
 from data_prep.sources.pages import BadHeader, pages_of
-from data_prep.sources.types import BATCH_BYTES, ID, ROW_BYTES, Columns, Rows, Span, Unreadable
+from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, Span, Unreadable, missing_column
 
 BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
 READ_BYTES = 1 << 15  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean

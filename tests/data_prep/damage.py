@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.indexed import index_bytes, read_index
-from data_prep.samples import sample_digest
+from data_prep.store.indexed import index_bytes, read_index, sample_digest
 from tests.data_prep.units_made import edit_json
 
 

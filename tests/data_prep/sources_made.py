@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from data_prep.sources import Columns, Rows, SourceFile, Span, Unreadable, read_span
-from data_prep.sources.types import BATCH_BYTES, ROW_BYTES
+from data_prep.sources.rows import BATCH_BYTES, ROW_BYTES
 
 TEXT = 'plain words, naïve é, 東京 🙂, "quoted", back\\slash, tab\t, line\nend\r\n, \x00 '
 

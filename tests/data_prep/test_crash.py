@@ -24,8 +24,8 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.errors import UserError
-from data_prep.files import LOCK, Lock, Staging, temporary
-from data_prep.manifest import read_entry
+from data_prep.store.files import LOCK, Lock, Staging, temporary
+from data_prep.store.manifest import read_entry
 from fem_common.exits import Exit
 from tests.data_prep.conftest import HF, ROOT, SHARES, SMALL_UNITS, children, cli, kill, snapshot, start, wait_until
 
@@ -226,7 +226,7 @@ def flock_of_nfs(descriptor: int, operation: int) -> None:
 
 
 def test_the_lock_works_as_nfs_wants_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.files.fcntl.flock", flock_of_nfs)
+    monkeypatch.setattr("data_prep.store.files.fcntl.flock", flock_of_nfs)
     with Lock(tmp_path):
         for shared in (False, True):
             with pytest.raises(UserError, match="another data_prep process is writing"), Lock(tmp_path, shared=shared):

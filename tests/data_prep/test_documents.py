@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_prep.documents import BAD_ROWS_LISTED, Selection, Settings, add_settings_arguments, settings_of
-from data_prep.drops import BadRow, Drop
+from data_prep.encode.documents import BAD_ROWS_LISTED, Selection, Settings, add_settings_arguments, settings_of
+from data_prep.encode.splits import SPLITS, Split, hash64, hash_ids
 from data_prep.errors import UserError
 from data_prep.sources import Rows
-from data_prep.splits import SPLITS, Split, hash64, hash_ids
+from data_prep.sources.rows import BadRow, Drop
 
 # Invalid: a lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
 PIECES: list[bytes] = [
@@ -261,7 +261,7 @@ def test_split_of_hashes_is_split_of_ids_to_the_last_bit(shares: tuple[float, fl
     inside += [random.Random(5).randrange(2**64) for _ in range(2000)]
     expected = []
     for value in inside:
-        monkeypatch.setattr("data_prep.splits.hash64", lambda _, value=value: value)
+        monkeypatch.setattr("data_prep.encode.splits.hash64", lambda _, value=value: value)
         expected.append(split.of(b""))
     assert [SPLITS[index] for index in split.of_hashes(np.array(inside, np.uint64))] == expected
     assert set(split.names) >= set(expected)

@@ -1,4 +1,7 @@
-"""Both encoders: equal to ``Tokenizer.encode`` document by document, whatever the batch; and how one of them is chosen."""
+"""Both encoders: equal to ``Tokenizer.encode`` document by document, whatever the batch; and how one of them is chosen.
+
+Long, because it holds both encoders to one oracle.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,21 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, decoders
 
-from data_prep import encoders, selfcheck
-from data_prep.encoder import TokenizerFolder, load_folder
-from data_prep.encoders import Encoded, Encoder, Gigatoken, HuggingFace, choose, encoding_spec, make
+from data_prep.encode import encoders, selfcheck
+from data_prep.encode.encoders import (
+    Encoded,
+    Encoder,
+    Gigatoken,
+    HuggingFace,
+    choose,
+    encoding_spec,
+    make,
+    unsettled_documents,
+    unsettled_points,
+)
+from data_prep.encode.selfcheck import PARTS, battery, check, compare
+from data_prep.encode.tokenizer import TokenizerFolder, load_folder
 from data_prep.errors import UserError
-from data_prep.selfcheck import PARTS, battery, check, compare
-from data_prep.settled import unsettled_documents, unsettled_points
 from tests.data_prep.conftest import ROOT
 from tests.data_prep.tokenizers_made import EXACT, INEXACT, write
 
@@ -200,7 +212,8 @@ def test_megabytes_are_one_document(made_of: Made, name: str, megabytes: float) 
 @pytest.mark.parametrize("letters", ["a", " ", "!\n", "1a", "漢", "\U0010fffd", "\ufdd0", "kqzjx"])
 def test_the_longest_document_keeps_memory_bounded(made_of: Made, name: str, kind: str, letters: str) -> None:
     code = (
-        "import sys, pyarrow as pa; from pathlib import Path; from data_prep.encoder import load_folder; from data_prep import encoders\n"
+        "import sys, pyarrow as pa; from pathlib import Path\n"
+        "from data_prep.encode.tokenizer import load_folder; from data_prep.encode import encoders\n"
         "encoder = encoders.make(load_folder(Path(sys.argv[1])), sys.argv[2])\n"
         "text = sys.argv[3] * (encoders.MAX_DOCUMENT_BYTES // len(sys.argv[3].encode()))\n"
         "encoder.encode(pa.array([text], pa.large_string()))\n"
@@ -230,7 +243,7 @@ def test_a_whole_corpus_is_exact(made_of: Made, name: str) -> None:
 def test_no_threads(made_of: Made, kind: str) -> None:
     code = (
         "import os, sys, pyarrow as pa; from pathlib import Path\n"
-        "from data_prep.encoder import load_folder; from data_prep.encoders import make\n"
+        "from data_prep.encode.tokenizer import load_folder; from data_prep.encode.encoders import make\n"
         "texts = pa.array(['one two ' * 50, 'three \\ufdd0'] * 200, pa.large_string()); before = len(os.listdir('/proc/self/task'))\n"
         "make(load_folder(Path(sys.argv[1])), sys.argv[2]).encode(texts); print(len(os.listdir('/proc/self/task')) - before)"
     )
@@ -244,8 +257,8 @@ FORGETS = """
 import sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from data_prep import encoders
-from data_prep.encoder import load_folder
+from data_prep.encode import encoders
+from data_prep.encode.tokenizer import load_folder
 encoders.CACHE_EVERY, encoders.CACHE_BYTES = 2_000_000, 8_000_000
 encoder, random = encoders.Gigatoken(load_folder(Path(sys.argv[1]))), np.random.default_rng(0)
 loaded = 1

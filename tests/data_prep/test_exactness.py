@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from data_prep.encoder import TokenizerFolder
-from data_prep.selfcheck import battery
+from data_prep.encode.selfcheck import battery
+from data_prep.encode.tokenizer import TokenizerFolder
 from tests.data_prep.conftest import ROOT, cli, make_documents, read_split
 from tests.data_prep.tokenizers_made import gpt, llama, texts, write
 

@@ -215,5 +215,5 @@ def test_without_network(tmp_path: Path, more: dict[str, str], message: str) -> 
 
 
 def test_local_files_need_no_hub() -> None:
-    code = "import sys, data_prep.sources.hub, data_prep.tokenizer_source; print('huggingface_hub' in sys.modules)"
+    code = "import sys, data_prep.sources.hub, data_prep.encode.tokenizer; print('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

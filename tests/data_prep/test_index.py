@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.indexed import index_bytes
+from data_prep.store.indexed import index_bytes
 from tests.data_prep.conftest import ROOT, cli, kill, make_documents, start, wait_until, write_parquet
 from tests.pretrain.conftest import DEMO, SMALL
 

@@ -12,7 +12,16 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from data_prep.errors import UserError
-from data_prep.indexed import FormatError, IndexedWriter, dtype_name, index_bytes, index_bytes_of, read_index, with_ending, write_index
+from data_prep.store.indexed import (
+    FormatError,
+    IndexedWriter,
+    dtype_name,
+    index_bytes,
+    index_bytes_of,
+    read_index,
+    with_ending,
+    write_index,
+)
 from tests.data_prep.conftest import ROOT
 
 EOD = 0
@@ -132,7 +141,7 @@ def test_pointers_do_not_overflow_32_bits() -> None:
 
 @pytest.mark.parametrize("cuts", [[], [0], [1, 1, 5], [7], [3, 10]])
 def test_an_index_written_in_parts_is_the_index(tmp_path: Path, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.indexed.DOCUMENTS_AT_ONCE", 4)
+    monkeypatch.setattr("data_prep.store.indexed.DOCUMENTS_AT_ONCE", 4)
     lengths = np.arange(1, 11, dtype=np.int32)
     size, digest = write_index(tmp_path / "a.idx", 10, "int32", lambda: np.split(lengths, cuts))
     raw = (tmp_path / "a.idx").read_bytes()
@@ -179,7 +188,7 @@ def test_memory_does_not_grow_with_the_index(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 import numpy as np
-from data_prep.indexed import read_index, write_index
+from data_prep.store.indexed import read_index, write_index
 part = np.full(1_000_000, 700, np.int32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 size, _ = write_index(Path(sys.argv[1]), 20_000_000, "uint16", lambda: (part for _ in range(20)))

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.inspection import evenly
+from data_prep.report.inspect import evenly
 from tests.data_prep.conftest import cli, make_documents, snapshot, write_parquet
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from data_prep.drops import BadRow, Drop
 from data_prep.errors import UserError
-from data_prep.manifest import (
+from data_prep.sources.rows import BadRow, Drop
+from data_prep.store.entries import ranges, shortened, units_bytes
+from data_prep.store.indexed import sample_digest
+from data_prep.store.manifest import (
     PLACES_KEPT,
     Manifest,
     MergedEntry,
@@ -24,8 +26,6 @@ from data_prep.manifest import (
     read_entry,
     read_manifest,
 )
-from data_prep.samples import sample_digest
-from data_prep.units import ranges, shortened, units_bytes
 
 PAIR = SplitEntry(10, 500, 2000, "b" * 64, "i" * 64, 1000, 242)
 ENTRY = UnitEntry(

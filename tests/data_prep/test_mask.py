@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_prep.documents import Selection, Settings, add_settings_arguments, settings_of
-from data_prep.drops import Drop
+from data_prep.encode.documents import Selection, Settings, add_settings_arguments, settings_of
+from data_prep.encode.mask import load_mask
 from data_prep.errors import UserError
-from data_prep.mask import load_mask
 from data_prep.sources import Rows
+from data_prep.sources.rows import Drop
 
 DEDUPLICATE = '''
 """Documents that are copies of others, by a list of their ids."""

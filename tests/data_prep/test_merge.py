@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.files import Lock
-from data_prep.indexed import IndexedWriter
-from data_prep.layout import read_plan
-from data_prep.manifest import read_manifest
+from data_prep.store.files import Lock
+from data_prep.store.indexed import IndexedWriter
+from data_prep.store.layout import read_plan
+from data_prep.store.manifest import read_manifest
 from tests.data_prep.conftest import HF, ROOT, merged_hashes, read_split, snapshot, write_parquet
 from tests.data_prep.units_made import edit_json, encode_units, entry_of, merge, plan_folder, rows_with_faults
 
@@ -188,7 +188,7 @@ def test_a_disk_too_small_is_said_before_anything_is_copied(
     data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(data)
-    monkeypatch.setattr("data_prep.merge.shutil.disk_usage", lambda path: usage._replace(free=5000))
+    monkeypatch.setattr("data_prep.verbs.merge.shutil.disk_usage", lambda path: usage._replace(free=5000))
     assert "and 5 kB are free; make room" in refused(data, capsys, code=1)
 
 

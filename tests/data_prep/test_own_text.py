@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
+from data_prep.encode.splits import Split, fitting
 from data_prep.sources import Columns, open_files, spans
-from data_prep.splits import Split, fitting
 from tests.data_prep.conftest import HF, SHARES, SMALL_UNITS, make_documents, merged_hashes, read_split
 from tests.data_prep.sources_made import read_all
 

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.__main__ import main
-from data_prep.encoder import load_folder
-from data_prep.splits import Split
+from data_prep.encode.splits import Split
+from data_prep.encode.tokenizer import load_folder
 from tests.data_prep.conftest import HF, SHARES, SMALL_UNITS, make_documents, merged_hashes, read_split, snapshot, start, write_parquet
 
 NO_SPLITS = ("--valid-percent", "0", "--test-percent", "0")

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from data_prep.drops import Drop
 from data_prep.sources import Columns, Rows, SourceFile, Span, Unreadable, open_files, spans
 from data_prep.sources import jsonl as reader
+from data_prep.sources.rows import Drop
 from tests.data_prep.sources_made import Read, packed, parts, read_all, row
 
 COLUMNS = Columns()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.sources import Columns, Unreadable, open_files, spans
-from data_prep.sources.opening import chunks
+from data_prep.sources.streams import chunks
 from tests.data_prep.sources_made import Read, packed, parts, read_all, row, write_lines
 
 COLUMNS = Columns()

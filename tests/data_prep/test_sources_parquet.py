@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.drops import Drop
 from data_prep.errors import UserError
-from data_prep.sources import Columns, Rows, Span, Unreadable, open_files, opening, parquet, read_span, spans
+from data_prep.sources import Columns, Rows, Span, Unreadable, open_files, parquet, read_span, spans, streams
 from data_prep.sources.pages import BadHeader, Pages, pages_of
-from data_prep.sources.types import BATCH_BYTES
+from data_prep.sources.rows import BATCH_BYTES, Drop
 from fem_common.errors import StorageError
 from tests.data_prep.sources_made import parts, read_all, row
 
@@ -197,7 +196,7 @@ def test_whatever_bytes_are_wrong_every_row_is_read_or_reported(tmp_path: Path, 
         assert [start for start, _ in places] == [0, *(start + number for start, number in places[:-1])]
 
 
-class Failing(opening.LocalFile):
+class Failing(streams.LocalFile):
     """A file on a disk that fails after some reads."""
 
     left = 3
@@ -213,19 +212,19 @@ def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.M
     rows = [row(i, words=3000) for i in range(300)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet", compression="none")
     (file,) = open_files([str(tmp_path)], COLUMNS)
-    monkeypatch.setattr(opening, "LocalFile", Failing)
+    monkeypatch.setattr(streams, "LocalFile", Failing)
     with pytest.raises(StorageError, match="Input/output error"):
         list(read_span(file, Span(0, 1, None, 0), COLUMNS))
 
 
 def test_an_os_error_becomes_one_line(tmp_path: Path) -> None:
     with (
-        opening.LocalFile("/proc/self/mem") as file,
+        streams.LocalFile("/proc/self/mem") as file,
         pytest.raises(StorageError, match="^/proc/self/mem cannot be read \\(Input/output error\\)$"),
     ):
         file.read(10)
     with pytest.raises(UserError, match="no such file: "):
-        opening.LocalFile(str(tmp_path / "x"))
+        streams.LocalFile(str(tmp_path / "x"))
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.indexed import read_index
-from data_prep.lengths import COUNTED_BELOW, Lengths, count_lengths
+from data_prep.report.lengths import COUNTED_BELOW, Lengths, count_lengths
+from data_prep.store.indexed import read_index
 from tests.data_prep.conftest import write_parquet
 from tests.data_prep.units_made import encode_units, merge, plan_folder, rows_with_faults
 
@@ -119,7 +119,7 @@ def test_the_picture_is_drawn(data: Path, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_distribution_can_be_drawn(case: str) -> None:
-    from data_prep.lengths_picture import draw_lengths
+    from data_prep.report.lengths import draw_lengths
 
     assert draw_lengths(of(some_lengths(case)), case, (128, 4096)).startswith(b"\x89PNG")
 

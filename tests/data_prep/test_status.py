@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.layout import read_plan
-from data_prep.status import status_of
+from data_prep.report.status import status_of
+from data_prep.store.layout import read_plan
 from tests.data_prep.conftest import HF, SHARES, SMALL_UNITS, read_split
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.stdlib import SCHEMA, collect, source_files
+from data_prep.verbs.stdlib import SCHEMA, collect, source_files
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from data_prep.encoder import TokenizerFolder, load_folder
-from data_prep.encoders import make
+from data_prep.encode.encoders import make
+from data_prep.encode.tokenizer import TokenizerFolder, load_folder
 from data_prep.errors import UserError
 from tests.data_prep.conftest import ROOT
 from tests.data_prep.tokenizers_made import EOD, gpt, write

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from data_prep.encoder import load_folder
+from data_prep.encode.tokenizer import find_tokenizer, load_folder
 from data_prep.errors import UserError
-from data_prep.tokenizer_source import find_tokenizer
 from tests.data_prep.hub_server import NOBODY, TOKEN, Fault, HubServer, environment, running
 
 CODE = """
 import sys
-from data_prep import hub_access, tokenizer_source
+from data_prep.sources import hub_client as hub_access, tokenizer_source
 from fem_common.errors import CommandError
 tokenizer_source.SHORT_WAITS = (0.01, 0.01, 0.01)
 try:

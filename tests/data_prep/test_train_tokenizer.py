@@ -17,11 +17,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.__main__ import main
-from data_prep.documents import Documents
-from data_prep.encoder import load_folder
-from data_prep.splits import hash64
-from data_prep.tokenizer_styles import BYTES, PRINTABLE, SPACE, STYLES, alphabet
-from data_prep.train_tokenizer import Sample
+from data_prep.encode.documents import Documents
+from data_prep.encode.splits import hash64
+from data_prep.encode.tokenizer import load_folder
+from data_prep.verbs.train_tokenizer import BYTES, PRINTABLE, SPACE, STYLES, Sample, alphabet
 from tests.data_prep.conftest import ROOT, cli, command, make_documents, snapshot, write_parquet
 
 FRAGMENTS = "\x00|\r\n|\n\n|\t|    |  | |'s|'LL|0123456789|\ufeff|é|e\u0301|ﬁ|👩‍👩‍👧‍👦|🇯🇵|العربية|日本語|\u2028|\u00a0|\u3000|\uffff".split(

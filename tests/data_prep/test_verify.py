@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.indexed import read_index
+from data_prep.store.indexed import read_index
 from tests.data_prep.conftest import SHARES, cli, snapshot, write_parquet
 from tests.data_prep.damage import change, cut, flip, remake_index, remove, reseal, set_id, set_ids, swap, swap_pairs, verify
 from tests.data_prep.units_made import edit_json, edit_units, encode_units, merge, plan_folder, rows_with_faults
@@ -179,8 +179,8 @@ def test_fault_that_no_hash_shows_is_found(data: Path, case: str, capsys: pytest
 def test_documents_that_straddle_blocks_are_followed(
     data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("data_prep.verify_pairs.BLOCK_BYTES", block)
-    monkeypatch.setattr("data_prep.verify_pairs.DOCUMENTS_AT_ONCE", 3)
+    monkeypatch.setattr("data_prep.verify.pairs.BLOCK_BYTES", block)
+    monkeypatch.setattr("data_prep.verify.pairs.DOCUMENTS_AT_ONCE", 3)
     assert verify(data, capsys, "--sample", "0")[0] == 0
     ends = np.cumsum(read_index(data / "test.idx").lengths)
     for document in (0, 4, 7):

@@ -17,8 +17,8 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.errors import UserError
-from data_prep.progress import LiveLine
-from data_prep.run import task_of
+from data_prep.report.progress import LiveLine
+from data_prep.verbs.run import task_of
 from tests.data_prep.conftest import (
     HF,
     ROOT,
@@ -195,7 +195,7 @@ def test_on_a_terminal_one_live_line_that_counts_what_was_done_before(tmp_path: 
 
 def test_in_a_log_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     log, clock = io.StringIO(), [0.0]
-    monkeypatch.setattr("data_prep.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("data_prep.report.progress.time.monotonic", lambda: clock[0])
     line = LiveLine(log)
     for second in range(150):
         clock[0] = float(second)

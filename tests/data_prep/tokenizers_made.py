@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from data_prep.encoder import TokenizerFolder, load_folder
-from data_prep.tokenizer_styles import GPT_PIECES, STYLES
+from data_prep.encode.tokenizer import TokenizerFolder, load_folder
+from data_prep.verbs.train_tokenizer import GPT_PIECES, STYLES
 
 EOD = "<|endoftext|>"
 O200K = (

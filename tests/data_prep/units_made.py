@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.__main__ import main
-from data_prep.encoder import load_folder
-from data_prep.encoders import make
-from data_prep.layout import read_plan
-from data_prep.manifest import UnitEntry
-from data_prep.unit import Engine
+from data_prep.encode.encoders import make
+from data_prep.encode.tokenizer import load_folder
+from data_prep.encode.unit import Engine
+from data_prep.store.layout import read_plan
+from data_prep.store.manifest import UnitEntry
 from tests.data_prep.conftest import SHARES, make_documents
 
 Rows = list[tuple[str | None, str | None]]

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.indexed import read_index
-from data_prep.stdlib import SCHEMA
+from data_prep.store.indexed import read_index
+from data_prep.verbs.stdlib import SCHEMA
 from fem_common.errors import UserError
 from tools.bench.data_prep import __main__ as bench
 from tools.bench.data_prep import corpus, encoding, index, peers, report

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from data_prep.files import json_bytes, sha256_json, write_whole
+from data_prep.store.files import json_bytes, sha256_json, write_whole
 from fem_common.errors import CommandError, ConfigError, StorageError, UserError, end, files_told
 from fem_common.exits import Exit
 

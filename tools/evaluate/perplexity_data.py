@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.indexed import FormatError, read_index, with_ending
-from data_prep.samples import sample_digest
+from data_prep.store.indexed import FormatError, read_index, sample_digest, with_ending
 from fem_common.errors import ConfigError, files_told
 from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig, RunConfig, Source

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.files import sha256_json, write_whole
-from data_prep.progress import LiveLine, count, duration
+from data_prep.report.progress import LiveLine, count, duration
+from data_prep.store.files import sha256_json, write_whole
 from fem_common.errors import ConfigError
 
 from .perplexity_data import Text

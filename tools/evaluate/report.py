@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_prep.files import write_whole
+from data_prep.store.files import write_whole
 from fem_common.errors import CommandError, end, files_told
 
 from . import render

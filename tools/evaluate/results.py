@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import write_whole
+from data_prep.store.files import write_whole
 from fem_common.errors import ConfigError, files_told
 
 from .suite import SuiteTask

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_prep.progress import LiveLine, duration
+from data_prep.report.progress import LiveLine, duration
 from fem_common.errors import CommandError, ConfigError, StorageError
 
 from . import results

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from data_prep.progress import duration
+from data_prep.report.progress import duration
 from fem_common.errors import ConfigError
 from pretrain.loader import nearest
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data_prep.files import write_whole
+from data_prep.store.files import write_whole
 from fem_common.errors import ConfigError, files_told
 
 from .as_json import built, plain

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from data_prep.files import write_whole
+from data_prep.store.files import write_whole
 from fem_common.errors import ConfigError, told
 from pretrain.loader import nearest
 

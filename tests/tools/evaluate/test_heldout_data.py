@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.indexed import IndexedWriter
+from data_prep.store.indexed import IndexedWriter
 from tests.tools.evaluate.tiny import llama_folder, opened
 from tools.evaluate import results
 from tools.evaluate.perplexity import data_digest, heldout_result

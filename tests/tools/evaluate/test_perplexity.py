@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.indexed import IndexedWriter
+from data_prep.store.indexed import IndexedWriter
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from tests.pretrain.conftest import DEMO, SMALL
