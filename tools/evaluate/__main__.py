@@ -14,7 +14,7 @@ from fem_common.errors import CommandError, ConfigError, end
 from fem_common.exits import Exit
 
 from . import cache
-from .harness_tasks import find_tasks, harness_version
+from .catalogue import find_tasks, harness_version
 from .suite import SUITES, Suite, load_suite
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -15,8 +15,8 @@ from data_prep.report.progress import LiveLine, duration
 from fem_common.errors import CommandError, ConfigError, StorageError
 
 from . import results
-from .answers import Answers, NotANumber
-from .harness_tasks import Tasks
+from .catalogue import Tasks
+from .harness import Answers, NotANumber
 from .perplexity import data_digest
 from .results import Settings
 from .suite import Suite, SuiteTask
@@ -112,7 +112,7 @@ class Runner:
         """All jobs; a model that cannot be opened does not stop the others.
 
         Raises:
-            ConfigError, ExportError: no model could be opened. StorageError: a result cannot be written.
+            ConfigError: no model could be opened. StorageError: a result cannot be written.
         """
         wrong: dict[str, ValueError] = {}
         last: Model | None = None
@@ -121,7 +121,7 @@ class Runner:
                 last = job.model
                 try:
                     self._open(job.model)
-                except ValueError as error:  # ConfigError and ExportError
+                except ValueError as error:  # ConfigError
                     wrong[job.model.name] = error
                     self.failed.append(f"{job.model.name}: {error}")
             if job.model.name not in wrong:

@@ -17,9 +17,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from .normalise import Score, leaderboard, mean
 from .perplexity import METRIC as HELDOUT
-from .scores import Result, ScoreError
+from .results import Result, Score, ScoreError, leaderboard, mean
 from .suite import Suite, SuiteTask
 
 PLACES = 3

@@ -100,7 +100,7 @@ def _verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str,
 
 
 def _export(given: argparse.Namespace) -> int:
-    from .from_checkpoint import export_checkpoint
+    from .export import export_checkpoint
 
     export_checkpoint(
         given.checkpoint,

@@ -90,7 +90,7 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
 
     Raises:
         ConfigError: the folder is none, or half of one, or of a model that the training code has not; a setting is wrong.
-        ExportError: ``out`` is occupied.
+        ConfigError: ``out`` is occupied.
     """
     import_megatron()
     _refuse(hf_dir, out, overwrite)
@@ -219,7 +219,7 @@ def model_yaml(model: ModelConfig, source: Path) -> str:
 
 
 def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
-    """Raises ConfigError or ExportError where ``out`` is no place for the checkpoint."""
+    """Raises ConfigError where ``out`` is no place for the checkpoint."""
     if hf_dir.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'holds'} the folder to import: choose another one")
     refuse_occupied(out, overwrite)

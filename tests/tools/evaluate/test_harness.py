@@ -18,9 +18,8 @@ from fem_common.errors import ConfigError
 from fem_megatron import catalogue
 from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, WORDS, WRITTEN, byte_tokenizer, opened, suite_file, task_folder
 from tools.evaluate import results
-from tools.evaluate.answers import Answers, NotANumber
-from tools.evaluate.harness import Adaptor, Asked, Seeds, ask
-from tools.evaluate.harness_tasks import find_tasks
+from tools.evaluate.catalogue import find_tasks
+from tools.evaluate.harness import Adaptor, Answers, Asked, NotANumber, Seeds, ask
 from tools.evaluate.suite import SuiteTask, load_suite
 from tools.hf.open_model import OpenModel
 

@@ -16,8 +16,8 @@ from datasets.arrow_writer import ArrowWriter
 
 from fem_common.errors import ConfigError
 from tests.tools.evaluate.tiny import CHOICES, llama_folder, suite_file
-from tools.evaluate import cache
-from tools.evaluate.harness_tasks import find_tasks
+from tools.evaluate import catalogue as cache
+from tools.evaluate.catalogue import find_tasks
 from tools.evaluate.suite import load_suite
 
 ROOT = Path(__file__).resolve().parents[3]

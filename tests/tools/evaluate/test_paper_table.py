@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tools.evaluate.result_files import suite, write
-from tools.evaluate.scores import read
+from tools.evaluate.results import read
 from tools.evaluate.table import build, printed, summary
 
 PAPER: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures/fem_table_2.json").read_text(encoding="utf-8"))

@@ -20,11 +20,9 @@ from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.data_folder import write_folder
-from tools.evaluate import perplexity_measure
-from tools.evaluate.perplexity import heldout_result, main
-from tools.evaluate.perplexity_data import open_text
-from tools.evaluate.perplexity_measure import Kept, Settings, measure
-from tools.evaluate.perplexity_windows import Sums, windows
+from tools.evaluate import perplexity as perplexity_measure
+from tools.evaluate.heldout import Sums, open_text, windows
+from tools.evaluate.perplexity import Kept, Settings, heldout_result, main, measure
 from tools.evaluate.suite import SuiteTask
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemLMForCausalLM
@@ -386,7 +384,7 @@ def test_the_command_prints_a_table_and_writes_results(trained: Path, tmp_path: 
     result = json.loads((folder / "valid_32.json").read_text())
     assert (result["label"], result["higher_is_better"], result["metric"]) == ("valid @32", False, "nats_per_token")
     assert f"{result['value']:.4f}" == rows[1][2]
-    from tools.evaluate.scores import read
+    from tools.evaluate.results import read
 
     assert {one.label for one in read([tmp_path])} == {"valid @16", "valid @32"}
 

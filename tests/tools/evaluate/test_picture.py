@@ -9,7 +9,7 @@ import pytest
 
 from tests.tools.evaluate.result_files import suite, write, write_heldout
 from tools.evaluate import picture
-from tools.evaluate.scores import read
+from tools.evaluate.results import read
 from tools.evaluate.table import build, heldout
 
 VALUES = {"well": (0.6, 0.31), "middling": (0.5, 0.26), "poor": (0.4, 0.32)}

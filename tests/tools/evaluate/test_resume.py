@@ -17,8 +17,7 @@ import torch
 from fem_common.errors import InUse
 from tests.tools.evaluate.tiny import llama_folder, suite_file, task_folder
 from tools.evaluate.__main__ import main
-from tools.evaluate.answers import Answers, request_key
-from tools.evaluate.harness import Adaptor
+from tools.evaluate.harness import Adaptor, Answers, request_key
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = 60

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from tests.tools.evaluate.result_files import write
-from tools.evaluate.normalise import Score, leaderboard, mean, rescale
-from tools.evaluate.scores import ScoreError, read
+from tools.evaluate.results import Score, ScoreError, leaderboard, mean, read, rescale
 from tools.evaluate.suite import load_suite
 
 

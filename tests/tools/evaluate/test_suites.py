@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from fem_common.errors import ConfigError
 from tests.tools.evaluate.tiny import suite_file, task_folder
-from tools.evaluate.harness_tasks import Tasks, find_tasks, named_in
+from tools.evaluate.catalogue import Tasks, find_tasks, named_in
 from tools.evaluate.suite import SUITES, Suite, load_suite
 
 # The header of the paper's Table 2, and Appendix L's few-shot counts.

@@ -13,10 +13,8 @@ import pytest
 
 from fem_common.errors import ConfigError
 from tests.tools.evaluate.result_files import suite, write, write_heldout
-from tools.evaluate.normalise import Score
-from tools.evaluate.render import as_json, console, markdown, number
-from tools.evaluate.report import main, report
-from tools.evaluate.scores import ScoreError, read
+from tools.evaluate.report import as_json, console, main, markdown, number, report
+from tools.evaluate.results import Score, ScoreError, read
 from tools.evaluate.suite import Suite, SuiteTask
 from tools.evaluate.table import Table, build, heldout, printed, ranks
 

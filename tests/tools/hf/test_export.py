@@ -25,8 +25,7 @@ from pretrain.plan import flops_per_token
 from tests.tools.hf.checkpoints import hf, tensors
 from tests.tools.hf.runs import LENGTH, SAMPLES, STEP, files, run_of, step_of
 from tests.tools.hf.small import VOCAB, small, write_tokenizer
-from tools.hf.model_card import TESTED
-from tools.hf.papers import BIBTEX, REFERENCES
+from tools.hf.model_card import BIBTEX, REFERENCES, TESTED
 
 ROOT = Path(__file__).parents[3]
 

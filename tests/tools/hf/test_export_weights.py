@@ -27,9 +27,9 @@ from pretrain.plan import parameter_shapes
 from tests.tools.hf.checkpoints import equal, hf, tensors, weights
 from tests.tools.hf.runs import LENGTH, files, made, run_of, step_of, write_checkpoint
 from tests.tools.hf.small import random_state, small
-from tools.hf import shards
+from tools.hf import folder as shards
+from tools.hf.folder import Held, byte_count, to_stderr, write_shards
 from tools.hf.recipes import to_fem
-from tools.hf.shards import Held, byte_count, to_stderr, write_shards
 from tools.hf.stock import to_stock
 
 ROOT = Path(__file__).parents[3]
@@ -153,7 +153,7 @@ def test_large_tensors_change_their_type_in_pieces(tmp_path: Path, monkeypatch: 
 MEASURE = """
 import sys
 from pathlib import Path
-import tools.hf.from_checkpoint
+import tools.hf.export
 from fem_megatron.megatron.platform import peak_resident_bytes
 from tools.hf.__main__ import main
 Path("/proc/self/clear_refs").write_text("5")
@@ -236,7 +236,7 @@ def test_one_source_is_held_at_a_time(tmp_path: Path, name: str) -> None:
 def test_progress_tells_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Once in a while, by the mean rate so far; short exports and the end say nothing."""
     now = 100.0
-    monkeypatch.setattr("tools.hf.shards.time.monotonic", lambda: now)
+    monkeypatch.setattr("tools.hf.folder.time.monotonic", lambda: now)
     tell = to_stderr("export")
     for now, done in ((104.0, 10**9), (110.0, 2 * 10**9), (112.0, 3 * 10**9), (140.0, 8 * 10**9), (150.0, 10**10)):  # noqa: B007
         tell(done, 10**10)

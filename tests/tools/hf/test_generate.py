@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.tools.hf.small import NAMES, PADDED, Exported, close, export, here, padded_batch, small, tokens, write_tokenizer
-from tools.hf.cache_fem import FemCache, FemStaticCache
 from tools.hf.configuration_fem import FemLMConfig
-from tools.hf.modeling_fem import FemLMForCausalLM
+from tools.hf.modeling_fem import FemCache, FemLMForCausalLM, FemStaticCache
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 # Beams are drawn, reordered, and two of each row's three returned.

@@ -20,17 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import sigmoid
 
-from fem_common.errors import StorageError
+from fem_common.errors import ConfigError, StorageError
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.plan import model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, random_state, small, tokens, write_tokenizer
 from tools.hf.__main__ import main
-from tools.hf.cache_fem import FemCache
 from tools.hf.configuration_fem import FemLMConfig
-from tools.hf.errors import ExportError
-from tools.hf.modeling_fem import FemLMForCausalLM
+from tools.hf.modeling_fem import FemCache, FemLMForCausalLM
 from tools.hf.recipes import hf_name
 
 
@@ -386,17 +384,17 @@ def test_wrong_states_are_refused(tmp_path: Path) -> None:
         (state | {"decoder.layers.2.mlp.down.weight": torch.zeros(1)}, "besides the model's, decoder.layers.2"),
         (wrong, r"beta has shape \(3,\) in the checkpoint, \(16,\)"),
     ):
-        with pytest.raises(ExportError, match=message):
+        with pytest.raises(ConfigError, match=message):
             export(config, tmp_path / "out", state=bad)
-    with pytest.raises(ExportError, match="has 51 entries, the model's vocabulary only 50"):
+    with pytest.raises(ConfigError, match="has 51 entries, the model's vocabulary only 50"):
         export(config, tmp_path / "out", tokenizer_dir=write_tokenizer(tmp_path / "tokenizer", VOCAB + 1))
-    with pytest.raises(ExportError, match="no tokenizer folder"):
+    with pytest.raises(ConfigError, match="no tokenizer folder"):
         export(config, tmp_path / "out", tokenizer_dir=tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tokenizer"]
 
 
 def test_another_packages_layer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"model\.mixer=fla\.GatedLinearAttention is another package's layer"):
+    with pytest.raises(ConfigError, match=r"model\.mixer=fla\.GatedLinearAttention is another package's layer"):
         export(small("fla.GatedLinearAttention"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -406,7 +404,7 @@ def test_occupied_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     out.mkdir()
     export(config, out)
     (out / "stray").write_text("")
-    with pytest.raises(ExportError, match="not empty"):
+    with pytest.raises(ConfigError, match="not empty"):
         export(config, out)
     assert main(["export", str(tmp_path / "checkpoint"), str(out)]) == 2
     error = capsys.readouterr().err
@@ -414,7 +412,7 @@ def test_occupied_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     export(config, out, overwrite=True)
     assert not (out / "stray").exists() and (out / "model.safetensors").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(ExportError, match="is a file"):
+    with pytest.raises(ConfigError, match="is a file"):
         export(config, out / "config.json")
 
 

@@ -17,7 +17,7 @@ from fem_common.errors import ConfigError
 from pretrain.checkpoint_reader import Weights
 from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import ENTRIES, byte_tokenizer, save, text_model
-from tools.hf import from_store
+from tools.hf import open_model as from_store
 from tools.hf.export import export_state_dict
 from tools.hf.open_model import device_named, fingerprint, open_model, tokenizer_of
 from tools.hf.recipes import Recipe, to_fem

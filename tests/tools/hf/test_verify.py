@@ -19,9 +19,19 @@ from fem_megatron.config import ModelConfig
 from tests.tools.hf.small import random_state, small
 from tests.tools.hf.texts import byte_tokenizer, save, text_model
 from tools.hf.__main__ import main
-from tools.hf.activations import LOGITS, layer_of, place, place_of_weight, trace
 from tools.hf.bundle import bundle
-from tools.hf.compare import Predictions, compare_settings, compare_tokenizers, compare_traces, difference
+from tools.hf.compare import (
+    LOGITS,
+    Predictions,
+    compare_settings,
+    compare_tokenizers,
+    compare_traces,
+    difference,
+    layer_of,
+    place,
+    place_of_weight,
+    trace,
+)
 from tools.hf.export import export_state_dict, hf_config
 from tools.hf.modeling_fem import FemLMForCausalLM
 from tools.hf.recipes import to_fem
