@@ -13,7 +13,7 @@ from pathlib import Path
 from fem_common.errors import CommandError, ConfigError, end
 from fem_common.exits import Exit
 
-from . import cache
+from . import catalogue
 from .catalogue import find_tasks, harness_version
 from .suite import SUITES, Suite, load_suite
 
@@ -72,17 +72,17 @@ def _command(given: argparse.Namespace) -> int:
         print(listing(suite), end="")
         return 0
     models = [] if given.download else named(given.models)
-    cache.settle(given.online or given.download, given.cache)
+    catalogue.settle(given.online or given.download, given.cache)
     tasks = find_tasks(suite) if any(task.kind == "harness" for task in suite.tasks) else None
     download = f"python -m tools.evaluate --download --suite {given.suite}"
     if given.download:
         if tasks is not None:
-            cache.require(tasks, download, sys.stderr)
-            print(f"{given.suite}: all data sets are in {cache.cache_folder()}")
+            catalogue.require(tasks, download, sys.stderr)
+            print(f"{given.suite}: all data sets are in {catalogue.cache_folder()}")
         return 0
 
     if tasks is not None and all(path.is_dir() for _, path in models):
-        cache.require(tasks, download, sys.stderr)
+        catalogue.require(tasks, download, sys.stderr)
 
     from tools.hf.open_model import device_named, fingerprint, weights_at  # torch and transformers take seconds: not for missing data
 

@@ -20,7 +20,6 @@ from typing import Any
 from data_prep.store.files import write_whole
 from fem_common.errors import CommandError, end, files_told
 
-from . import render
 from .results import Score, read
 from .suite import Suite, load_suite
 from .table import Table, build, heldout, printed
@@ -246,8 +245,8 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     table = build(read(folders or [out]), suite)
     curves = picture.heldout(heldout(table))
     files = {
-        "table.md": render.markdown(table).encode(),
-        "results.json": (json.dumps(render.as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
+        "table.md": markdown(table).encode(),
+        "results.json": (json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
         "table.png": picture.png(picture.scores(table)),
     }
     if curves is not None:
@@ -258,7 +257,7 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
             write_whole(out / name, content)
         if curves is None:
             (out / "heldout.png").unlink(missing_ok=True)
-    print(render.console(table), end="")
+    print(console(table), end="")
     print(f"\nwrote {', '.join(str(out / name) for name in files)}", file=sys.stderr)
 
 

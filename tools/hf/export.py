@@ -39,9 +39,9 @@ from pretrain.plan import parameter_shapes
 
 from .bundle import bundle, packages
 from .configuration_fem import FemLMConfig
-from .folder import CONFIG, TRAINING, Held, Tell, Tensors, byte_count, is_folder, to_stderr, write_shards
+from .folder import CONFIG, TRAINING, Held, Tell, byte_count, is_folder, to_stderr, write_shards
 from .model_card import data_manifests, heldout_loss, model_card, run_config, training_card, training_record
-from .recipes import VOCABULARY, Recipes, to_fem
+from .recipes import VOCABULARY, Recipes, Tensors, to_fem
 from .stock import older_names, stock_config, to_stock, why_not_stock
 from .tokenizer import Tokenizer, special_ids
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -30,7 +31,7 @@ from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
-from .recipes import VOCABULARY, Store, made, to_fem
+from .recipes import VOCABULARY, Recipes, Store, made, to_fem
 from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
 from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids
 
@@ -300,15 +301,20 @@ def checkpoint_model(
         maker: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
     else:
         built, maker = hf_config(config, kept, tokens, inherited.context_length), FemLMForCausalLM
-    state = {}
-    for name, whole in made(weights, to_stock(config) if stock else to_fem(config)):
-        tensor = whole.to(device=device, dtype=kept)
-        # Of a part a copy, so that the whole can go.
-        state[name] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()
-        del whole, tensor  # before the next is read
+    state = state_of(weights, to_stock(config) if stock else to_fem(config), kept, device)
     model, told = maker.from_pretrained(None, config=built, state_dict=state, output_loading_info=True, local_files_only=True)
     assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told  # check_state has seen to it
     return model.to(device).eval()
+
+
+def state_of(source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """What the recipes make, in its type and place; of a part of a tensor a copy, so that the whole can go."""
+    state = {}
+    for name, whole in made(source, recipes):
+        tensor = whole.to(device=device, dtype=dtype)
+        state[name] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()
+        del whole, tensor  # before the next is read
+    return state
 
 
 # --- fingerprint -----------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from tools.generate import generation
 from tools.generate.__main__ import main
 from tools.generate.generation import ToStdout, left_padded
 from tools.hf.__main__ import main as hf
-from tools.hf.open_model import load_tokenizer, open_model
+from tools.hf.open_model import open_model
+from tools.hf.tokenizer import load_tokenizer
 
 SHORT = ("--max-new-tokens", "10")
 PROMPT, TEXTS = "def f(", ("def f(", "x", "Zwölf")

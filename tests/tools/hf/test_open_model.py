@@ -101,18 +101,18 @@ def test_weights_are_held_once(pairs: dict[str, tuple[Path, Path]], monkeypatch:
         return read(self, names)
 
     monkeypatch.setattr(Weights, "read", counted)
-    made = from_store.made(weights, recipes, torch.float32, torch.device("cpu"))
+    made = from_store.state_of(weights, recipes, torch.float32, torch.device("cpu"))
     assert reads == [[name]]
     held = [tensor.untyped_storage().nbytes() for tensor in made.values()]
     assert held == [32 * 32 * 4] * 2
     # The model takes these tensors, it does not copy them.
     kept: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(from_store, "made", lambda *given: kept.update(make(*given)) or dict(kept))
+    monkeypatch.setattr(from_store, "state_of", lambda *given: kept.update(make(*given)) or dict(kept))
     opened = open_model(checkpoint)
     assert kept and all(opened.model.get_parameter(key).data_ptr() == tensor.data_ptr() for key, tensor in kept.items())
 
 
-make = from_store.made
+make = from_store.state_of
 
 
 def test_nothing_reaches_for_a_network(pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
