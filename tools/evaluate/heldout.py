@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.store.files import write_whole
 from data_prep.store.indexed import FormatError, read_index, sample_digest, with_ending
 from fem_common.errors import ConfigError, files_told
 from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data_facts import DataFacts, check_data
+
+FORMAT = 1  # of what is kept of a measurement
 
 
 @dataclass(frozen=True)
@@ -268,3 +271,37 @@ def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
     vocabulary = raw.get("model", {}).get("vocab", {})
     pairs = list(vocabulary.items()) if isinstance(vocabulary, dict) else [(token, i) for i, (token, _) in enumerate(vocabulary)]
     return pairs + [(token["content"], token["id"]) for token in raw.get("added_tokens", [])]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a text is cut: tokens a window reads, tokens it moves on, whether it stays in a document."""
+
+    context: int
+    stride: int
+    per_document: bool = False
+
+
+class Kept:
+    """Sums on disk, by what they are the sums of, so that a measurement goes on where it was interrupted."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.sums = path, {}
+        try:
+            raw = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
+            self.sums = {key: Sums(**value) for key, value in raw["sums"].items()} if raw.get("format") == FORMAT else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.sums = {}  # nothing is lost but time
+
+    def keep(self, key: str, sums: Sums) -> None:
+        """Writes them down, whole or not at all."""
+        self.sums[key] = sums
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"format": FORMAT, "sums": {name: value.as_json() for name, value in self.sums.items()}}
+            write_whole(self.path, json.dumps(content).encode())
+
+    def remove(self) -> None:
+        """All is done: the result has it."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

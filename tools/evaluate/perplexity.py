@@ -17,22 +17,21 @@ the label ``valid @256``.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.store.files import sha256_json, write_whole
 from data_prep.report.progress import LiveLine, count, duration
+from data_prep.store.files import sha256_json, write_whole
 from fem_common.errors import ConfigError
 
-from .heldout import Sums, Text, Window, batched, windows
+from .heldout import Kept, Settings, Sums, Text, Window, batched, windows
 
 if TYPE_CHECKING:
     from tools.hf.open_model import OpenModel  # with torch: not for --help
@@ -53,40 +52,6 @@ SAVE_SECONDS = 30.0
 _TOKENS_A_BATCH = 8192
 _LOGITS_BYTES = 1 << 28  # of a batch, in fp32; a single window may take more
 _LOSS_ELEMENTS = 1 << 24  # logits looked at together when their losses are taken
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a text is cut: tokens a window reads, tokens it moves on, whether it stays in a document."""
-
-    context: int
-    stride: int
-    per_document: bool = False
-
-
-class Kept:
-    """Sums on disk, by what they are the sums of, so that a measurement goes on where it was interrupted."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path, self.sums = path, {}
-        try:
-            raw = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
-            self.sums = {key: Sums(**value) for key, value in raw["sums"].items()} if raw.get("format") == FORMAT else {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self.sums = {}  # nothing is lost but time
-
-    def keep(self, key: str, sums: Sums) -> None:
-        """Writes them down, whole or not at all."""
-        self.sums[key] = sums
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"format": FORMAT, "sums": {name: value.as_json() for name, value in self.sums.items()}}
-            write_whole(self.path, json.dumps(content).encode())
-
-    def remove(self) -> None:
-        """All is done: the result has it."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
 
 def measure(

@@ -3,6 +3,8 @@
 Copied beside the weights of every export together with the files that it imports, and nothing else of the project: torch and transformers
 are all that it may need. A mixer's mathematics and what its decoding state holds are in the blocks; here is what transformers asks of a
 model, and when a state is kept, reordered, forgotten.
+
+Long, because transformers wants a model's classes in one modeling file.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from fem_megatron.config import ModelConfig
 from .compare import (
     LOGITS,
     Difference,
+    Findings,
     Predictions,
     Trace,
     Weights,
@@ -33,8 +34,8 @@ from .compare import (
     compare_weights,
     exported,
     fem_to_stock,
-    layer_of,
-    place_of_weight,
+    named,
+    number,
     trace,
 )
 from .folder import is_folder, read_folder
@@ -43,115 +44,6 @@ from .recipes import Store
 from .stock import why_not_stock
 
 SHOWN = 8  # settings and tensors that are named before "and N more"
-
-
-@dataclass(frozen=True)
-class First:
-    """Where two models part. weights: of its layer, that differ; None: not compared. computed: what differs there; None: nothing does.
-
-    before: how far what is computed before it is apart, of its largest number.
-    """
-
-    where: str
-    weights: list[Difference] | None
-    computed: Difference | None
-    before: float
-
-    def __str__(self) -> str:
-        parts = []
-        if self.weights:
-            largest = max(self.weights, key=lambda found: found.absolute)
-            names = named([found.where for found in self.weights], 2)
-            parts.append(f"{number(largest.absolute)} in weights ({names}{', ' + largest.note if largest.note else ''})")
-        if self.computed is not None:
-            parts.append(
-                f"{number(self.computed.absolute)} in what it computes" + (f" ({self.computed.note})" if self.computed.note else "")
-            )
-        blame = "" if self.weights != [] else "; its weights agree, so configuration, code or rounding differs"
-        return f"{self.where}: first difference, {', '.join(parts)}; everything before agrees to {number(self.before)}{blame}"
-
-
-@dataclass(frozen=True)
-class Findings:
-    """All that is known of two models. differences: place -> the worst of all prompts, in the order of computation.
-
-    weights: None where their names have nothing in common. skipped: prompts that the second model does not take.
-    """
-
-    sides: tuple[Path, Path]
-    about: tuple[str, ...]
-    settings: dict[str, tuple[Any, Any]]
-    tokenizers: str | None
-    lacking_tokenizer: list[Path]
-    vocabularies: tuple[int, int]
-    weights: Weights | None
-    differences: dict[str, Difference]
-    predictions: Predictions
-    prompts: int
-    skipped: int
-    tolerance: float
-    tolerance_from: str
-
-    @property
-    def logits(self) -> Difference:
-        """Of all prompts."""
-        return self.differences.get(LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models take"))
-
-    @property
-    def faults(self) -> list[str]:
-        """Why the models are not equal, a line each."""
-        faults, logits = [], self.logits
-        allowed = self.tolerance * max(1.0, logits.scale)
-        if self.vocabularies[0] != self.vocabularies[1]:
-            faults.append(f"the vocabularies have {self.vocabularies[0]} and {self.vocabularies[1]} entries")
-        if self.tokenizers:
-            faults.append(f"the tokenizers differ: {self.tokenizers}")
-        if not logits.absolute <= allowed:
-            faults.append(
-                f"logits differ by {number(logits.absolute)}, more than {number(allowed)}{': ' + logits.note if logits.note else ''}"
-            )
-        far = self.weights.beyond(self.tolerance) if self.weights else []
-        if far:
-            faults.append(f"{len(far)} tensors of weights differ by more than {number(self.tolerance)} of their largest number")
-        return faults
-
-    @property
-    def equal(self) -> bool:
-        """Within the tolerance."""
-        return not self.faults
-
-    @property
-    def bitwise(self) -> bool:
-        """Every weight and all that is computed are the same numbers."""
-        return self.equal and (self.weights is None or self.weights.equal) and all(d.absolute == 0 for d in self.differences.values())
-
-    def first(self) -> First | None:
-        """The first place in the model where weights, or what is computed, differ by more than the tolerance."""
-        far = self.weights.beyond(self.tolerance) if self.weights else []
-        order = list(self.differences.values())
-        cut = next((index for index, found in enumerate(order) if found.relative > self.tolerance), None)
-        before = max((found.relative for found in order[:cut]), default=0.0)
-        computed = None if cut is None else order[cut]
-        if computed is None and not far:
-            return None
-        layer = min(
-            [layer_of(place_of_weight(found.where)) for found in far[:1]] + ([] if computed is None else [layer_of(computed.where)])
-        )
-        here = [found for found in far if layer_of(place_of_weight(found.where)) == layer]
-        if computed is not None and layer_of(computed.where) != layer:
-            computed = None
-        places = [place_of_weight(found.where) for found in here]
-        where = computed.where if computed is not None and (computed.where in places or not places) else places[0]
-        return First(where, here if self.weights else None, computed, before)
-
-    def layers(self) -> Iterator[tuple[str, Difference]]:
-        """(row, the worst of it): embedding, every layer with its parts, final norm, logits."""
-        rows: dict[str, Difference] = {}
-        for found in self.differences.values():
-            row = found.where.partition(", ")[0]
-            if row not in rows or found.relative > rows[row].relative:
-                rows[row] = found
-        yield from rows.items()
 
 
 def as_text(found: Findings) -> str:
@@ -241,17 +133,6 @@ def _numbers(found: Difference) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def number(value: float) -> str:
-    """Two digits: 0, 0.12, 1.3e-07, inf."""
-    return f"{value:.2g}"
-
-
-def named(items: list[str], shown: int, between: str = ", ") -> str:
-    """The first few, and how many more."""
-    more = f" and {len(items) - shown} more" if len(items) > shown else ""
-    return between.join(items[:shown]) + more
 
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -383,8 +264,8 @@ def _remember(path: Path, texts: list[str], reader: Any | None, scratch: Path, d
     if reader is not None:
         asked += [ids for ids in (list(reader(text)["input_ids"])[: side.limit] for text in texts) if ids]
     asked = [ids for ids in asked if max(ids) < side.vocabulary]
-    for number, ids in enumerate(asked):
-        torch.save(trace(opened.model, ids), scratch / f"{number}.pt")
+    for index, ids in enumerate(asked):
+        torch.save(trace(opened.model, ids), scratch / f"{index}.pt")
     del opened
     gc.collect()  # what Python frees late would be a second model in memory
     return side, asked
@@ -399,11 +280,11 @@ def _compare(
     side = Side.of(path, opened)
     worst: dict[str, Difference] = {}
     predictions, skipped = Predictions(), 0
-    for number, ids in enumerate(asked):
+    for index, ids in enumerate(asked):
         if max(ids) >= side.vocabulary or len(ids) > side.limit:
             skipped += 1
             continue
-        one: Trace = torch.load(scratch / f"{number}.pt", weights_only=True)
+        one: Trace = torch.load(scratch / f"{index}.pt", weights_only=True)
         two = trace(opened.model, ids)
         predictions = predictions.and_of(one[LOGITS], two[LOGITS])
         if first.ours != side.ours:

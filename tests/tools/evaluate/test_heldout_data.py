@@ -12,8 +12,8 @@ import pytest
 from data_prep.store.indexed import IndexedWriter
 from tests.tools.evaluate.tiny import llama_folder, opened
 from tools.evaluate import results
-from tools.evaluate.heldout import Sums, open_text
-from tools.evaluate.perplexity import Kept, Settings, data_digest, heldout_result, measure
+from tools.evaluate.heldout import Kept, Settings, Sums, open_text
+from tools.evaluate.perplexity import data_digest, heldout_result, measure
 from tools.evaluate.suite import SuiteTask
 
 NO_END = 250  # documents of the tests hold none of it, nor the tokenizer's end, 0

@@ -21,8 +21,8 @@ from fem_megatron.config import ModelConfig
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.data_folder import write_folder
 from tools.evaluate import perplexity as perplexity_measure
-from tools.evaluate.heldout import Sums, open_text, windows
-from tools.evaluate.perplexity import Kept, Settings, heldout_result, main, measure
+from tools.evaluate.heldout import Kept, Settings, Sums, open_text, windows
+from tools.evaluate.perplexity import heldout_result, main, measure
 from tools.evaluate.suite import SuiteTask
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemLMForCausalLM
