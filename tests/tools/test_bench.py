@@ -15,9 +15,9 @@ import torch
 from kernels.implementations import operations
 from pretrain.loader import load_run
 from tests.test_house import ROOT
-from tools.bench import cpu_suite, environment, mixers
+from tools.bench import cpu_suite, mixers, runner
+from tools.bench.runner import Timing, measure
 from tools.bench.speed import implementations, time_baseline, time_workload
-from tools.bench.timing import Timing, measure
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, LanguageModel, train_step
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Size
 
@@ -191,4 +191,4 @@ def test_every_benchmark_takes_json(name: str) -> None:
 
 
 def test_tables_are_aligned() -> None:
-    assert environment.table(["a", "bc"], [["def", ""]]) == "| a   | bc |\n|-----|----|\n| def |    |"
+    assert runner.table(["a", "bc"], [["def", ""]]) == "| a   | bc |\n|-----|----|\n| def |    |"

@@ -13,8 +13,7 @@ import pytest
 
 from tools.bench.engines import __main__ as bench
 from tools.bench.engines.figures import Figures, as_json, of, table, time_ratio
-from tools.bench.engines.launch import Answer, CannotRun, _answers
-from tools.bench.engines.variants import BASELINE, SIZES, VARIANTS, Job, configuration, lacks, planned
+from tools.bench.engines.variants import BASELINE, SIZES, VARIANTS, Answer, CannotRun, Job, _answers, configuration, lacks, planned
 
 TINY = [
     *("model.hidden_size=32", "model.num_layers=1", "model.num_attention_heads=2", "model.ffn_hidden_size=64", "model.vocab_size=128"),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fem_common.errors import UserError, end
-from tools.bench import environment
+from tools.bench import runner
 from tools.bench.speed import Speed, implementations, time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, Scale, train_step
 from tools.bench.workloads import WORKLOADS, Size
@@ -115,9 +115,9 @@ def render(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if "ours / Transformer" in row
     ]
-    parts = [environment.table(header, operations)] if operations else []
+    parts = [runner.table(header, operations)] if operations else []
     if steps:
-        parts.append(environment.table(["model", "tokens", "train step ÷ Transformer"], steps))
+        parts.append(runner.table(["model", "tokens", "train step ÷ Transformer"], steps))
     return "\n\n".join(parts)
 
 
@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one short length, tiny models: under two minutes on two cores")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*WORKLOADS, "models"], help="these operations alone, or models")
     parser.add_argument("--compare", type=Path, metavar="PATH", help="an earlier --json: say what became over 20%% slower")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     earlier: list[dict[str, Any]] = []
     if options.compare:
@@ -178,11 +178,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     rows, gaps = measure_all(QUICK if options.quick else FULL, options.only, tell)
-    machine = environment.facts()
-    print(f"{environment.sentence(machine)}; float32\n\n{render(rows)}")
+    machine = runner.facts()
+    print(f"{runner.sentence(machine)}; float32\n\n{render(rows)}")
     for gap in gaps:
         print(f"not timed: {gap}")
-    environment.write_json(options.json, {"suite": "cpu", "machine": machine, "rows": rows, "gaps": gaps})
+    runner.write_json(options.json, {"suite": "cpu", "machine": machine, "rows": rows, "gaps": gaps})
     if options.compare:
         found = slower(rows, earlier)
         print("\n".join(["", f"slower by over 20% than {options.compare}:", *(found or ["nothing"])]))

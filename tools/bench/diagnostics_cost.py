@@ -20,7 +20,7 @@ from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.loader import load_run
 from pretrain.validate import validate
-from tools.bench import environment
+from tools.bench import runner
 
 RUN = "configs/run/demo.yaml"
 VOCABULARY = 4096
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
     parser.add_argument("--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*")
     parser.add_argument("--pairs", type=int, default=5, help="steps of each kind (default: 5)")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.import_megatron()  # before anything imports Megatron-core
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     except CommandError as error:
         return end("tools.bench.diagnostics_cost", error)
     torch.distributed.destroy_process_group()
-    environment.write_json(options.json, {"suite": "diagnostics_cost", "machine": environment.facts(), "rows": rows})
+    runner.write_json(options.json, {"suite": "diagnostics_cost", "machine": runner.facts(), "rows": rows})
     return 0
 
 

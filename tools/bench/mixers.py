@@ -19,7 +19,7 @@ from fem_common.errors import CommandError, Fault, end
 from fem_megatron.catalogue import MIXERS
 from pretrain.loader import load_run
 from pretrain.plan import count_by_component, decoding_state_bytes
-from tools.bench import environment
+from tools.bench import runner
 from tools.demo.history import History
 
 RUN = "configs/run/demo.yaml"
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs/mixers"), help="folder of the runs, table.md and table.json")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone (and the baseline)")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     chosen = [name for name in names() if not options.only or name in {*options.only, BASELINE}]
     rows: list[dict[str, float | str]] = []
@@ -112,12 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(train(name, options.steps, options.out))
             left = (time.monotonic() - began) / (number + 1) * (len(chosen) - number - 1)
             print(f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True)
-            environment.write_json(options.out / "table.json", rows)
+            runner.write_json(options.out / "table.json", rows)
     except (CommandError, OSError) as error:
         return end("tools.bench.mixers", error)
     (options.out / "table.md").write_text(table(rows, options.steps))
-    environment.write_json(
-        options.json, {"suite": "mixers", "machine": environment.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}
+    runner.write_json(
+        options.json, {"suite": "mixers", "machine": runner.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}
     )
     print(f"wrote {options.out / 'table.md'}")
     return 0

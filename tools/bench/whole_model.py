@@ -23,7 +23,7 @@ from fem_megatron.shape import Normal
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 from pretrain.plan import count_by_component, forward_flops
-from tools.bench.timing import Timing, measure
+from tools.bench.runner import Timing, measure
 
 BASELINE = "Transformer"
 WITHOUT = FemConfig(conditioner=False, free_energy=False, temperature=False, gate=False)

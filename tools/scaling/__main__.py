@@ -17,7 +17,7 @@ from fem_common.exits import Exit
 
 # Verb -> the module that does it, imported only where it is called, and its purpose.
 VERBS = {
-    "plan": ("planning", "the runs of a study and their cost; refuses what would not answer its question"),
+    "plan": ("plan", "the runs of a study and their cost; refuses what would not answer its question"),
     "run": ("running", "train what is not done yet, through launch: a job array, or on this machine"),
     "collect": ("collecting", "one table of all runs' losses"),
     "fit": ("fitting", "scaling laws with their uncertainty, from the table"),

@@ -19,8 +19,8 @@ from typing import TextIO
 
 from fem_common.errors import ConfigError
 from pretrain.loader import load_run
+from tools.scaling.records import DataIdentity, config_hash, data_identity, difference_from_plan, heldout_tokens
 
-from .identity import DataIdentity, config_hash, data_identity, difference_from_plan, heldout_tokens
 from .planning import PlannedRun, plan_study
 from .records import Record, read_directory, read_export, table_rows
 from .study import TABLE, Study, add_study, study_of

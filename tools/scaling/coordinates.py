@@ -23,7 +23,7 @@ from pretrain.data_facts import any_on_disk
 from pretrain.loader import load_run, read_values
 from pretrain.validate import prepare, validate
 from tools.scaling.flatness import LIMIT, Record, as_csv, judge, summary, table, worst
-from tools.scaling.shapes import shaped
+from tools.scaling.planning import shaped
 from tools.scaling.study import Study, load_study
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def _told(records: Sequence[Record]) -> bool:
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
-    from tools.scaling.pictures.coordinates import coordinates
+    from tools.scaling.flatness import coordinates
     from tools.scaling.pictures.style import png
 
     variants = list(dict.fromkeys(record.variant for record in records))

@@ -1,28 +1,115 @@
-"""``plan``: the runs of a study, one line each, and what they cost in all; refuses what would not answer the study's question. No torch.
+"""The runs of a study: shapes by its rule, lengths, their cost and their settings; what would not answer the question is refused.
 
-    plan STUDY.yaml [--csv FILE]
-
-Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput.
+Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput. No torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from fem_common.errors import ConfigError
+from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data_facts import DataFacts
 from pretrain.loader import load_run
-from pretrain.plan import flops_per_token
+from pretrain.plan import count_by_component, flops_per_token
 from pretrain.validate import prepare
+from tools.scaling.study import Budget, ShapeRule, Size, Study
 
-from .plan_text import render, write_csv
-from .shapes import Sizes, nearest_sizes, non_embedding_parameters, shaped, total_parameters
-from .study import Budget, Size, Study, load_study
+WIDEST = 1 << 17
+OUTSIDE = ("embedding", "output layer")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Width, layers, heads and the MLP's inner width of a model."""
+
+    width: int
+    layers: int
+    heads: int
+    ffn: int
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As settings of a run."""
+        return (
+            f"model.hidden_size={self.width}",
+            f"model.num_layers={self.layers}",
+            f"model.num_attention_heads={self.heads}",
+            f"model.ffn_hidden_size={self.ffn}",
+        )
+
+    def of(self, model: ModelConfig) -> ModelConfig:
+        """The model at these sizes."""
+        return replace(model, hidden_size=self.width, num_layers=self.layers, num_attention_heads=self.heads, ffn_hidden_size=self.ffn)
+
+
+def rule_words(shape: ShapeRule) -> str:
+    """The rule in words."""
+    return (
+        f"layers = max({shape.min_layers}, round(width / {shape.aspect_ratio:g})), heads = width / {shape.head_size}, "
+        f"MLP = {shape.ffn_ratio:.4g} x width, up to a multiple of {shape.ffn_multiple}"
+    )
+
+
+def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
+    """The shape of a width by the rule, but for what ``size`` states itself.
+
+    Raises:
+        ConfigError: the rule's heads do not divide the width.
+    """
+    size = size or Size()
+    if size.heads is None and width % shape.head_size:
+        near = max(1, round(width / shape.head_size)) * shape.head_size
+        raise ConfigError(f"width {width} is no multiple of shape.head_size = {shape.head_size}; the nearest: {near}")
+    return Sizes(
+        width=width,
+        layers=size.layers or max(shape.min_layers, math.floor(width / shape.aspect_ratio + 0.5)),
+        heads=size.heads or width // shape.head_size,
+        ffn=size.ffn or math.ceil(round(width * shape.ffn_ratio, 6) / shape.ffn_multiple) * shape.ffn_multiple,
+    )
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model, tied weights once."""
+    return sum(count_by_component(model).values())
+
+
+def non_embedding_parameters(model: ModelConfig) -> int:
+    """Parameters without the embedding and the output layer."""
+    return sum(count for name, count in count_by_component(model).items() if name not in OUTSIDE)
+
+
+def nearest_sizes(
+    shape: ShapeRule, model: ModelConfig, target: float, count: Callable[[ModelConfig], int] = non_embedding_parameters
+) -> Sizes:
+    """The rule's shape whose parameters are nearest to ``target``, by their ratio.
+
+    Raises:
+        ConfigError: no width of the rule reaches the target.
+    """
+    best: tuple[float, Sizes] | None = None
+    low, high = 1, WIDEST // shape.head_size
+
+    def parameters(heads: int) -> tuple[int, Sizes]:
+        sizes = shaped(shape, heads * shape.head_size)
+        return count(sizes.of(model)), sizes
+
+    while low < high:  # the narrowest that has at least the target: parameters grow with the width
+        middle = (low + high) // 2
+        low, high = (low, middle) if parameters(middle)[0] >= target else (middle + 1, high)
+    for heads in (low - 1, low):
+        if heads < 1:
+            continue
+        found, sizes = parameters(heads)
+        distance = abs(math.log(found / target))
+        if best is None or distance < best[0]:
+            best = distance, sizes
+    if best is None or (low * shape.head_size >= WIDEST and best[0] > 1):
+        raise ConfigError(f"no width up to {WIDEST} has {target:g} parameters by the shape rule")
+    return best[1]
 
 
 @dataclass(frozen=True)
@@ -75,22 +162,6 @@ class _Length:
     @property
     def label(self) -> str:
         return {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}[self.kind] + short(self.value)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Print the plan: 0. Raises ConfigError, StorageError."""
-    study = load_study(arguments.study)
-    runs = plan_study(study)
-    print(render(study, runs))
-    if arguments.csv is not None:
-        write_csv(runs, arguments.csv)
-    return 0
 
 
 def short(value: float) -> str:

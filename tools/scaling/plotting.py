@@ -78,14 +78,14 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
 
 def draw_all(fit: StudyFit, table: pd.DataFrame) -> dict[str, bytes]:
     """Name -> PNG of every picture that there are fits for, in the order of PICTURES."""
-    from .pictures import frontier, isoflop, learning_rate, style  # matplotlib takes a second: not for --help or a wrong argument
+    from tools.scaling.pictures import learning_rate, losses, style
 
     final = final_runs(table)
     draws: dict[str, Callable[[], Any]] = {
-        "isoflop": lambda: isoflop.isoflop(fit, final),
-        "frontier": lambda: frontier.frontier(fit, final),
-        "loss_compute": lambda: frontier.loss_compute(fit, table),
-        "residuals": lambda: isoflop.residuals(fit),
+        "isoflop": lambda: losses.isoflop(fit, final),
+        "frontier": lambda: losses.frontier(fit, final),
+        "loss_compute": lambda: losses.loss_compute(fit, table),
+        "residuals": lambda: losses.residuals(fit),
         "learning_rate": lambda: learning_rate.learning_rate(fit),
     }
     figures = {name: draws[name]() for name in PICTURES}

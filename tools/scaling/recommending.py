@@ -21,10 +21,11 @@ import yaml
 from fem_common.errors import ConfigError, files_told
 from pretrain.config import RunConfig
 from pretrain.loader import nearest, to_dict
+from tools.scaling.planning import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
 
+from .laws import Estimate
 from .planning import Model, Planner, short
-from .results import Estimate, Optimum, Prediction, StudyFit, VariantFit, load_fit, optimal, predict_loss
-from .shapes import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
+from .results import Optimum, Prediction, StudyFit, VariantFit, load_fit, optimal, predict_loss
 from .study import Size, Study, add_study, study_of
 
 FAR = 10.0  # times the largest measured compute: beyond, the prediction carries a warning

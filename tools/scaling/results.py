@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -20,31 +21,8 @@ from numpy.typing import ArrayLike
 
 from data_prep.store.files import write_whole
 from fem_common.errors import ConfigError, files_told
+from tools.scaling.laws import Array, Estimate, PowerLaw, percentiles
 
-from .as_json import built, plain
-from .laws import Array, Estimate, PowerLaw, percentiles
-
-__all__ = [
-    "Comparison",
-    "Estimate",
-    "IsoFlopFit",
-    "LearningRateFit",
-    "LearningRateOptimum",
-    "LeftOut",
-    "Multiplier",
-    "Optimum",
-    "Parabola",
-    "ParametricFit",
-    "PowerLaw",
-    "Prediction",
-    "Residual",
-    "StudyFit",
-    "VariantFit",
-    "load_fit",
-    "optimal",
-    "predict_loss",
-    "save_fit",
-]
 FORMAT = 2  # of fit.json
 
 
@@ -278,7 +256,7 @@ class StudyFit:
 
     def to_json(self) -> str:
         """The fit as JSON text; `from_json` gives an equal one back."""
-        return json.dumps(plain(self), separators=(",", ":"), allow_nan=False) + "\n"
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str = "fit.json") -> StudyFit:
@@ -395,3 +373,20 @@ def save_fit(fit: StudyFit, path: Path) -> None:
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:
     band = law.band([x], interval)
     return Estimate(float(law.at(x)), *(float(side[0]) for side in band)) if band else Estimate(float(law.at(x)))
+
+
+def built(hint: Any, value: Any) -> Any:
+    """The values of JSON as the type they were of; TypeError, KeyError or ValueError where they do not fit it."""
+    if is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return typing.cast(type, hint)(**{name: built(hints[name], inner) for name, inner in value.items()})
+    origin, inner_hints = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else built(next(kind for kind in inner_hints if kind is not types.NoneType), value)
+    if origin is list:
+        return [built(inner_hints[0], inner) for inner in value]
+    if origin is tuple:
+        return tuple(built(kind, inner) for kind, inner in zip(inner_hints, value, strict=True))
+    if origin is dict:
+        return {key: built(inner_hints[1], inner) for key, inner in value.items()}
+    return float(value) if hint is float else value

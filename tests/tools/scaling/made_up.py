@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from tools.scaling.fits.config import FitConfig
 from tools.scaling.fits.parametric import residuals
 from tools.scaling.fits.points import points_of
-from tools.scaling.fits.whole import fit_study
+from tools.scaling.fitting import fit_study
 from tools.scaling.laws import Estimate
 from tools.scaling.results import ParametricFit, StudyFit
+from tools.scaling.study import FitConfig
 from tools.scaling.table import as_table, final_runs
 
 # Variant -> (E, A, alpha, B, beta)

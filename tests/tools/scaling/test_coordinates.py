@@ -14,8 +14,7 @@ from fem_megatron.catalogue import MIXERS
 from pretrain.schedule import Schedule
 from tools.scaling.__main__ import main
 from tools.scaling.coordinates import Case, cases
-from tools.scaling.flatness import LIMIT, Record, Verdict, judge, table, worst
-from tools.scaling.pictures.coordinates import coordinates, shown_sites
+from tools.scaling.flatness import LIMIT, Record, Verdict, coordinates, judge, shown_sites, table, worst
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = """

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from fem_common.errors import ConfigError
-from tools.scaling.fits import power
 from tools.scaling.fits.compare import compare
-from tools.scaling.fits.config import FitConfig
 from tools.scaling.fits.isoflop import fit_isoflop
 from tools.scaling.fits.learning_rate import akima_minimum, fit_learning_rates
 from tools.scaling.fits.points import Array, NotIdentified, Points, best_rates
-from tools.scaling.fits.whole import fit_variant
+from tools.scaling.fitting import fit_variant
+from tools.scaling.laws import with_offset
 from tools.scaling.results import Comparison, IsoFlopFit, VariantFit
+from tools.scaling.study import FitConfig
 
 from .laws_known import BUDGETS, TRUTH, points, runs
 
@@ -98,7 +98,7 @@ def test_three_sizes_leave_no_residual_and_no_interval() -> None:
 def test_a_power_law_with_offset_is_found(law: tuple[float, float, float]) -> None:
     x = np.array(BUDGETS)
     y = law[2] + law[0] * x ** law[1]
-    found = power.with_offset(x, y[None])[0]
+    found = with_offset(x, y[None])[0]
     assert found[2] + found[0] * x ** found[1] == pytest.approx(y, rel=1e-4)  # the exponent's grid ends at steps of 1e-5
     assert found[1] == pytest.approx(law[1], rel=1e-3)
 

@@ -16,10 +16,10 @@ import pytest
 
 from fem_common.errors import ConfigError
 from tools.scaling.fits import huber
-from tools.scaling.fits.config import FitConfig
 from tools.scaling.fits.parametric import NAMES, descend, fit_parametric, leave_out, residuals
 from tools.scaling.fits.points import NotIdentified, Points
 from tools.scaling.results import ParametricFit
+from tools.scaling.study import FitConfig
 
 from .laws_known import BUDGETS, TRUTH, loss, points, runs
 

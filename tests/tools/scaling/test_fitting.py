@@ -145,7 +145,7 @@ def test_a_law_that_does_not_converge_is_a_note_beside_one_that_does(
     def never(*_: object) -> None:
         raise NotConverged("the parametric fit does not converge: 1 of 12 starts")
 
-    monkeypatch.setattr("tools.scaling.fits.whole.fit_parametric", never)
+    monkeypatch.setattr("tools.scaling.fitting.fit_parametric", never)
     code, out, _ = fit(tmp_path, table(), capsys)
     assert code == 0
     assert "note: transformer: the parametric fit does not converge: 1 of 12 starts; it is left out" in out

@@ -18,7 +18,7 @@ from tests.tools.scaling.made_up import LAWS, fit_of, isoflop_table, rates_table
 from tests.tools.scaling.run_folders import STUDY, write_study
 from tools.scaling.__main__ import main
 from tools.scaling.laws import Estimate
-from tools.scaling.pictures import frontier, isoflop, learning_rate, style
+from tools.scaling.pictures import learning_rate, losses, style
 from tools.scaling.results import StudyFit, save_fit
 from tools.scaling.study import load_study
 from tools.scaling.table import final_runs, write_table
@@ -45,10 +45,10 @@ def three() -> tuple[pd.DataFrame, StudyFit]:
 def figures(table: pd.DataFrame, fit: StudyFit) -> dict[str, Any]:
     final = final_runs(table)
     draws: dict[str, Callable[[], Any]] = {
-        "isoflop": lambda: isoflop.isoflop(fit, final),
-        "frontier": lambda: frontier.frontier(fit, final),
-        "loss_compute": lambda: frontier.loss_compute(fit, table),
-        "residuals": lambda: isoflop.residuals(fit),
+        "isoflop": lambda: losses.isoflop(fit, final),
+        "frontier": lambda: losses.frontier(fit, final),
+        "loss_compute": lambda: losses.loss_compute(fit, table),
+        "residuals": lambda: losses.residuals(fit),
         "learning_rate": lambda: learning_rate.learning_rate(fit),
     }
     return {name: figure for name, draw in draws.items() if (figure := draw()) is not None}
@@ -113,7 +113,7 @@ def test_the_verb_writes_all_of_it(tmp_path: Path, three: tuple[pd.DataFrame, St
         if name.endswith(".png"):
             height, width = imread(folder / name).shape[:2]
             assert width >= 6 * style.DPI and height >= 3 * style.DPI
-    assert style.png(isoflop.isoflop(fit, final_runs(table))) == (folder / "isoflop.png").read_bytes(), "the same fit gives the same bytes"
+    assert style.png(losses.isoflop(fit, final_runs(table))) == (folder / "isoflop.png").read_bytes(), "the same fit gives the same bytes"
     for text in (unescape((folder / "report.html").read_text()), (folder / "summary.md").read_text(), told):
         for comparison in fit.comparisons:
             assert comparison.words in text

@@ -12,8 +12,9 @@ from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.tools.scaling.test_study import write
 from tools.scaling.__main__ import main
-from tools.scaling.results import Estimate, LearningRateFit, ParametricFit, PowerLaw, StudyFit, VariantFit, optimal, save_fit
-from tools.scaling.shapes import shaped, total_parameters
+from tools.scaling.laws import Estimate, PowerLaw
+from tools.scaling.planning import shaped, total_parameters
+from tools.scaling.results import LearningRateFit, ParametricFit, StudyFit, VariantFit, optimal, save_fit
 from tools.scaling.study import load_study
 
 DRAWS = [(1.7 + 0.01 * step, 40.0, 30.0, 0.35, 0.31) for step in range(-5, 6)]

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from fem_common.errors import ConfigError
-from tools.scaling.fits.config import FitConfig
 from tools.scaling.fits.parametric import fit_parametric
-from tools.scaling.fits.whole import fit_variant
-from tools.scaling.results import Estimate, PowerLaw, StudyFit, VariantFit, load_fit, optimal, predict_loss, save_fit
+from tools.scaling.fitting import fit_variant
+from tools.scaling.laws import Estimate, PowerLaw
+from tools.scaling.results import StudyFit, VariantFit, load_fit, optimal, predict_loss, save_fit
+from tools.scaling.study import FitConfig
 
 from .laws_known import TRUTH, best_n, loss, runs
 

@@ -19,8 +19,7 @@ from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
 from tools.scaling.__main__ import VERBS, main
-from tools.scaling.planning import PlannedRun, plan_study
-from tools.scaling.shapes import nearest_sizes, non_embedding_parameters, shaped, total_parameters
+from tools.scaling.planning import PlannedRun, nearest_sizes, non_embedding_parameters, plan_study, shaped, total_parameters
 from tools.scaling.study import ShapeRule, Study, load_study
 
 BASE: dict[str, Any] = {

@@ -17,11 +17,10 @@ from typing import Any, NoReturn
 from fem_common.errors import CommandError, Fault, end
 from fem_common.exits import Exit
 from fem_megatron.megatron import platform
-from tools.bench import environment
+from tools.bench import runner
 from tools.bench.data_prep.processes import Neighbours, load
 from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table
-from tools.bench.engines.launch import Answer, CannotRun, launch
-from tools.bench.engines.variants import BASELINE, VARIANTS, Job, configuration, lacks, planned
+from tools.bench.engines.variants import BASELINE, VARIANTS, Answer, CannotRun, Job, configuration, lacks, launch, planned
 
 PROGRAM = "tools.bench.engines"
 
@@ -128,7 +127,7 @@ def _whole(text: str) -> int:
 
 def facts(bench: Bench) -> dict[str, Any]:
     """The machine, with the threads of a rank and the version of DeepSpeed."""
-    machine = environment.facts()
+    machine = runner.facts()
     machine["threads"] = bench.answers[BASELINE][0][0]["threads"]
     with suppress(PackageNotFoundError):
         machine["packages"]["deepspeed"] = version("deepspeed")
@@ -142,7 +141,7 @@ def conclude(bench: Bench, out: Path | None, load_before: float, others: float |
     assert isinstance(base, Figures)
     config, parameters = configuration(job), planned(job, cuda=bench.cuda).parameters
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
-    print(environment.sentence(machine))
+    print(runner.sentence(machine))
     print(
         f"{parameters / 1e6:.1f}M parameters, {job.precision}; {job.ranks} ranks, steps of {config.train.global_batch_size} x "
         f"{config.data.seq_length} tokens; rounds of {job.steps} steps: {bench.rounds}; load average {load_before:.1f} at first{meanwhile}"
@@ -151,7 +150,7 @@ def conclude(bench: Bench, out: Path | None, load_before: float, others: float |
     content: dict[str, Any] = {"suite": "engines", "machine": machine, "ranks": job.ranks, "precision": job.precision}
     content |= {"parameters": parameters, "steps": job.steps, "warmup": job.warmup, "rounds": bench.rounds, "baseline": BASELINE}
     content |= {"overrides": list(job.overrides), "load": load_before, "others": others, "seconds": time.monotonic() - bench.began}
-    environment.write_json(out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
+    runner.write_json(out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from tools.bench import environment
+from tools.bench import runner
 from tools.bench.engines import figures
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, Task
 from tools.bench.gpu_suite.pool import Outcome
@@ -21,7 +23,7 @@ def report(results: Results, machine: dict[str, Any], cannot: dict[str, str], le
     gaps = [outcome for outcome in results.outcomes if outcome.gap is not None]
     parts = [
         "# GPU benchmarks",
-        f"{environment.sentence(machine)}; {seconds / 60:.1f} minutes. bfloat16; medians; how: docs/benchmarks/README.md.",
+        f"{runner.sentence(machine)}; {seconds / 60:.1f} minutes. bfloat16; medians; how: docs/benchmarks/README.md.",
         _roofs(results),
         "## Targets",
         targets(results),
@@ -51,10 +53,10 @@ def short(results: Results) -> str:
             lines.append([name, _ms(found.both), f"{ratio[1]:.2f}" if ratio else "", best[0] if best else ""])
     parts = [targets(results)]
     if lines:
-        parts.append(environment.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "held against"], lines))
+        parts.append(runner.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "held against"], lines))
     rows = _model_rows(results, ("1.3B", "340M"))
     if rows:
-        parts.append(environment.table(MODEL_COLUMNS, rows))
+        parts.append(runner.table(MODEL_COLUMNS, rows))
     return "\n\n".join(parts)
 
 
@@ -70,7 +72,7 @@ def targets(results: Results) -> str:
         ]
         for target in results.targets()
     ]
-    return environment.table(["target", "bound", "measured", ""], rows)
+    return runner.table(["target", "bound", "measured", ""], rows)
 
 
 def correctness(results: Results) -> str:
@@ -86,7 +88,7 @@ def correctness(results: Results) -> str:
         verdict = f"{wrong} OUT OF BOUNDS" if wrong else "in bounds"
         where = f"{last['case']}: {last['result']}"
         rows.append([op, implementation, dtype, str(len(findings)), f"{last['error']:.1e}", f"{last['bound']:.1e}", where, verdict])
-    table = environment.table(["operation", "implementation", "type", "results", "worst error", "bound", "where", ""], rows)
+    table = runner.table(["operation", "implementation", "type", "results", "worst error", "bound", "where", ""], rows)
     failed = "\n".join(f"- FAILED {outcome.task.name}: {outcome.gap}" for outcome in results.failed)
     return "\n\n".join(filter(None, (table if rows else "Nothing was checked.", failed)))
 
@@ -118,7 +120,7 @@ def operations(results: Results) -> str:
                 )
     columns = ["operation", "heads x d_k/d_v", "batch x tokens", "implementation", "forward, ms", "fwd + bwd, ms", "spread"]
     columns += ["forward ÷", "fwd + bwd ÷", "held against (the fastest of its kind here)", "of matmul", "of copy"]
-    return environment.table(columns, rows) if rows else "Nothing was timed."
+    return runner.table(columns, rows) if rows else "Nothing was timed."
 
 
 def engines(results: Results) -> str:
@@ -130,7 +132,7 @@ def engines(results: Results) -> str:
         for tokens in LENGTHS:
             for engine, ratio, own in results.same_engine(name, tokens):
                 rows.append([name, str(tokens), engine, _ms(own.both), f"{ratio:.3f}"])
-    return environment.table(["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"], rows) if rows else ""
+    return runner.table(["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"], rows) if rows else ""
 
 
 MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "MFU", "peak, GB", "recomputes"]
@@ -139,7 +141,7 @@ MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "MF
 def models(results: Results) -> str:
     """Every whole model."""
     rows = _model_rows(results, tuple(SCALES))
-    return environment.table(MODEL_COLUMNS, rows) if rows else "None was timed."
+    return runner.table(MODEL_COLUMNS, rows) if rows else "None was timed."
 
 
 def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
@@ -189,3 +191,31 @@ def _gaps(gaps: list[Outcome], cannot: dict[str, str], left_out: list[Task]) -> 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3f}" if seconds < 0.1 else f"{1000 * seconds:.1f}"
+
+
+def draw(results: Results, title: str, path: Path) -> bool:
+    """Write the picture; False where there is nothing to draw, or nothing to draw with."""
+    lines = {}
+    for name in WORKLOADS:
+        found = [(tokens, ratio[1]) for tokens in LENGTHS if (ratio := results.ratio(name, "auto", tokens))]
+        if found:
+            lines[name] = found
+    if not lines or find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, found) in enumerate(lines.items()):
+        axes.plot(*zip(*found, strict=True), marker="osD^vP*X"[number % 8], label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(LENGTHS, [f"{tokens // 1024}k" for tokens in LENGTHS])
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_ylabel("forward + backward ÷ the fastest it is held against")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=130)
+    return True

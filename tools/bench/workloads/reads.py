@@ -10,8 +10,7 @@ from kernels.cem_attention import Diagonal, cem_attention
 from kernels.fem_attention import fem_attention
 from kernels.second_order_attention import second_order_attention
 from kernels.symmetric_attention import symmetric_attention
-from tools.bench.workloads.base import Draw, Inputs, Outputs, Size, Workload, per_pair
-from tools.bench.workloads.standard import STANDARD_ATTENTION
+from tools.bench.workloads.base import STANDARD_ATTENTION, Draw, Inputs, Outputs, Size, Workload, per_pair
 
 
 def gated_read(draw: Draw, size: Size) -> Inputs:

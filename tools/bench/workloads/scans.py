@@ -23,9 +23,8 @@ from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
 from kernels.symmetric_attention import symmetric_linear_attention
 from kernels.time_decay_scan import time_decay_scan
-from tools.bench.workloads.base import Baseline, Draw, Inputs, Outputs, Size, Workload, no_products, per_token
+from tools.bench.workloads.base import Baseline, Draw, Inputs, Outputs, Size, Workload, decaying_inputs, no_products, per_token
 from tools.bench.workloads.reads import gated_read
-from tools.bench.workloads.standard import decaying_inputs
 
 
 def _gla(inputs: Inputs, implementation: str) -> Outputs:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from scipy.interpolate import Akima1DInterpolator
 
-from ..laws import Array, Estimate, PowerLaw, percentiles
+from tools.scaling.study import FitConfig
+
+from ..laws import Array, Estimate, PowerLaw, percentiles, power_law, pure
 from ..results import LearningRateFit, LearningRateOptimum
-from . import power
-from .config import FitConfig
 from .points import Points, by_rate, cells
 
 FEWEST_RATES = 4  # with fewer, an interpolation says no more than its points
@@ -109,7 +109,7 @@ def _law(
     if len({size for size, _ in known}) < 2:
         return None
     x = np.array([size for size, _ in known])
-    value = power.pure(x, np.array([[optima[index].rate.value for _, index in known]]))[0]
+    value = pure(x, np.array([[optima[index].rate.value for _, index in known]]))[0]
     resampled = all(len(drawn[index]) for _, index in known)
-    draws = power.pure(x, np.stack([drawn[index] for _, index in known], axis=1)) if resampled else np.empty((0, 3))
-    return power.law(name, "learning rate", value, draws, config.resamples, config.interval, False)
+    draws = pure(x, np.stack([drawn[index] for _, index in known], axis=1)) if resampled else np.empty((0, 3))
+    return power_law(name, "learning rate", value, draws, config.resamples, config.interval, False)

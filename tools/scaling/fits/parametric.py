@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize, nnls
 
+from tools.scaling.fits.points import weights_of
+from tools.scaling.study import FitConfig
+
 from ..laws import Estimate, percentiles, rounded
 from ..results import LeftOut, ParametricFit, Residual
 from . import huber
-from .bootstrap import weights_of
-from .config import FitConfig
 from .points import Array, NotConverged, NotIdentified, Points
 
 FEWEST_RUNS = 7  # five parameters, and something left to judge them by

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tools.scaling.pictures.losses import size_words
 from tools.scaling.results import LearningRateFit, LearningRateOptimum, StudyFit
 
-from .isoflop import size_words
 from .style import QUIET, WIDEST, colour_of, draw_law, law_text, legend_below, log_ticks, new_figure, ordered_colours, plain_axes, short
 
 

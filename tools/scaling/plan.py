@@ -1,39 +1,43 @@
-"""A plan as text and as CSV."""
+"""``plan``: the runs of a study, one line each, and what they cost in all; refuses what would not answer the study's question. No torch.
+
+    plan STUDY.yaml [--csv FILE]
+
+Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput.
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fem_common.errors import files_told
-
-from .shapes import rule_words
-from .study import Study
-
-if TYPE_CHECKING:
-    from .planning import PlannedRun
+from tools.scaling.planning import PlannedRun, plan_study, rule_words
+from tools.scaling.study import Study, load_study
 
 HEADER = (
-    "variant",
-    "budget",
-    "layers x width",
-    "heads",
-    "non-embedding",
-    "parameters",
-    "FLOPs/token",
-    "tokens",
-    "tokens/par.",
-    "batch",
-    "steps",
-    "lr",
-    "seed",
-    "epochs",
-    "hours",
+    *("variant", "budget", "layers x width", "heads", "non-embedding", "parameters", "FLOPs/token", "tokens", "tokens/par."),
+    *("batch", "steps", "lr", "seed", "epochs", "hours"),
 )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the plan: 0. Raises ConfigError, StorageError."""
+    study = load_study(arguments.study)
+    runs = plan_study(study)
+    print(render(study, runs))
+    if arguments.csv is not None:
+        write_csv(runs, arguments.csv)
+    return 0
 
 
 def render(study: Study, runs: Sequence[PlannedRun]) -> str:

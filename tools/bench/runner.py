@@ -1,4 +1,4 @@
-"""What a benchmark's numbers belong to: the machine and the versions, and how tables and JSON are written. Nothing is timed here."""
+"""What every benchmark shares: how a call is timed, the machine that its numbers belong to, tables and JSON."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import argparse
 import json
 import os
 import platform as host
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fem_megatron.megatron import platform
+from fem_megatron.megatron.platform import Moment, synchronize
 
 # What a benchmark may find installed beside torch, and uses then.
 PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-linear-attention", "megatron-core", "transformer-engine", "matplotlib")
@@ -65,3 +69,43 @@ def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+SLOW = 1.0  # seconds; of such a call fewer are made
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one call; spread: how far the medians of the two passes lie apart, as a share of it; calls that were timed."""
+
+    seconds: float
+    spread: float
+    calls: int
+
+
+def measure(call: Callable[[int], object], budget: float, most: int = 100) -> Timing:
+    """Time ``call(0)``, ``call(1)``, ...: the number lets it rotate its inputs, so that no cache holds them.
+
+    Each call has its own two moments on the device, and none is waited for before all are on their way. About ``budget`` seconds are
+    spent on the timed calls, not counting the warm-up, in which kernels may be compiled; at least two calls (of slow ones) or six.
+    """
+    call(0)
+    synchronize()
+    began = Moment()
+    call(1)
+    once = began.seconds_until(Moment())
+    if once < SLOW:
+        for number in range(2):
+            call(number)
+    each = max(1 if once >= SLOW else 3, min(most, int(budget / 2 / max(once, 1e-9))))
+    passes: list[list[float]] = []
+    for _ in range(2):
+        synchronize()
+        moments = [Moment()]
+        for number in range(each):
+            call(number)
+            moments.append(Moment())
+        passes.append([before.seconds_until(after) for before, after in pairwise(moments)])
+    middle = statistics.median(passes[0] + passes[1])
+    first, second = map(statistics.median, passes)
+    return Timing(middle, abs(first - second) / middle, 2 * each)
