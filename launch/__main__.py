@@ -1,4 +1,4 @@
-"""launch: ``python -m launch VERB``: the command line, and how an error reaches a person."""
+"""``python -m launch VERB``: the command line, and how an error reaches a person."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if name not in own[:1]:
             verbs.add_parser(name, help=purpose)
             continue
-        module = importlib.import_module(f"launch.{file}")
+        module = importlib.import_module(f"launch.verbs.{file}")
         form = argparse.RawDescriptionHelpFormatter
         verb = verbs.add_parser(name, help=purpose, description=_description(module), allow_abbrev=False, formatter_class=form)
         module.add_arguments(verb)

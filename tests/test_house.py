@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
 TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.loader", "pretrain.plan", "pretrain.validate", "pretrain.data_facts"]
-IN_JOBS_WITH_TORCH = {"launch.bandwidth"}  # a test of the network between ranks
+IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
 SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # torch documents the assignment as the way to set it
@@ -362,10 +362,10 @@ def test_torch_free_modules() -> None:
 
 def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
     """A node's own Python, outside the container, may be all that the supervisor has."""
-    inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + ["launch.rank", "launch.node_check"]
+    inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + ["launch.node.rank", "launch.node.checks"]
     inside += modules_of("fem_common")
     assert loaded_after(inside, ("yaml", "jinja2", "torch", "numpy", "psutil")) == ""
-    assert loaded_after(["launch.profile"], ("yaml",)) == "yaml"  # the probe sees it where it is
+    assert loaded_after(["launch.cluster.profile"], ("yaml",)) == "yaml"  # the probe sees it where it is
 
 
 def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_wandb() -> None:

@@ -1,4 +1,4 @@
-"""launch: ``python -m launch.supervise DIRECTORY [--item N]``: keep one item of a job going. It is the batch script's only process.
+"""``python -m launch.supervise DIRECTORY [--item N]``: keep one item of a job going. It is the batch script's only process.
 
 Standard library alone: it runs from the job's snapshot, before and beside the ranks.
 """
@@ -16,13 +16,11 @@ from pathlib import Path
 
 from fem_common.errors import CommandError, InUse, UserError, end
 from fem_common.exits import Exit
-from launch.job import Item, Job, load_job
-from launch.layout import attempts, launch_folder, read_json
+from launch.job import Item, Job, attempts, launch_folder, load_job, read_json
 from launch.supervise.journal import Journal
-from launch.supervise.local import LocalPlace, end_orphans
 from launch.supervise.loop import REQUEUE_SECONDS, Supervisor
-from launch.supervise.place import Place, PlaceError, Unreachable
-from launch.supervise.signals import Signals, noted
+from launch.supervise.place import LocalPlace, Place, PlaceError, Unreachable, end_orphans
+from launch.supervise.watch import Signals, noted
 
 LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
 

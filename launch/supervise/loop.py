@@ -1,4 +1,4 @@
-"""launch: the supervisor of one item: attempt after attempt until it is finished or must stop. Standard library alone."""
+"""The supervisor of one item: attempt after attempt until it is finished or must stop. Standard library alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from pathlib import Path
 
 from fem_common.errors import reason
 from fem_common.exits import Exit
-from launch.job import Job
-from launch.layout import launch_folder, write_json
-from launch.supervise import attempt as attempts
-from launch.supervise.attempt import Record
-from launch.supervise.classify import Observed, classify, fresh, last_step
-from launch.supervise.cordon import cordon, cordon_file, cordoned
-from launch.supervise.journal import Journal
+from launch.job import Job, launch_folder, write_json
+from launch.supervise import run_files
+from launch.supervise.classify import Observed, classify, fresh, is_lasting, last_step
+from launch.supervise.journal import Journal, cordon, cordon_file, cordoned
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable
 from launch.supervise.policy import (
     KEEP_SECONDS,
@@ -33,10 +30,8 @@ from launch.supervise.policy import (
     misplaced,
     since_stop,
 )
-from launch.supervise.sight import Sight, has_stepped, look, read
-from launch.supervise.signals import Signals
-from launch.supervise.verdict import is_lasting
-from launch.supervise.watching import POLL_SECONDS, Watch, taken_away
+from launch.supervise.run_files import Record, Sight, has_stepped, look, read
+from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
 REQUEUE_TRIES = 30
 REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
@@ -82,9 +77,9 @@ class Supervisor:
 
     def _run(self, trouble: str | None) -> int:
         """Attempt after attempt; ``trouble``: why this begins anew."""
-        found = attempts.records(self.directory)
+        found = run_files.records(self.directory)
         lost = bool(found) and found[-1].ended is None
-        self.records = attempts.close_lost(self.directory, found, trouble)
+        self.records = run_files.close_lost(self.directory, found, trouble)
         if lost:
             self.journal.say(f"attempt {found[-1].attempt} is lost: {describe(self.records[-1].failure)}")
             code = self._decide(Outlook(), wait=False)
@@ -101,7 +96,7 @@ class Supervisor:
 
     def _attempt(self) -> Outlook:
         """Make an attempt; its closed record is the last of ``records``."""
-        number, folder = attempts.new_folder(self.directory)
+        number, folder = run_files.new_folder(self.directory)
         before = look(self.directory)
         record = Record(
             attempt=number,
@@ -117,8 +112,8 @@ class Supervisor:
             folder=folder,
         )
         record.save()
-        environment = attempts.ranks_environment(self.job, self.item, folder, os.environ, local=self.place.job_id is None)
-        attempts.keep_inputs(self.job, self.item, folder, environment)
+        environment = run_files.ranks_environment(self.job, self.item, folder, os.environ, local=self.place.job_id is None)
+        run_files.keep_inputs(self.job, self.item, folder, environment)
         self.journal.attempt = number
         try:
             nodes = self.place.nodes()

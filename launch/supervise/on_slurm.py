@@ -1,4 +1,4 @@
-"""launch: ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the step, `scontrol` requeues the job.
+"""Ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the step, `scontrol` requeues the job.
 
 Standard library alone: it runs inside jobs, from the snapshot.
 """
@@ -17,12 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch.layout import launch_folder
-from launch.node_check import check_command, read_reports
-from launch.slurm import SlurmError, call, node_names
-from launch.supervise.command import agent_command
-from launch.supervise.place import Attempt, PlaceError, Unreachable
-from launch.supervise.verdict import cancelled, has_features, is_away, taken
+from launch.cluster.slurm import SlurmError, call, node_names
+from launch.job import launch_folder
+from launch.node.checks import check_command, read_reports
+from launch.supervise.classify import cancelled, has_features, is_away, taken
+from launch.supervise.place import Attempt, PlaceError, Unreachable, agent_command
 
 # What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
 # node's number from PET_NODE_RANK.
@@ -161,7 +160,7 @@ class SlurmPlace:
             return False
 
     def taken(self) -> bool | None:
-        """Whether this job was preempted, requeued, or lost a node; see `launch.supervise.verdict.taken`."""
+        """Whether this job was preempted, requeued, or lost a node; see `launch.supervise.classify.taken`."""
         try:
             return taken(self._shown(), self._restarts)
         except SlurmError:
@@ -236,10 +235,10 @@ class SlurmPlace:
         return job_fields(self._job)
 
     def _keep_guard(self, attempt: Attempt) -> None:
-        """Start `launch.supervise.guard` beside this process, unless it is there: it requeues the job should this process be killed."""
+        """Start the guard beside this process, unless it is there: it requeues the job should this process be killed."""
         if self._guard is not None and self._guard.poll() is None:
             return
-        words = ["launch.supervise.guard", attempt.item.directory, self._job, str(self._restarts), str(os.getpid())]
+        words = ["launch.supervise.slurm_steps", "guard", attempt.item.directory, self._job, str(self._restarts), str(os.getpid())]
         with suppress(OSError):
             self._guard = beside(attempt.nodes[:1], "guard", words, launch_folder(Path(attempt.item.directory)) / "guard.log")
 
@@ -283,7 +282,7 @@ class SlurmRunning:
             if code:  # Slurm starts no step beside: every process of the step gets it, then
                 self._scancel(signal.Signals(number).name.removeprefix("SIG"))
                 return
-        folder, words = self._attempt.folder, ["launch.supervise.tell", str(self._attempt.folder), str(number)]
+        folder, words = self._attempt.folder, ["launch.supervise.slurm_steps", "signal", str(self._attempt.folder), str(number)]
         with suppress(OSError):
             self._telling[number] = beside(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"), time.monotonic()
 

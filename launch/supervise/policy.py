@@ -1,4 +1,4 @@
-"""launch: what to do after an attempt, as a pure function of how the attempts ended. Standard library alone: it runs inside jobs.
+"""What to do after an attempt, as a pure function of how the attempts ended. Standard library alone: it runs inside jobs.
 
 The rules, in the order in which they hold:
 

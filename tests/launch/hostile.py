@@ -11,9 +11,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from launch import strict
+from launch.cluster import strict
+from launch.cluster.profile import Profile, load_profile
 from launch.job import Item, Job
-from launch.profile import Profile, load_profile
 
 MARK = "pwned"  # a file of this name is what every one of these makes if it runs
 TEXTS = (

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.job import Job
-from launch.layout import launch_folder, write_json
-from launch.profile import load_profile
-from launch.request import Request
-from launch.snapshot import ROOT
-from launch.submit import prepare
+from launch.cluster.profile import load_profile
+from launch.job import Job, launch_folder, write_json
+from launch.job.request import Request
+from launch.job.snapshot import ROOT
+from launch.verbs.submit import prepare
 
 DEMO = str(ROOT / "configs" / "run" / "demo.yaml")
 LOCAL = "scheduler: local\nnodes: {gpus: 0, cpus: 1, processes: 2}\nhealth: {check: false}\n"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import gpus
+from launch.node import hardware as gpus
 
 BUSES = ("18", "2A", "3A", "5D", "9A", "AB", "BA", "DB")
 SCRIPT = """\

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.job import Item, Job
-from launch.layout import read_json
+from launch.job import Item, Job, read_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICK = {"back_off_seconds": 0.05, "back_off_max_seconds": 0.2}

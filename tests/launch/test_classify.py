@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from launch.layout import write_json
+from launch.job import write_json
 from launch.supervise.classify import Observed, classify, last_step
-from launch.supervise.sight import Sight, has_stepped, look
+from launch.supervise.run_files import Sight, has_stepped, look
 from tests.launch.ranks import RESET, record
 
 BEFORE = Sight("failed", 45, 40, None, ("n1", 1, 1.0), 900, 45)

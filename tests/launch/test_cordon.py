@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.job import Item, Job
-from launch.supervise.cordon import cordon, cordon_file, cordoned
+from launch.supervise.journal import cordon, cordon_file, cordoned
 
 
 def test_a_node_is_cordoned_once_until_its_line_is_deleted(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from launch import doctor, doctor_slurm, profile_values
 from launch.__main__ import main
-from launch.doctor_slurm import Check, Node
-from launch.doctor_trial import Outcome
-from launch.node_check import Report
-from launch.profile import HealthProfile, NodesProfile, Profile, SlurmProfile
+from launch.cluster import checks as doctor_slurm
+from launch.cluster import profile_values
+from launch.cluster.checks import Check, Node
+from launch.cluster.profile import HealthProfile, NodesProfile, Profile, SlurmProfile
+from launch.cluster.trial import Outcome
+from launch.node.checks import Report
+from launch.verbs import doctor
 from tests.launch import smi
 
 LOCAL = "scheduler: local\nnodes: {gpus: 0, processes: 2}\nenvironment: {GLOO_SOCKET_IFNAME: lo}\n"
@@ -116,11 +118,23 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
         port = listener.getsockname()[1]
     mine = f'export SLURMD_NODENAME=n$LOCAL_RANK; exec "$@" --shared={tmp_path}/own$LOCAL_RANK'
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--rdzv-backend=static", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", "--no-python", "bash", "-c", mine, "bash", sys.executable, "-m", "launch.bandwidth", str(tmp_path)]
+    command += [
+        f"--master-port={port}",
+        "--no-python",
+        "bash",
+        "-c",
+        mine,
+        "bash",
+        sys.executable,
+        "-m",
+        "launch.node.measure",
+        "all-reduce",
+        str(tmp_path),
+    ]
     command += ["--backend=gloo", "--floor=1e6", f"--shared={tmp_path / 'shared'}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    patience = "import launch.bandwidth as b, sys; b.SEEN_SECONDS = 1.0; b.SECONDS_A_SIZE = 0.1; sys.exit(b.main(sys.argv[1:]))"
-    command[command.index("launch.bandwidth") - 1 : command.index("launch.bandwidth") + 1] = ["-c", patience]
+    patience = "import launch.node.measure as b, sys; b.SEEN_SECONDS = 1.0; b.SECONDS_A_SIZE = 0.1; sys.exit(b.main(sys.argv[1:]))"
+    command[command.index("launch.node.measure") - 1 : command.index("launch.node.measure") + 1] = ["-c", patience]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "bandwidth.json").read_text())

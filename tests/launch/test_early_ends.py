@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.profile import Profile
-from launch.render import render
+from launch.cluster.profile import Profile
+from launch.job.render import render
 from tests.launch import hostile
 from tests.launch.hostile import given, run
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from launch.failures import Findings, all_told, failures, first_failure, kind_of, wrong_on
-from launch.layout import rank_log
+from launch.job import rank_log
+from launch.node.failures import Findings, all_told, failures, first_failure, kind_of, wrong_on
 from tests.launch.ranks import RESET, record, trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +188,7 @@ for step in range(1000):
 
 def test_a_real_torchrun_names_the_rank_that_raised(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    keeper = [sys.executable, "-m", "launch.rank", str(tmp_path), "--", sys.executable, "-c", PROGRAM]
+    keeper = [sys.executable, "-m", "launch.node.rank", str(tmp_path), "--", sys.executable, "-c", PROGRAM]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port()}"]
     done = subprocess.run([*torchrun, "--no-python", *keeper], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fem_common.errors import UserError
-from launch import local
-from launch.layout import read_json
+from launch.job import read_json
+from launch.verbs import local
 from tests.launch.supervised import ROOT, clean_up, end, wait_for
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
 

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from launch import __main__ as command_line
-from launch.follow import Follower, Source, Tail, merged
-from launch.job import Item, Job
-from launch.layout import append_json, launch_folder, rank_log, write_json
+from launch.job import Item, Job, append_json, launch_folder, rank_log, write_json
+from launch.node.logs import Follower, Source, Tail, merged
 from tests.launch.ranks import RESET, record, trace
 
 ROOT = Path(__file__).resolve().parents[2]

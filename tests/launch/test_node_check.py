@@ -1,4 +1,4 @@
-"""`launch.node_check`: what is wrong with a node is said, by name, in time; a sound node passes, with any driver; silence is a fault."""
+"""`launch.node.checks`: what is wrong with a node is said, by name, in time; a sound node passes, with any driver; silence is a fault."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from launch import gpus, matmul, node_check, node_facts
-from launch.node_check import check_command, node_name, read_report, read_reports
+from launch.node import checks as node_check
+from launch.node import hardware as gpus
+from launch.node import hardware as node_facts
+from launch.node import measure as matmul
+from launch.node.checks import check_command, node_name, read_report, read_reports
 from tests.launch import smi
 
 PROFILE: dict[str, Any] = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 20, "matmul": False}}
@@ -238,7 +241,7 @@ def test_the_product_is_right_on_a_sound_device_and_wrong_on_another() -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch knows CUDA")
 def test_a_torch_without_cuda_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert matmul.main(["cuda:0"]) == 1
+    assert matmul.main(["product", "cuda:0"]) == 1
     assert "CUDA" in json.loads(capsys.readouterr().out)["error"]
 
 
@@ -342,7 +345,7 @@ def test_a_clock_that_is_certainly_off_is_a_fault(tmp_path: Path, off: float, sa
 
 
 def test_by_hand_it_prints_the_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch.node_check"]
+    command = [sys.executable, "-m", "launch.node.checks"]
     for folder, code in ((tmp_path, 0), (tmp_path / "missing", 1)):
         done = subprocess.run([*command, f"--folder={folder}"], capture_output=True, text=True, timeout=60)
         assert done.returncode == code and json.loads(done.stdout)["ok"] is (code == 0)

@@ -18,11 +18,10 @@ import pytest
 
 from launch.job import Item, Job
 from launch.supervise import __main__ as supervisor
-from launch.supervise import guard
-from launch.supervise.command import address, agent_command
+from launch.supervise import slurm_steps as guard
 from launch.supervise.on_slurm import PORTS, SlurmPlace, SlurmRunning, container_parts, rendezvous_port
-from launch.supervise.place import Attempt, PlaceError, Unreachable
-from launch.supervise.signals import Signals
+from launch.supervise.place import Attempt, PlaceError, Unreachable, address, agent_command
+from launch.supervise.watch import Signals
 from tests.launch.supervised import wait_for
 
 ITEM = Item("/shared/runs/a", ("-m", "pretrain", "/shared/runs/a/launch/config.yaml"), "a")
@@ -153,7 +152,7 @@ def test_the_guard_does_nothing_about_a_process_that_is_no_supervisor(tmp_path: 
         assert process.stdout is not None and process.stdout.readline()
         assert guard.visible(process.pid) and not guard.visible(1)
         process.kill()
-    command = [sys.executable, "-m", "launch.supervise.guard", str(tmp_path), "1", "0", str(process.pid)]
+    command = [sys.executable, "-m", "launch.supervise.slurm_steps", "guard", str(tmp_path), "1", "0", str(process.pid)]
     assert "no guard" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from fem_common.errors import UserError
-from launch import strict
-from launch.profile import Profile, from_json, load_profile
+from launch.cluster import strict
+from launch.cluster.profile import Profile, from_json, load_profile
 from tests.launch import hostile
 
 ROOT = Path(__file__).resolve().parents[2]

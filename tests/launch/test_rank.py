@@ -1,4 +1,4 @@
-"""launch.rank: a rank's keeper: real processes that exit, crash, hang, are killed, leave children behind, and try to tell secrets."""
+"""launch.node.rank: a rank's keeper: real processes that exit, crash, hang, are killed, leave children behind, and try to tell secrets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from launch import stacks
-from launch.failures import Findings
-from launch.layout import rank_log, rank_record
-from launch.scribe import Scribe
+from launch.job import rank_log, rank_record
+from launch.node import stacks
+from launch.node.failures import Findings
+from launch.node.logs import Scribe
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cr3t/value+of a key"
@@ -31,7 +31,7 @@ class Kept:
     def __init__(self, attempt: Path, *command: str, environment: Mapping[str, str]) -> None:
         self.attempt, self.rank = attempt, 3
         environ = {**os.environ, "RANK": "3", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT), **environment}
-        argv = [sys.executable, "-m", "launch.rank", str(attempt), "--", *command]
+        argv = [sys.executable, "-m", "launch.node.rank", str(attempt), "--", *command]
         # As torchrun does: a session of its own, and USR1, USR2 ignored from the start.
         self.process = subprocess.Popen(
             argv, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=ignore_users
@@ -166,8 +166,8 @@ def test_a_command_that_cannot_be_started_says_so(keep: Callable[..., Kept], tmp
 
 @pytest.mark.parametrize("words", [[], ["folder"], ["folder", "true"], ["folder", "--"]])
 def test_a_wrong_command_line_is_refused_in_one_line(words: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "launch.rank", *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("launch.rank: error: usage:") and done.stderr.count("\n") == 1
+    done = subprocess.run([sys.executable, "-m", "launch.node.rank", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("launch.node.rank: error: usage:") and done.stderr.count("\n") == 1
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ while True: time.sleep(0.05)
 def test_when_the_parent_dies_nothing_lives_on(tmp_path: Path) -> None:
     code = f"""
 import subprocess, sys, time
-keeper = subprocess.Popen([sys.executable, "-m", "launch.rank", {str(tmp_path)!r}, "--", "sleep", "300"])
+keeper = subprocess.Popen([sys.executable, "-m", "launch.node.rank", {str(tmp_path)!r}, "--", "sleep", "300"])
 time.sleep(300)
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "0"}

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from fem_common.errors import UserError
-from launch import render as rendering
+from launch.cluster.profile import Profile, load_profile
 from launch.job import Job
-from launch.profile import Profile, load_profile
-from launch.quoting import directive, shell
-from launch.render import render
+from launch.job import render as rendering
+from launch.job.render import directive, render, shell
 from tests.launch import hostile
 from tests.launch.hostile import given, run
 

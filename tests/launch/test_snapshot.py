@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from fem_common.errors import UserError
-from launch import snapshot
-from launch.layout import read_json
-from launch.snapshot import LARGEST, REVISION, code_folder, read_code, source_files, take
+from launch.job import read_json, snapshot
+from launch.job.snapshot import LARGEST, REVISION, code_folder, read_code, source_files, take
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
 
@@ -194,7 +193,7 @@ def test_the_rooms_run_from_their_snapshot(tmp_path: Path) -> None:
     folder = code_folder(tmp_path / "run")
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     probe = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
-    modules = ("launch.supervise.__main__", "launch.rank", "data_prep.__main__", "pretrain.__main__", "kernels", "tools.hf")
+    modules = ("launch.supervise.__main__", "launch.node.rank", "data_prep.__main__", "pretrain.__main__", "kernels", "tools.hf")
     done = subprocess.run(
         [sys.executable, "-c", probe, *modules], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )

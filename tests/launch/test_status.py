@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from launch import __main__ as command_line
-from launch.job import Item, Job
-from launch.layout import append_json, launch_folder, write_json
-from launch.rows import Queue, Row, ask, rows_of, summary
-from launch.slurm import QueueState
+from launch.cluster.slurm import QueueState
+from launch.job import Item, Job, append_json, launch_folder, write_json
+from launch.verbs.status import Queue, Row, ask, rows_of, summary
 
 NOW = 1_800_000_000.0
 

@@ -11,15 +11,14 @@ import pytest
 import yaml
 
 from fem_common.errors import UserError
-from launch import alive
-from launch.draft import locked, settle
-from launch.job import load_job
-from launch.layout import launch_folder, write_json
-from launch.profile import load_profile
-from launch.request import Request, command_name, wanted
-from launch.snapshot import code_folder
-from launch.standing import find_job, standings
-from launch.submit import prepare
+from launch.cluster.profile import load_profile
+from launch.job import item_state as alive
+from launch.job import launch_folder, load_job, write_json
+from launch.job.item_state import find_job, standings
+from launch.job.plan import locked, settle
+from launch.job.request import Request, command_name, wanted
+from launch.job.snapshot import code_folder
+from launch.verbs.submit import prepare
 from tests.launch.requests import DEMO, LOCAL, begin, command, finish, run
 
 pytestmark = pytest.mark.usefixtures("here")

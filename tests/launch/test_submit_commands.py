@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.layout import launch_folder, read_json, read_json_lines, write_json
-from launch.requeue import restart
-from launch.slurm import clean_environment
-from launch.snapshot import ROOT
-from launch.standing import Standing, find_job, standings
-from launch.submit import prepare, send
+from launch.cluster.slurm import clean_environment
+from launch.job import launch_folder, read_json, read_json_lines, write_json
+from launch.job.item_state import Standing, find_job, standings
+from launch.job.snapshot import ROOT
+from launch.verbs.requeue import restart
+from launch.verbs.submit import prepare, send
 from tests.launch.requests import DEMO, command, launch, wait_for
 from tests.launch.supervised import Case
 

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from fem_common.exits import Exit
-from launch.layout import write_json
-from launch.supervise.local import processes
-from launch.supervise.signals import noted
-from launch.supervise.watchdog import Patience, Watchdog
+from launch.job import write_json
+from launch.supervise.place import processes
+from launch.supervise.watch import Patience, Watchdog, noted
 from tests.launch.supervised import Case, alive, clean_up, end, wait_for
 
 HOURS = {"start_minutes": 60.0, "step_minutes": 60.0, "save_minutes": 60.0}

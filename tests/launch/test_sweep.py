@@ -9,12 +9,11 @@ import pytest
 import yaml
 
 from fem_common.errors import UserError
-from launch import plan
-from launch.after import dependency
-from launch.draft import first_difference, settle, write
-from launch.slurm import clean_environment
-from launch.submit import array_words, prepare
-from launch.sweep import grid, named, read_list, run_name, split_values, wanted_sweep
+from launch.cluster.slurm import clean_environment
+from launch.job import plan
+from launch.job.plan import first_difference, settle, write
+from launch.verbs.submit import array_words, dependency, prepare
+from launch.verbs.sweep import grid, named, read_list, run_name, split_values, wanted_sweep
 from tests.launch.requests import DEMO, command, finish, run
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from launch.gpus import Gpu
-from launch.supervise.verdict import cancelled, has_features, is_away, is_lasting, taken
+from launch.node.hardware import Gpu
+from launch.supervise.classify import cancelled, has_features, is_away, is_lasting, taken
 
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "Restarts": "1", "ExitCode": "0:0", "PreemptTime": "None"}
 ENDING = {"JobState": "COMPLETING"}

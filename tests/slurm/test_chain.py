@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from launch.layout import attempts, launch_folder, read_json, read_json_lines
+from launch.job import attempts, launch_folder, read_json, read_json_lines
 from tests.slurm.mini import MiniSlurm
 from tests.slurm.training import DEMO, call, losses, overrides, profile
 

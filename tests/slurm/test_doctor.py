@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import doctor_trial
 from launch.__main__ import main
+from launch.cluster import trial as doctor_trial
 from tests.launch import smi
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from launch.layout import launch_folder
-from launch.supervise.cordon import cordon
+from launch.job import launch_folder
+from launch.supervise.journal import cordon
 from tests.launch.supervised import ROOT, Case, wait_for
 from tests.slurm.mini import MiniSlurm
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from launch.layout import attempts, launch_folder
+from launch.job import attempts, launch_folder
 from tests.pretrain.data_folder import write_folder
 from tests.slurm.mini import MiniSlurm
 from tests.slurm.training import DEMO, call, overrides, profile

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from launch import slurm
-from launch.layout import attempts, launch_folder, rank_log, read_json, read_json_lines
+from launch.cluster import slurm
+from launch.job import attempts, launch_folder, rank_log, read_json, read_json_lines
 from tests.slurm.mini import MiniSlurm
 
 ROOT = Path(__file__).resolve().parents[2]

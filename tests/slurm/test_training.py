@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from launch.supervise.cordon import cordoned
+from launch.supervise.journal import cordoned
 from tests.slurm import processes
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm

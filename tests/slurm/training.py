@@ -193,7 +193,7 @@ class Run:
             for node in self.cluster.nodes
             for pid in processes.by_node(self.cluster.root).get(node, [])
             if " -m pretrain " in f"{processes.command(pid)} "
-            and "-m launch.rank" not in processes.command(pid)
+            and "-m launch.node.rank" not in processes.command(pid)
             and "torch.distributed.run" not in processes.command(pid)
             and any(value.startswith(mine) for value in processes.environment(pid))
             and (wanted is None or wanted in processes.environment(pid))

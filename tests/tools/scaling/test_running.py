@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from fem_common.errors import ConfigError
-from launch.sweep import read_list
+from launch.verbs.sweep import read_list
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
 from tests.tools.scaling.test_study import write

@@ -1,0 +1,305 @@
+"""``doctor``: check a cluster profile against the cluster, from this host and by a trial job of a few minutes.
+
+    doctor --cluster PROFILE.yaml [--nodes 2]      everything; a trial on so many nodes (default: 2, or as many as there are)
+    doctor --cluster PROFILE.yaml --nodes 0        only what can be seen from here
+
+A line a check: ok, warning or FAILED, and what to do about it. Ends with 1 when something FAILED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import UserError, reason
+from launch.cluster import checks, trial
+from launch.cluster.checks import LISTED, Check, counted
+from launch.cluster.profile import Profile, load_profile
+from launch.cluster.trial import Outcome
+from launch.job import attempts
+from launch.job.request import work_directory
+from launch.node.checks import Report, read_reports
+from launch.node.hardware import probe_folder
+from launch.supervise.journal import cordon_path, cordoned
+
+PYTHON = (3, 11)
+LOOK_SECONDS = 120.0  # for an interpreter on a cold file system to say what it is
+ASK = "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not None)"
+REMEDY = {
+    "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network it takes: NCCL_IB_HCA, NCCL_SOCKET_IFNAME, EFA's plugin",
+    "clock": "let the administrators synchronise it (chrony, NTP)",
+    "node": "tell the administrators, and meanwhile name it in slurm.exclude",
+    "shared": "paths.shared: folders of a file system that every node mounts",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("--cluster", required=True, metavar="PROFILE.yaml", help="the cluster's profile, in configs/cluster")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the trial job; 0: no job (default: 2, or as many as there are)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile, as slurm.partition=x")
+    parser.add_argument("--wait", type=float, default=300, metavar="S", help="longest wait in the queue, in seconds (default: %(default)g)")
+    parser.add_argument("--directory", metavar="DIR", help="folder for the trial's files (default: the first of paths.shared, or runs)")
+    parser.add_argument("--keep", action="store_true", help="keep the trial's files where all is well, too")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the checks as they are made: 0, 1 where one FAILED."""
+    if arguments.nodes is not None and arguments.nodes < 0:
+        raise UserError(f"--nodes {arguments.nodes}: must be 0 or more")
+    failed = warned = 0
+    for check in examine(arguments):
+        failed, warned = failed + (check.level == "FAILED"), warned + (check.level == "warning")
+        show(check)
+    print(f"{failed} failed, {counted(warned, 'warning')}" if failed or warned else "all is well")
+    return 1 if failed else 0
+
+
+def show(check: Check) -> None:
+    """A check as a line, and its remedy as another."""
+    print(f"{check.level:<8} {check.name:<14} {check.text}")
+    if check.remedy:
+        print(f"{'':<23} -> {check.remedy}")
+    sys.stdout.flush()
+
+
+def examine(arguments: argparse.Namespace) -> Iterator[Check]:
+    """All checks, one after the other; later ones may take minutes. The trial is left out where an earlier one FAILED."""
+    try:
+        profile = load_profile(arguments.cluster, arguments.set)
+    except UserError as error:
+        yield Check("FAILED", "profile", str(error))
+        return
+    yield Check("ok", "profile", f"{arguments.cluster}: {described(profile)}")
+    well = True
+    for check in (*interpreters(profile), *shared_folders(profile), *queue_side(profile, arguments)):
+        well = well and check.level != "FAILED"
+        yield check
+    if arguments.nodes == 0:
+        return
+    if not well:
+        yield Check("warning", "trial", "not made: first mend what FAILED")
+        return
+    try:
+        yield from by_trial(profile, arguments)
+    except OSError as error:
+        yield Check("FAILED", "trial", reason(error), "--directory: a folder that this host and the nodes can write")
+    except UserError as error:
+        yield Check("FAILED", "trial", str(error))
+
+
+def described(profile: Profile) -> str:
+    """What a profile is, in a few words."""
+    nodes = profile.nodes
+    what = f"{counted(nodes.gpus, 'GPU')} a node" if nodes.gpus else f"{counted(profile.processes_per_node, 'process')} a node, no GPUs"
+    container = "" if profile.container.runtime == "none" else f", in a container ({profile.container.runtime})"
+    return f"{profile.scheduler}, {what}{container}"
+
+
+# --- from this host --------------------------------------------------------------------------------------------------------------
+
+
+def interpreters(profile: Profile) -> Iterator[Check]:
+    """The ranks' interpreter, which needs torch, and the supervisor's. One inside a container is left to the trial."""
+    ranks, host = profile.interpreters(sys.executable)
+    wanted = {"host_python": (host, False)} | ({} if profile.container.runtime != "none" else {"python": (ranks, True)})
+    for key, (path, torch) in wanted.items():
+        if key == "host_python" and host == ranks and "python" in wanted:
+            continue
+        try:
+            done = subprocess.run(
+                [path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, check=True, stdin=subprocess.DEVNULL
+            )
+            *version, has_torch = done.stdout.split()
+        except OSError as error:
+            yield Check(
+                "FAILED", key, f"{path} cannot be started here: {error.strerror}", f"{key}: the path of an interpreter, null for this one"
+            )
+            continue
+        except subprocess.TimeoutExpired:
+            yield Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
+            continue
+        except subprocess.CalledProcessError as error:
+            yield Check("FAILED", key, f"{path} ended with {error.returncode}: {(error.stderr.strip().splitlines() or [''])[-1]}")
+            continue
+        text = f"{path}: Python {'.'.join(version)}"
+        if tuple(map(int, version)) < PYTHON:
+            yield Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
+        elif torch and has_torch != "True":
+            yield Check("FAILED", key, f"{text} has no torch", f"{key}: the environment that the project is installed in")
+        else:
+            yield Check("ok", key, text)
+
+
+def shared_folders(profile: Profile) -> Iterator[Check]:
+    """The shared folders as they are here."""
+    if not profile.paths.shared and profile.scheduler == "slurm":
+        text = "paths.shared is empty: only the trial's own folder is checked"
+        yield Check("warning", "shared folders", text, "paths.shared: where runs, data and the interpreter are")
+    for name in profile.paths.shared:
+        try:
+            yield Check("ok", "shared folder", f"{name}: {probe_folder(Path(name)):.0f} GB free")
+        except OSError as error:
+            yield Check("FAILED", "shared folder", f"{name}: cannot be written here: {error.strerror or error}", REMEDY["shared"])
+
+
+def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
+    """What Slurm says, and the nodes that runs keep away from."""
+    if profile.scheduler != "slurm":
+        return
+    yield from checks.of_slurm(profile, arguments.nodes)
+    file = cordon_path(profile.paths.cordon, work_directory())
+    if away := cordoned(file):
+        told = "; ".join(f"{node} ({entry.reason})" for node, entry in list(away.items())[:LISTED])
+        yield Check("warning", "cordon", f"{len(away)} nodes: {told}", f"delete their lines in {file} once they are well")
+
+
+# --- the trial -------------------------------------------------------------------------------------------------------------------
+
+
+def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
+    """Make the trial, say what came of it, and remove its files where all was well."""
+    base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
+    directory = trial.new_directory(base)
+    well = False
+    try:
+        nodes = trial_nodes(profile, arguments.nodes)
+        job, mine = trial.make(profile, arguments.cluster, nodes, directory)
+        if profile.scheduler == "slurm":
+            script = trial.write_script(job, mine)
+            yield (taken := checks.would_take(script))
+            if taken.level == "FAILED":
+                return
+            outcome = trial.on_slurm(job, script, arguments.wait, Progress())
+        else:
+            outcome = trial.here(job, Progress())
+        found = list(findings(profile, outcome))
+        well = all(check.level != "FAILED" for check in found)
+        yield from found
+    finally:
+        if well and not arguments.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+        else:
+            print(f"{'':<23} the trial's files: {directory}")
+
+
+class Progress:
+    """What the trial is doing, on a terminal: each thing once."""
+
+    def __init__(self) -> None:
+        self.said = ""
+
+    def __call__(self, text: str) -> None:
+        if text != self.said and sys.stderr.isatty():
+            print(f"... {text}", file=sys.stderr)
+        self.said = text
+
+
+def trial_nodes(profile: Profile, wanted: int | None) -> int:
+    """Nodes of the trial: as many as wanted, else two where there are two in service. Raises SlurmError."""
+    if profile.scheduler != "slurm":
+        return 1
+    if wanted is not None:
+        return wanted
+    names = set((profile.slurm.partition or "").split(",")) - {""}
+    known = [node for node in checks.all_nodes() if not names or names & set(node.partitions)]
+    gpus, away = profile.nodes.gpus or 0, checks.hosts(profile.slurm.exclude)
+    fit = [node for node in known if node.in_service and node.gpus >= gpus and node.name not in away]
+    return max(1, min(2, len(fit)))
+
+
+def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
+    """What the trial says, a line for each node and each thing that the nodes do together."""
+    folders = attempts(outcome.directory)
+    reports: dict[str, Report] = {}
+    if folders and outcome.nodes:
+        reports = read_reports(folders[-1] / "health", outcome.nodes, outcome.began, profile.health.clock_skew_seconds)
+    for report in reports.values():
+        yield from of_node(report)
+    if outcome.result is None:
+        unfit = any(not report.ok for report in reports.values())
+        lines = "".join(f"\n{'':<23} | {line}" for line in ([] if unfit else outcome.tail))
+        yield Check(
+            "FAILED",
+            "trial",
+            f"{outcome.trouble}{lines}",
+            "" if unfit else f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}",
+        )
+        return
+    yield Check("ok", "trial", f"ran on {', '.join(outcome.nodes)}")
+    yield from of_folders(outcome.result)
+    yield of_bandwidth(profile, outcome.result)
+    yield from of_clocks(profile, outcome)
+
+
+def of_node(report: Report) -> Iterator[Check]:
+    """A node's health."""
+    name = f"node {report.node}"
+    yield from (Check("FAILED", name, fault, REMEDY["node"]) for fault in report.faults)
+    yield from (Check("warning", name, warning) for warning in report.warnings)
+    if report.ok:
+        yield Check("ok", name, facts(report.facts))
+
+
+def facts(known: dict[str, Any]) -> str:
+    """A node's facts in a line."""
+    words = []
+    if gpus := known.get("gpus"):
+        words.append(f"{len(gpus)} x {gpus[0].rpartition(' ')[0]}, driver {known.get('driver')}")
+    if speeds := [speed for speed in known.get("tflops") or () if speed]:
+        words.append(f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s in bfloat16")
+    if "free_memory_gb" in known:
+        words.append(f"{known['cpus']} CPUs, {known['free_memory_gb']:.0f} of {known['memory_gb']:.0f} GB of memory free")
+    if ports := known.get("ports"):
+        words.append(f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network ports active")
+    return ", ".join(words)
+
+
+def of_folders(result: dict[str, Any]) -> Iterator[Check]:
+    """Whether the shared folders are one for all nodes."""
+    yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in result["shared"])
+    if not result["shared"]:
+        yield Check("ok", "shared folders", "every node writes into them and sees what the others wrote")
+
+
+def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
+    """The all-reduce against its floor, and the slowest neighbours where it is below."""
+    if not result.get("sizes"):
+        return Check("ok", "all-reduce", "not measured: there is one process")
+    floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
+    ranks = f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over {result['backend']}"
+    text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
+    text += f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; {result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
+    if floor is None:
+        return Check("ok", "all-reduce", f"{text}; no floor is set (health.all_reduce_gb_per_second)")
+    if largest["bus"] >= floor:
+        return Check("ok", "all-reduce", f"{text}; floor {floor:g}")
+    if slowest := sorted(result.get("pairs") or (), key=lambda pair: float(pair["bus"]))[:2]:
+        text += "; slowest neighbours: " + ", ".join(f"{'+'.join(pair['nodes'])} {pair['bus']:.4g}" for pair in slowest)
+    return Check("FAILED", "all-reduce", f"{text}; below the floor of {floor:g}", REMEDY["bandwidth"])
+
+
+def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
+    """The nodes' clocks beside this host's: only what is certain in spite of the time that files take to be seen is held against them."""
+    assert outcome.result is not None
+    told, limit = outcome.result["clocks"], profile.health.clock_skew_seconds
+    least, most = told["written"] - outcome.received, told["ahead_at_most"]
+    off = {}
+    for node, skew in told["skew"].items():
+        if least + skew > limit:
+            off[node] = f"at least {least + skew:.1f} s ahead of this host"
+        elif most is not None and most + skew < -limit:
+            off[node] = f"at least {-most - skew:.1f} s behind this host"
+        elif abs(skew) > limit:
+            off[node] = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} {outcome.result['nodes'][0]}"
+    yield from (Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items())
+    if not off:
+        apart = max(told["skew"].values()) - min(told["skew"].values())
+        known = "" if most is None else f", with this host to within {max(most, -least, 0.01):.2g} s"
+        yield Check("ok", "clocks", f"the nodes agree to {apart * 1e3:.2g} ms{known}")
