@@ -23,7 +23,7 @@ from fem_megatron.catalogue import table
 from pretrain import signals
 from pretrain.config import RunConfig
 from pretrain.loader import ConfigErrors, dump_yaml, load_run
-from pretrain.plan import make_plan, memory_excess, render
+from pretrain.plan.run_plan import make_plan, memory_excess, render
 from pretrain.reference_page import section_text
 from pretrain.run_directory import resolved, run_directory
 from pretrain.validate import Prepared, check_before_data, prepare

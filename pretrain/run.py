@@ -16,24 +16,25 @@ from megatron.core import parallel_state
 from fem_common.errors import MISTAKES, CommandError, ConfigError, InUse, StorageError, reason
 from fem_megatron import catalogue
 from fem_megatron.megatron import platform
-from pretrain.checkpoint import WEIGHTS_ALONE, Checkpoints, DamagedCheckpoint, Found, Progress, find, newest_good
+from pretrain.checkpoint.reader import DamagedCheckpoint, Found, Progress, find, newest_good
+from pretrain.checkpoint.resume import TOLD, Change, changes, check, check_model
+from pretrain.checkpoint.store import WEIGHTS_ALONE, Checkpoints
 from pretrain.config import RunConfig
-from pretrain.data import Datasets, build_datasets
-from pretrain.data_facts import Contents, DataFacts, check_contents, index_bytes
+from pretrain.data.datasets import Datasets, build_datasets
+from pretrain.data.facts import Contents, DataFacts, check_contents, index_bytes
 from pretrain.engines import Engine
 from pretrain.engines.building import initialize_model_parallel, make_engine
 from pretrain.engines.deepspeed_ops import check_ops
-from pretrain.evaluations import Evaluations, check_suite
-from pretrain.loggers import Callback, Console, kernels_told, make_callbacks
-from pretrain.metrics import Meter
-from pretrain.observer import Observer
-from pretrain.plan import flops_per_token, make_plan, peak_tflops
-from pretrain.progress_file import ProgressFile, read_progress
+from pretrain.plan.run_plan import flops_per_token, make_plan, peak_tflops
 from pretrain.ranks import from_rank_0
-from pretrain.resume import TOLD, Change, changes, check, check_model
+from pretrain.report.evaluations import Evaluations, check_suite
+from pretrain.report.loggers import Callback, Console, kernels_told, make_callbacks
+from pretrain.report.metrics import Meter
+from pretrain.report.observer import Observer
+from pretrain.report.progress_file import ProgressFile, read_progress
+from pretrain.report.stragglers import Stragglers
 from pretrain.run_directory import claimed, describe, run_directory
 from pretrain.schedule import Schedule
-from pretrain.stragglers import Stragglers
 from pretrain.trainer import Outcome, Trainer
 from pretrain.validate import Prepared
 

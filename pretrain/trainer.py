@@ -14,15 +14,16 @@ import torch
 from fem_common.errors import CommandError
 from fem_common.exits import Exit
 from fem_megatron.megatron import platform
-from pretrain.checkpoint import Checkpoints, Progress
+from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
-from pretrain.data import Datasets, batches
+from pretrain.data.datasets import Datasets, batches
 from pretrain.engines import Engine, StepTimes
-from pretrain.loggers import Callback, Watch
-from pretrain.metrics import Meter, StepRecord, peak_memory_over_ranks
-from pretrain.progress_file import ProgressFile
+from pretrain.report.loggers import Callback, Watch
+from pretrain.report.metrics import Meter, StepRecord, peak_memory_over_ranks
+from pretrain.report.progress_file import ProgressFile
+from pretrain.report.stragglers import Stragglers
 from pretrain.schedule import Schedule
-from pretrain.stragglers import Stragglers
 
 
 class TooManyBadSteps(CommandError):

@@ -16,10 +16,10 @@ from fem_common.errors import ConfigError, files_told
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
-from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
-from pretrain.deepspeed_settings import check_engine
+from pretrain.data.facts import DataFacts, any_on_disk, check_data, fill_from_data
+from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.loader import ConfigErrors, Mistake, nearest, noted
-from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.plan.run_plan import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 

@@ -19,7 +19,7 @@ import pytest
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
 from pretrain.loader import load_run
-from pretrain.plan import make_plan, render
+from pretrain.plan.run_plan import make_plan, render
 from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
 from tests.test_house import ROOT, project, repository_files

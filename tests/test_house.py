@@ -34,7 +34,14 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"fem_common"},
 }
 # Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
-TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.loader", "pretrain.plan", "pretrain.validate", "pretrain.data_facts"]
+TORCH_FREE = [
+    "fem_megatron.config",
+    "pretrain.config",
+    "pretrain.loader",
+    "pretrain.plan.run_plan",
+    "pretrain.validate",
+    "pretrain.data.facts",
+]
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")

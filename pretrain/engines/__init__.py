@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pretrain.data import Batch
+if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
+    from pretrain.data.datasets import Batch
 
 
 @dataclass(frozen=True)

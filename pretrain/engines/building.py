@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
-from pretrain.data import Batch
+from pretrain.data.datasets import Batch
 from pretrain.engines import Engine
 from pretrain.schedule import Schedule
 

@@ -22,11 +22,11 @@ from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
-from pretrain.data import Batch
-from pretrain.deepspeed_settings import deepspeed_config
+from pretrain.data.datasets import Batch
 from pretrain.engines import StepResult, StepTimes
 from pretrain.engines.building import LearningRates, mean_loss, model_layout, optimizer_settings, summed_loss
 from pretrain.engines.deepspeed_ops import prepare_environment
+from pretrain.engines.deepspeed_settings import deepspeed_config
 from pretrain.engines.megatron import SHARDING
 from pretrain.engines.parameter_groups import group_overrides
 from pretrain.engines.zero_state import ZeroState, sharded_weights

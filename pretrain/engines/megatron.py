@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
-from pretrain.data import Batch
+from pretrain.data.datasets import Batch
 from pretrain.engines import StepResult, StepTimes
 from pretrain.engines.building import LearningRates, mean_loss, model_layout, optimizer_settings, summed_loss
 from pretrain.engines.parameter_groups import group_overrides

@@ -66,7 +66,7 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(folders: Path, 
 
 
 def test_pretrain_reads_it(folders: Path, tmp_path: Path) -> None:
-    from pretrain.data_facts import check_data
+    from pretrain.data.facts import check_data
     from pretrain.loader import load_run
 
     out = tmp_path / "blend.yaml"

@@ -151,7 +151,7 @@ def test_places_are_bounded() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 65536, 100_000, 4 << 20, (4 << 20) + 1, 12_345_678])
 def test_the_sample_digest_is_pretrains_and_sees_another_file(tmp_path: Path, size: int) -> None:
-    from pretrain.data_facts import _sample_digest
+    from pretrain.data.facts import _sample_digest
 
     path = tmp_path / "a.bin"
     raw = bytearray(random.Random(size).randbytes(size))

@@ -93,8 +93,8 @@ def test_caches_of_other_data_and_unfinished_ones_are_no_fault(
 
 def test_the_cache_that_pretrain_leaves_is_read(tmp_path: Path, merged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """pretrain's own record of the same data, through its own code."""
-    from pretrain.data_facts import Contents, SourceContents
-    from pretrain.index_cache import IndexCache
+    from pretrain.data.facts import Contents, SourceContents
+    from pretrain.data.index_cache import IndexCache
 
     splits = json.loads((merged / "manifest.json").read_text())["splits"]
     of = {name: (os.path.abspath(merged / name), splits[name]["idx_sha256"], splits[name]["bin_sha256"]) for name in ("train", "valid")}

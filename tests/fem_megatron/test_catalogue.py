@@ -22,7 +22,7 @@ from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
-from pretrain.plan import forward_flops, parameter_shapes
+from pretrain.plan.run_plan import forward_flops, parameter_shapes
 
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, tie_embeddings=True)
 NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]

@@ -11,7 +11,7 @@ import torch
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.shape import FemConfig
-from pretrain.plan import parameter_shapes
+from pretrain.plan.run_plan import parameter_shapes
 from tests.fem_megatron import padding
 
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100)

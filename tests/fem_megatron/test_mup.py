@@ -22,7 +22,7 @@ from fem_megatron.mup import MupConfig, decay_factor, lr_factor, starts_from
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import Normal
 from fem_megatron.state import Context
-from pretrain.plan import model_weights
+from pretrain.plan.run_plan import model_weights
 
 SMALL = ModelConfig(hidden_size=64, num_layers=1, num_attention_heads=8, ffn_hidden_size=96, vocab_size=100)
 MIXERS = {name: replace(SMALL, mixer=name) for name in catalogue.MIXERS if not name.startswith("fla.")} | {

@@ -16,7 +16,7 @@ from fem_megatron.mixers.attention.layer import windowed_attention
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 from fem_megatron.state import Context, Room, State
 from pretrain.config import RunConfig
-from pretrain.plan import make_plan
+from pretrain.plan.run_plan import make_plan
 from pretrain.validate import validate
 from tests.fem_megatron.test_catalogue import SWITCHED, block_of
 

@@ -32,9 +32,10 @@ def main() -> None:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    from pretrain.checkpoint import Checkpoints, Progress, find
-    from pretrain.data import batches, build_datasets
-    from pretrain.data_facts import check_contents
+    from pretrain.checkpoint.reader import Progress, find
+    from pretrain.checkpoint.store import Checkpoints
+    from pretrain.data.datasets import batches, build_datasets
+    from pretrain.data.facts import check_contents
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel, make_engine
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule

@@ -23,8 +23,7 @@ import pytest
 import torch
 
 from fem_megatron.megatron import platform
-from pretrain.checkpoint import MANIFEST
-from pretrain.checkpoint_reader import DamagedCheckpoint, read_metadata, read_part
+from pretrain.checkpoint.reader import MANIFEST, DamagedCheckpoint, read_metadata, read_part
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.rank_processes import PATIENCE, started, wait_until
 from tests.pretrain.test_checkpoints import curve, same, weights

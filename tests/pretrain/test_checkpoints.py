@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import MANIFEST, load_full_model_state
+from pretrain.checkpoint.reader import MANIFEST, load_full_model_state
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.rank_processes import PATIENCE, finished, records, send, started, wait_until
 

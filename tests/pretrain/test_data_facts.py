@@ -11,7 +11,7 @@ import pytest
 
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.data_facts import Contents, check_contents, check_data
+from pretrain.data.facts import Contents, check_contents, check_data
 from pretrain.loader import load_run
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder, write_manifest, write_pair

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint import load_full_model_state
-from pretrain.progress_file import read_progress
+from pretrain.checkpoint.reader import load_full_model_state
+from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.rank_processes import finished, losses, started, wait_until
 from tests.pretrain.test_parity import ROOT, launch

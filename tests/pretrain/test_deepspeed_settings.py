@@ -11,11 +11,11 @@ import pytest
 
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.deepspeed_settings import deepspeed_config
+from pretrain.engines.deepspeed_settings import deepspeed_config
 from pretrain.loader import load_run
-from pretrain.plan import make_plan, render
+from pretrain.plan.run_plan import make_plan, render
+from pretrain.plan.zero_memory import variants, zero_memory
 from pretrain.validate import validate
-from pretrain.zero_memory import variants, zero_memory
 from tests.pretrain.small import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]

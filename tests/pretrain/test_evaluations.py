@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain import evaluations
 from pretrain.config import EvaluateConfig
-from pretrain.evaluations import NAME, Evaluations, environment
 from pretrain.loader import load_run
-from pretrain.metrics import StepRecord
+from pretrain.report import evaluations
+from pretrain.report.evaluations import NAME, Evaluations, environment
+from pretrain.report.metrics import StepRecord
 from pretrain.validate import validate
 from tests.pretrain.conftest import DEMO, Command
 
@@ -341,7 +341,7 @@ def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> 
     """A rank that is killed cleans nothing up."""
     code = (
         "import subprocess, sys, os, time\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'pretrain.evaluation_process', str(os.getpid()), 'sleep', '60'],"
+        "child = subprocess.Popen([sys.executable, '-m', 'pretrain.report.evaluation_process', str(os.getpid()), 'sleep', '60'],"
         " start_new_session=True)\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )

@@ -22,8 +22,8 @@ import pytest
 
 from fem_common.errors import ConfigError
 from pretrain.__main__ import main
-from pretrain.data_facts import Contents, SourceContents
-from pretrain.index_cache import COMPLETE, NOT_THERE, IndexCache
+from pretrain.data.facts import Contents, SourceContents
+from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
 from tests.pretrain.conftest import DEMO, ROOT, SMALL
 from tests.pretrain.data_folder import write_folder
 
@@ -212,7 +212,7 @@ def test_the_lock_of_publication_works_as_nfs_wants_it(tmp_path: Path, monkeypat
         if operation & fcntl.LOCK_EX and modes[-1] == os.O_RDONLY:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    monkeypatch.setattr("pretrain.index_cache.fcntl.flock", flock_of_nfs)
+    monkeypatch.setattr("pretrain.data.index_cache.fcntl.flock", flock_of_nfs)
     build(cache_in(tmp_path))
     assert len(modes) == 2 and os.O_RDONLY not in modes
 

@@ -17,8 +17,8 @@ from fem_megatron.config import MIXERS, ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.config import DataConfig, EngineConfig, OptimizerConfig, RunConfig, TrainConfig
-from pretrain.memory import head_activations, layer_activations
-from pretrain.plan import make_plan
+from pretrain.plan.memory import head_activations, layer_activations
+from pretrain.plan.run_plan import make_plan
 
 SEQUENCES, LENGTH = 2, 64
 ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")]

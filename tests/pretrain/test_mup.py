@@ -17,7 +17,7 @@ import yaml
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.mup import MupConfig
-from pretrain.checkpoint import find
+from pretrain.checkpoint.reader import find
 from pretrain.loader import load_run
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL, Command

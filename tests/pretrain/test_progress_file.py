@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint import MANIFEST
-from pretrain.progress_file import NAME, ProgressFile, read_progress
+from pretrain.checkpoint.reader import MANIFEST
+from pretrain.report.progress_file import NAME, ProgressFile, read_progress
 from pretrain.run_directory import relaunch_command
 from pretrain.schedule import Schedule
 from tests.pretrain.conftest import DEMO, ROOT, Command

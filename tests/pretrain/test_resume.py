@@ -13,10 +13,10 @@ from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.fem.shape import FemConfig
-from pretrain.checkpoint_reader import MANIFEST, read_common
+from pretrain.checkpoint.reader import MANIFEST, read_common
+from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.loader import to_dict, walk
-from pretrain.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from tests.pretrain.conftest import Command
 from tests.pretrain.rank_processes import records
 

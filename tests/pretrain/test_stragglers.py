@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from pretrain.stragglers import Place, find_slowest, matmul_seconds
+from pretrain.report.stragglers import Place, find_slowest, matmul_seconds
 
 LAYOUTS = [(dp, tp, pp) for dp, tp, pp in product((1, 2, 3, 8), (1, 2, 8), (1, 4)) if dp * tp * pp > 1]
 

@@ -19,8 +19,8 @@ import torch
 
 from fem_megatron.megatron import platform
 from pretrain.loader import load_run
-from pretrain.loggers import kernels_told
-from pretrain.metrics import Meter
+from pretrain.report.loggers import kernels_told
+from pretrain.report.metrics import Meter
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
 

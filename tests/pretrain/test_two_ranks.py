@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from pretrain.progress_file import read_progress
+from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO
 from tests.pretrain.rank_processes import PATIENCE, losses, records, send, started, wait_until
 

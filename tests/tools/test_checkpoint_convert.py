@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from pretrain.__main__ import main as pretrain
-from pretrain.checkpoint_reader import MANIFEST, read_common, sha256
+from pretrain.checkpoint.reader import MANIFEST, read_common, sha256
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
 from tests.pretrain.test_parity import ROOT, launch
 from tools.checkpoint.__main__ import main

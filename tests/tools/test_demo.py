@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fem_common.errors import ConfigError
-from pretrain.data_facts import check_contents, check_data
+from pretrain.data.facts import check_contents, check_data
 from pretrain.loader import load_run
 from tools.demo import picture, readme, report, stock_transformers
 from tools.demo.__main__ import ENVIRONMENT, main

@@ -29,7 +29,7 @@ VOCABULARY = 4096
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
     """Median seconds of a plain step, and by how much a step with a look is longer (median over ``pairs`` of both)."""
     from pretrain.engines.megatron import MegatronEngine
-    from pretrain.observer import Observer
+    from pretrain.report.observer import Observer
     from pretrain.schedule import Schedule
 
     engine = MegatronEngine(config, Schedule.of(config))

@@ -18,7 +18,7 @@ from pathlib import Path
 from fem_common.errors import CommandError, Fault, end
 from fem_megatron.catalogue import MIXERS
 from pretrain.loader import load_run
-from pretrain.plan import count_by_component, decoding_state_bytes
+from pretrain.plan.run_plan import count_by_component, decoding_state_bytes
 from tools.bench import runner
 from tools.demo.history import History
 

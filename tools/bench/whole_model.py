@@ -22,7 +22,7 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import Normal
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
-from pretrain.plan import count_by_component, forward_flops
+from pretrain.plan.run_plan import count_by_component, forward_flops
 from tools.bench.runner import Timing, measure
 
 BASELINE = "Transformer"

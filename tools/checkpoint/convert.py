@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError, InUse, StorageError, files_told
-from pretrain.checkpoint import MANIFEST, PICKLES, WEIGHTS_ALONE, WRITING, publish_step, write_common
-from pretrain.checkpoint_reader import Found, find, newest_first, read_common, read_metadata
+from pretrain.checkpoint.reader import MANIFEST, Found, find, newest_first, read_common, read_metadata
+from pretrain.checkpoint.store import PICKLES, WEIGHTS_ALONE, WRITING, publish_step, write_common
 from pretrain.config import EngineConfig
 from pretrain.loader import load_values, to_dict
 from pretrain.run_directory import claimed

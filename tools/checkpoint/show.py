@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fem_common.errors import ConfigError, files_told
-from pretrain.checkpoint_reader import MANIFEST, Found, damage, find, read_metadata
+from pretrain.checkpoint.reader import MANIFEST, Found, damage, find, read_metadata
 
 
 def described(checkpoint: Path) -> tuple[list[tuple[str, str]], bool]:

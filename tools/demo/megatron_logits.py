@@ -27,7 +27,7 @@ def logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
 
     from fem_common.errors import ConfigError
     from fem_megatron.megatron import model as fem_model
-    from pretrain.checkpoint import load_full_model_state
+    from pretrain.checkpoint.reader import load_full_model_state
 
     state, model, _ = load_full_model_state(checkpoint)
     initialize_distributed()

@@ -36,9 +36,9 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     from fem_megatron.diagnostics import observing
     from fem_megatron.megatron import model as fem_model
     from fem_megatron.megatron import platform
-    from pretrain.checkpoint import load_full_model_state
+    from pretrain.checkpoint.reader import load_full_model_state
     from pretrain.engines.building import destroy_model_parallel
-    from pretrain.observer import blocks_of
+    from pretrain.report.observer import blocks_of
 
     state, model, manifest = load_full_model_state(checkpoint)
     prefix = data or data_of_run(manifest["config"]["data"])

@@ -21,7 +21,7 @@ from data_prep.store.indexed import FormatError, read_index, sample_digest, with
 from fem_common.errors import ConfigError, files_told
 from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig, RunConfig, Source
-from pretrain.data_facts import DataFacts, check_data
+from pretrain.data.facts import DataFacts, check_data
 
 FORMAT = 1  # of what is kept of a measurement
 

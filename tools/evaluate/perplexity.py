@@ -256,7 +256,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
     if is_folder(path):
         return read_folder(path).training()
-    from pretrain.checkpoint import find  # with Megatron: seconds
+    from pretrain.checkpoint.reader import find  # with Megatron: seconds
 
     return find(path).manifest
 

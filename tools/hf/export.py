@@ -32,10 +32,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from fem_common.errors import ConfigError, told
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint_reader import Weights, find
+from pretrain.checkpoint.reader import Weights, find
 from pretrain.config import RunConfig
-from pretrain.data_facts import Manifest
-from pretrain.plan import parameter_shapes
+from pretrain.data.facts import Manifest
+from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import bundle, packages
 from .configuration_fem import FemLMConfig

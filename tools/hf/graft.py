@@ -36,7 +36,7 @@ from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.mixers.mamba2.shape import Mamba2Shape
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.shape import Shape, SwiGluShape
-from pretrain.plan import model_weights
+from pretrain.plan.run_plan import model_weights
 
 from .recipes import padded
 

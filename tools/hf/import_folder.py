@@ -28,10 +28,10 @@ from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import import_megatron
 from fem_megatron.mup import starts_from
-from pretrain.checkpoint_reader import Inherited
+from pretrain.checkpoint.reader import Inherited
 from pretrain.config import RunConfig
 from pretrain.loader import load_values, to_dict
-from pretrain.plan import model_weights
+from pretrain.plan.run_plan import model_weights
 
 from .configuration_fem import FemLMConfig
 from .export import beside, refuse_occupied
@@ -102,8 +102,8 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
     plan = graft(source.model, config.model) if mixer else None
     source = source if plan else replace(source, model=config.model)
     kept = _kept(source) if plan is None else Kept()
-    from pretrain.checkpoint import Progress  # Megatron-core takes seconds to import: not for a wrong argument
-    from pretrain.checkpoint_writer import save_weights
+    from pretrain.checkpoint.reader import Progress  # Megatron-core takes seconds to import: not for a wrong argument
+    from pretrain.checkpoint.writer import save_weights
 
     with beside(out) as folder:
         weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))

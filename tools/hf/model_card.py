@@ -17,11 +17,11 @@ import torch
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import Mixer, describe, mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint_reader import Found
+from pretrain.checkpoint.reader import Found
 from pretrain.config import RunConfig, Source
-from pretrain.data_facts import Manifest, read_manifest
+from pretrain.data.facts import Manifest, read_manifest
 from pretrain.loader import load_values
-from pretrain.plan import flops_per_token
+from pretrain.plan.run_plan import flops_per_token
 
 TESTED = ("4.57.6", "5.23.0")  # the oldest and the newest transformers that an exported folder is tested with
 ROWS = {

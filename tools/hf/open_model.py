@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import platform
-from pretrain.checkpoint_reader import Found, Weights, find
+from pretrain.checkpoint.reader import Found, Weights, find
 
 from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP, check_shapes, hf_config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.plan import parameter_shapes
+from pretrain.plan.run_plan import parameter_shapes
 
 RENAMED = (
     ("embedding.word_embeddings.", "model.embed_tokens."),
@@ -75,7 +75,7 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
 
 
 class Tensors(Protocol):
-    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint_reader.Weights``), or memory (``folder.Held``)."""
+    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint.reader.Weights``), or memory (``folder.Held``)."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
-from pretrain.plan import parameter_shapes
+from pretrain.plan.run_plan import parameter_shapes
 
 from .recipes import VOCABULARY, Recipe, Recipes, hf_name, padded
 

@@ -18,10 +18,10 @@ from fem_megatron.mixers.cem.layer import CemAttention, CemMlp
 from fem_megatron.state import Context
 from fem_megatron.update import Update, rms_norm
 from pretrain.config import RunConfig
-from pretrain.data import Batch
+from pretrain.data.datasets import Batch
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
 from pretrain.engines.megatron import MegatronEngine
-from pretrain.observer import blocks_of
+from pretrain.report.observer import blocks_of
 from pretrain.schedule import Schedule
 from tools.scaling.flatness import Record
 

@@ -19,7 +19,7 @@ from fem_common.errors import ConfigError, files_told
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
-from pretrain.data_facts import any_on_disk
+from pretrain.data.facts import any_on_disk
 from pretrain.loader import load_run, read_values
 from pretrain.validate import prepare, validate
 from tools.scaling.flatness import LIMIT, Record, as_csv, judge, summary, table, worst

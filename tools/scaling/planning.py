@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
-from pretrain.data_facts import DataFacts
+from pretrain.data.facts import DataFacts
 from pretrain.loader import load_run
-from pretrain.plan import count_by_component, flops_per_token
+from pretrain.plan.run_plan import count_by_component, flops_per_token
 from pretrain.validate import prepare
 from tools.scaling.study import Budget, ShapeRule, Size, Study
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from fem_common.errors import ConfigError, files_told, told
 from pretrain.config import RunConfig, Source
-from pretrain.data_facts import Contents, SourceContents, check_contents, check_data, read_manifest
+from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
 from pretrain.loader import load_run, load_values, to_dict
-from pretrain.plan import count_by_component, flops_per_token
-from pretrain.progress_file import read_progress
+from pretrain.plan.run_plan import count_by_component, flops_per_token
+from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
 from tools.demo.history import History
 from tools.scaling.planning import PlannedRun
@@ -193,7 +193,7 @@ def _short(key: str) -> str:
 
 
 RUN_DIRECTORY, WANDB = "run_dir", "wandb"
-EMBEDDING = ("embedding", "output layer")  # components of pretrain.plan
+EMBEDDING = ("embedding", "output layer")  # components of pretrain.plan.run_plan
 EXPORTED_KEYS = ("_step", "loss", "step_seconds", "valid_loss")
 
 

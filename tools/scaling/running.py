@@ -27,7 +27,7 @@ from typing import Any
 
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.signals import taken
-from pretrain.data_facts import check_data
+from pretrain.data.facts import check_data
 from pretrain.loader import load_run, read_values
 
 from .planning import PlannedRun, plan_study

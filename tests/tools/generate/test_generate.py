@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fem_megatron.config import ModelConfig
-from pretrain.plan import decoding_state_bytes
+from pretrain.plan.run_plan import decoding_state_bytes
 from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import save, text_model
 from tools.generate import generation

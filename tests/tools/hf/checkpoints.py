@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint import Progress, find
-from pretrain.checkpoint_reader import Weights
-from pretrain.checkpoint_writer import save_weights
+from pretrain.checkpoint.reader import Progress, Weights, find
+from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from tools.hf.__main__ import main
 

@@ -90,7 +90,8 @@ def _rank(rank: int, jobs: str, folder: str) -> None:
 def _run(job: dict[str, Any], folder: Path) -> None:
     from megatron.core import parallel_state
 
-    from pretrain.checkpoint import Checkpoints, Progress
+    from pretrain.checkpoint.reader import Progress
+    from pretrain.checkpoint.store import Checkpoints
     from pretrain.engines.building import initialize_model_parallel
     from pretrain.engines.megatron import MegatronEngine
     from pretrain.loader import load_run

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import platform
-from pretrain.checkpoint import Progress, manifest_of, publish_step
+from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.store import manifest_of, publish_step
 from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from tests.pretrain.data_folder import write_folder, write_manifest
 from tests.tools.hf.small import VOCAB, random_state, small, write_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
-from pretrain.plan import model_weights
+from pretrain.plan.run_plan import model_weights
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.export import export_state_dict
 from tools.hf.modeling_fem import FemLMForCausalLM

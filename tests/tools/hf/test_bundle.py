@@ -101,7 +101,7 @@ def test_wanted_modules() -> None:
     assert inside == ("from .kernels_fem_attention_reference import reference_attention", frozenset({"kernels.fem_attention.reference"}))
     with pytest.raises(BundleError, match=r"fem_megatron.block, line 2: only `from"):
         flatten(MODULE, "import torch\nimport kernels.fem_attention")
-    for module in ("kernels.no_such", "pretrain.plan", "tools.demo.report"):
+    for module in ("kernels.no_such", "pretrain.plan.run_plan", "tools.demo.report"):
         with pytest.raises(BundleError, match=f"line 1: {module} is no file that an export may copy"):
             flatten(MODULE, f"from {module} import x")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
-from pretrain.plan import decoding_state_bytes
+from pretrain.plan.run_plan import decoding_state_bytes
 from tests.tools.hf.small import NAMES, close, config_of, here, padded_batch, small, tokens
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemLMForCausalLM

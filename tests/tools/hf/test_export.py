@@ -20,8 +20,8 @@ import pytest
 from torch import Tensor
 
 from fem_megatron.catalogue import MIXERS
-from pretrain.checkpoint_reader import Weights
-from pretrain.plan import flops_per_token
+from pretrain.checkpoint.reader import Weights
+from pretrain.plan.run_plan import flops_per_token
 from tests.tools.hf.checkpoints import hf, tensors
 from tests.tools.hf.runs import LENGTH, SAMPLES, STEP, files, run_of, step_of
 from tests.tools.hf.small import VOCAB, small, write_tokenizer

@@ -21,9 +21,9 @@ from torch import Tensor
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import platform
-from pretrain.checkpoint_reader import Weights
+from pretrain.checkpoint.reader import Weights
 from pretrain.config import DataConfig
-from pretrain.plan import parameter_shapes
+from pretrain.plan.run_plan import parameter_shapes
 from tests.tools.hf.checkpoints import equal, hf, tensors, weights
 from tests.tools.hf.runs import LENGTH, files, made, run_of, step_of, write_checkpoint
 from tests.tools.hf.small import random_state, small

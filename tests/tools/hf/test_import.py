@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint import find
+from pretrain.checkpoint.reader import find
 from pretrain.loader import load_run
 from tests.tools.hf.checkpoints import changed, equal, hf, save, stock_folder, tensors, weights
 from tests.tools.hf.small import VOCAB, export, random_state, small

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint import find
-from pretrain.plan import count_by_component, model_weights
+from pretrain.checkpoint.reader import find
+from pretrain.plan.run_plan import count_by_component, model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import hf, stock_folder, tensors, weights
 from tests.tools.hf.small import VOCAB, export, small

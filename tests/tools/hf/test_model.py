@@ -23,7 +23,7 @@ from torch.nn.functional import sigmoid
 from fem_common.errors import ConfigError, StorageError
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.shape import FemConfig, FemShape
-from pretrain.plan import model_weights
+from pretrain.plan.run_plan import model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, random_state, small, tokens, write_tokenizer
 from tools.hf.__main__ import main

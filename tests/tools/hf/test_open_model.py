@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fem_common.errors import ConfigError
-from pretrain.checkpoint_reader import Weights
+from pretrain.checkpoint.reader import Weights
 from tests.tools.hf.small import random_state
 from tests.tools.hf.texts import ENTRIES, byte_tokenizer, save, text_model
 from tools.hf import open_model as from_store

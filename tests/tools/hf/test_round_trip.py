@@ -14,7 +14,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
-from pretrain.checkpoint import find
+from pretrain.checkpoint.reader import find
 from tests.tools.hf.checkpoints import STOCK, changed, equal, hf, save, stock_folder, tensors, weights
 from tests.tools.hf.small import NAMES, VOCAB, config_of, random_state, small
 from tools.hf.open_model import open_model

@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 from fem_megatron.update import scaled
-from pretrain.plan import parameter_shapes
+from pretrain.plan.run_plan import parameter_shapes
 from tests.one_process import megatron_of_one_process
 from tools.hf.recipes import VOCABULARY, Recipes
 from tools.hf.stock import StockError, from_stock, model_of, stock_config, to_stock, why_not_stock

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.config import RunConfig
 from pretrain.loader import dump_yaml, load_run
-from pretrain.plan import count_by_component
+from pretrain.plan.run_plan import count_by_component
 from pretrain.run_directory import resolved
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder

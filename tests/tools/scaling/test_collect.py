@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from pretrain.__main__ import main as pretrain
-from pretrain.data_facts import check_contents, check_data
+from pretrain.data.facts import check_contents, check_data
 from pretrain.loader import load_run, to_dict
-from pretrain.loggers import _scalars
-from pretrain.metrics import StepRecord
-from pretrain.plan import flops_per_token
+from pretrain.plan.run_plan import flops_per_token
+from pretrain.report.loggers import _scalars
+from pretrain.report.metrics import StepRecord
 from tests.pretrain.data_folder import write_folder
 from tests.tools.scaling.run_folders import STUDY, loss_of, planned, write_all, write_progress, write_run, write_study
 from tools.scaling.__main__ import main

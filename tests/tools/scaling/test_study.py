@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pretrain.loader import load_run
-from pretrain.plan import make_plan
+from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT

@@ -18,7 +18,7 @@ from pretrain.config import EngineConfig, RunConfig
 from tools.bench.data_prep.processes import ROOT
 
 if TYPE_CHECKING:
-    from pretrain.memory import StageMemory
+    from pretrain.plan.memory import StageMemory
 
 BASELINE = "megatron"
 VARIANTS: Mapping[str, EngineConfig] = {
@@ -116,7 +116,7 @@ def lacks(job: Job) -> str | None:
 
 def planned(job: Job, *, cuda: bool) -> StageMemory:
     """What ``--plan`` says of the memory of a rank of the job, which the configuration must allow."""
-    from pretrain.plan import make_plan
+    from pretrain.plan.run_plan import make_plan
 
     memory = make_plan(configuration(job), job.ranks, cuda=cuda).memory
     return max(memory, key=lambda stage: stage.total)

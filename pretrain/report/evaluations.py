@@ -22,12 +22,12 @@ from typing import Any, Protocol
 from fem_common.errors import ConfigError
 from fem_common.signals import signal_name
 from pretrain.config import EvaluateConfig
-from pretrain.loggers import LATE, Callback
-from pretrain.metrics import StepRecord
+from pretrain.report.loggers import LATE, Callback
+from pretrain.report.metrics import StepRecord
 
 NAME = "evaluations.jsonl"
 FOLDER = "evaluations"
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "PET_", "ROLE_", "GROUP_")  # variables that would make it a rank of the training
 _RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _POLL_SECONDS = 0.2
@@ -36,7 +36,7 @@ _END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 
 
 class Store(Protocol):
-    """The part of ``pretrain.checkpoint.Checkpoints`` that is needed."""
+    """The part of ``pretrain.checkpoint.store.Checkpoints`` that is needed."""
 
     folder: Path
     last: Path | None
@@ -54,7 +54,7 @@ class _Running:
 
 
 class Evaluations:
-    """Starts, watches and reports evaluations; a `pretrain.loggers.Callback`, the first of them: when it ends, the others are open."""
+    """Starts, watches and reports evaluations; a `loggers.Callback`, the first of them: when it ends, the others are open."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Evaluations:
     def _start(self, step: int, checkpoint: Path) -> None:
         out = self._out(checkpoint)
         out.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pretrain.evaluation_process", str(os.getpid()), *self._command(checkpoint)]
+        command = [sys.executable, "-m", "pretrain.report.evaluation_process", str(os.getpid()), *self._command(checkpoint)]
         with (out / "log").open("ab") as log:
             process = subprocess.Popen(
                 command,

@@ -1,6 +1,6 @@
 """A checkpoint of weights alone, written in one process from whole tensors: what ``checkpoint.load`` starts from, at any layout.
 
-In the trainer's own format, by its own last steps (``pretrain.checkpoint.publish_step``). No optimizer, no random state, no model is built.
+In the trainer's own format, by its own last steps (``publish_step``). No optimizer, no random state, no model is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 
 from fem_common.errors import files_told
 from fem_megatron.megatron import platform
-from pretrain.checkpoint import WEIGHTS_ALONE, WRITING, Inherited, Progress, manifest_of, publish_step, write_tensors
+from pretrain.checkpoint.reader import Inherited, Progress
+from pretrain.checkpoint.store import WEIGHTS_ALONE, WRITING, manifest_of, publish_step, write_tensors
 from pretrain.config import RunConfig
 
 

@@ -1,6 +1,6 @@
 """What a run will need, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size. No torch, nothing started.
 
-Memory is ``pretrain.memory``'s part; text for the console is ``render``. The names and shapes here are those of the built model.
+Memory is ``pretrain.plan.memory``'s part; text for the console is ``render``. The names and shapes here are those of the built model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
 from fem_megatron.shape import Weights
 from pretrain.config import RunConfig
-from pretrain.memory import StageMemory, is_estimated, stage_memory, zero_variants
+from pretrain.plan.memory import StageMemory, is_estimated, stage_memory, zero_variants
+from pretrain.plan.zero_memory import zero_name
 from pretrain.schedule import Schedule
-from pretrain.zero_memory import zero_name
 
 if TYPE_CHECKING:
-    from pretrain.data_facts import DataFacts
+    from pretrain.data.facts import DataFacts
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from NVIDIA's product data sheets (H100, H200, A100, L40S, DGX B200), which print figures with
 # 2:4 sparsity for most: those are halved here. A device matches by the longest key that its name contains.
@@ -199,7 +199,7 @@ class Plan:
 def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None, *, cuda: bool = True) -> Plan:
     """The plan of a validated configuration on ``world_size`` processes; ``cuda`` picks the memory model of a GPU or of a CPU.
 
-    ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data_facts.fill_from_data``).
+    ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data.facts.fill_from_data``).
     """
     layout = config.parallel
     data_parallel = world_size // (layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)

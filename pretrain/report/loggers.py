@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.loader import to_dict
-from pretrain.metrics import StepRecord
+from pretrain.report.metrics import StepRecord
 
 LATE = "evaluation/"  # values that come after their step
 

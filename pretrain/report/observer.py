@@ -23,7 +23,7 @@ def blocks_of(models: Iterable[nn.Module]) -> dict[int, Block]:
 
 
 class Observer:
-    """A `pretrain.loggers.Watch` of every ``interval``-th step (0: of none), on its first micro-batch.
+    """A `pretrain.report.loggers.Watch` of every ``interval``-th step (0: of none), on its first micro-batch.
 
     The first data-parallel replica looks: its tensor-parallel ranks compute together, its pipeline stages each see their own layers.
     """

@@ -42,7 +42,7 @@ from fem_megatron.mixers.mamba2.shape import Mamba2Shape
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.shape import BlockShape, Shape, SwiGluShape
 from pretrain.config import EngineConfig, RunConfig
-from pretrain.zero_memory import variants, zero_memory
+from pretrain.plan.zero_memory import variants, zero_memory
 
 WIDE = 4  # bytes of fp32
 

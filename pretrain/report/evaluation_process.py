@@ -1,4 +1,4 @@
-"""``python -m pretrain.evaluation_process PARENT COMMAND...`` becomes the command: niced, and ended when its parent, a training rank, ends.
+"""``python -m pretrain.report.evaluation_process PARENT COMMAND...`` becomes the command: niced, and ended with its parent, a rank.
 
 Standard library and the table of exit codes alone. It replaces itself, so that the process that was started is the command and not its
 keeper.
@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"pretrain.evaluation_process: error: {command[0]}: {error.strerror}", file=sys.stderr)
+        print(f"pretrain.report.evaluation_process: error: {command[0]}: {error.strerror}", file=sys.stderr)
     return Exit.NOT_FOUND
 
 

@@ -3,7 +3,7 @@
 The tensors are megatron.core.dist_checkpointing's ``torch_dist`` format. What the trainer itself must remember is in ``manifest.json``,
 with every file's size and the hashes of the files that are pickles. Reading executes nothing: tensors carry no code, ``common.pt`` is read
 by torch with ``weights_only``, and ``.metadata``, which the format stores as a pickle, is first checked against its recorded hash and then
-against a list of the few classes it may name (``pretrain.checkpoint_reader``).
+against a list of the few classes it may name (``pretrain.checkpoint.reader``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fem_common.errors import ConfigError, StorageError, reason
 from fem_megatron.megatron import platform
-from pretrain.checkpoint_reader import (
+from pretrain.checkpoint.reader import (
     MANIFEST,
     CheckedReader,
     DamagedCheckpoint,
@@ -186,7 +186,7 @@ class Checkpoints:
         """Read ``found`` into the engine and the random states, resharding to this run's layout.
 
         From a step of its own the run goes on: later ones, which are damaged, are set aside under another name. That it
-        fits this run's configuration is for `pretrain.resume` to say.
+        fits this run's configuration is for `pretrain.checkpoint.resume` to say.
 
         Raises:
             DamagedCheckpoint: on all ranks; the engine may have been read into in part, which another checkpoint, read whole, makes good.

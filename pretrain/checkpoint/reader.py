@@ -1,7 +1,7 @@
 """Checkpoints as they lie on disk, without Megatron: finding a good one, reading its weights one at a time, in one process, at any layout.
 
 Reading executes nothing: ``.metadata``, which the format stores as a pickle, may name a few classes alone, and tensors are read with
-torch's ``weights_only``; every tensor's checksum is compared. Writing, and reading into an engine, is ``pretrain.checkpoint``'s.
+torch's ``weights_only``; every tensor's checksum is compared. Writing, and reading into an engine, is ``pretrain.checkpoint.store``'s.
 
 Long, because reading a tensor, Megatron's reader and the pickle's limits share what a damaged byte may be.
 """

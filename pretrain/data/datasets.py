@@ -24,8 +24,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import compile_helpers
 
 from pretrain.config import RunConfig, Source
-from pretrain.data_facts import Contents
-from pretrain.index_cache import NOT_THERE, IndexCache
+from pretrain.data.facts import Contents
+from pretrain.data.index_cache import NOT_THERE, IndexCache
 from pretrain.ranks import from_rank_0
 
 Batch = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import StorageError, told
-from pretrain.data_facts import Contents
+from pretrain.data.facts import Contents
 
 COMPLETE = "complete.json"
 FORMAT = 1

@@ -15,7 +15,7 @@ from fem_common.errors import ConfigError, files_told
 from fem_megatron.catalogue import mixer_names
 from pretrain.config import RunConfig
 from pretrain.loader import nearest
-from pretrain.zero_memory import BUCKET
+from pretrain.plan.zero_memory import BUCKET
 
 NO_CLIPPING = 1e30  # stage 0 computes a norm only where it clips
 # Top-level keys that DeepSpeed reads and this engine leaves alone; it ignores those it does not know without a word.
