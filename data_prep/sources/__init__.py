@@ -96,7 +96,7 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
         yield from txt.read(file, span, columns)
         return
     own = columns if file.id_prefix is None else replace(columns, id=columns.text)
-    with open_input(file.path) as stream:
+    with open_input(file.path, ahead=True) as stream:
         if (size := size_of(stream)) != file.bytes:
             raise UserError(f"{file.path} has {size} bytes, {file.bytes} when it was planned: it has changed")
         if file.kind == "parquet":

@@ -18,7 +18,7 @@ from data_prep.errors import UserError, one_line
 from fem_common.errors import Fault
 
 SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a person waits for an answer
-LONG_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # in the middle of hours of work
+LONG_WAITS = (15.0, 30.0, 60.0, 60.0)  # in the middle of hours of work, after half a minute of huggingface_hub's own attempts
 SAID_FROM = 10.0  # a wait as long as this is no stutter: one line says why nothing happens
 LONGEST_ASKED = 600.0  # a server that asks for a longer pause than this is given up
 
@@ -42,9 +42,7 @@ class Repository:
         return f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} --local-dir DIR"
 
 
-def patiently(
-    call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...], sleep: Callable[[float], object] = time.sleep
-) -> Answer:
+def patiently(call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...]) -> Answer:
     """What ``call`` returns; after a broken connection, 408, 429 or 5xx again, after each of ``waits`` [s] or as long as the server asks.
 
     Raises Fault where it goes on failing, UserError where it fails in a way that waiting does not mend.
@@ -60,17 +58,19 @@ def patiently(
             seconds = max(asked, wait * random.uniform(0.7, 1.3))  # not all workers at the same moment
             if seconds >= SAID_FROM:
                 print(f"data_prep: {explain(error, repository)} (trying again in {seconds:.0f} s)", file=sys.stderr, flush=True)
-            sleep(seconds)
+            time.sleep(seconds)
     raise AssertionError("the last round returns or raises")
 
 
 def hub_failures() -> tuple[type[Exception], ...]:
     """What huggingface_hub raises where the Hub or the way to it fails: its own errors and those of the HTTP library under it."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # its attempts are no news, and its last failure becomes one line
     http_error = HfHubHTTPError.__mro__[1]  # httpx.HTTPError or httpx2.HTTPError, whichever this version of huggingface_hub brings
     assert issubclass(http_error, Exception)
-    return (http_error, OfflineModeIsEnabled, LocalEntryNotFoundError)
+    return (http_error, OfflineModeIsEnabled, FileNotFoundError)
 
 
 def _status(error: Exception) -> int | None:
@@ -79,11 +79,11 @@ def _status(error: Exception) -> int | None:
 
 def _passes(error: Exception) -> bool:
     """Whether the same request may do better later."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):
         return _status(error) in (408, 429, 500, 502, 503, 504)
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, FileNotFoundError):
         return isinstance(error.__cause__, Exception) and _passes(error.__cause__)
     return not isinstance(error, OfflineModeIsEnabled)
 
@@ -106,7 +106,6 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
-        LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -114,7 +113,7 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
 
     name, server, status = f"{repository.kind} {repository.id}", constants.ENDPOINT, _status(error)
     first, nor = f"first {repository.download}", " and no such folder here" if repository.kind == "model" else ""
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, hub_failures()):
         return explain(error.__cause__, repository)
     if isinstance(error, OfflineModeIsEnabled):
         return UserError(f"{name}: HF_HUB_OFFLINE is set; unset it, or where there is network: {repository.download}, and give the folder")
@@ -122,7 +121,7 @@ def explain(error: Exception, repository: Repository) -> UserError | Fault:
         return UserError(f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of that account")
     if isinstance(error, RevisionNotFoundError):
         return UserError(f"{name} has no revision {repository.revision!r}; name a branch, a tag or a whole commit hash")
-    if isinstance(error, EntryNotFoundError):
+    if isinstance(error, EntryNotFoundError | FileNotFoundError):
         return UserError(f"{repository} has no such file on {server} ({one_line(error)})")
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return UserError(

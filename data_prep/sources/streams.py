@@ -56,9 +56,9 @@ def _unreadable(path: str, error: OSError) -> CommandError:
     return told(OSError(error.errno, error.strerror), f"{path} cannot be read (", ")")
 
 
-def open_input(path: str) -> BinaryIO:
+def open_input(path: str, *, ahead: bool = False) -> BinaryIO:
     """A local file or an ``hf://`` one, for reading at any place. Opening and reading raise CommandError where the bytes do not come."""
-    return hub.open_remote(path) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
+    return hub.open_remote(path, ahead=ahead) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
 
 
 def size_of(file: BinaryIO) -> int:

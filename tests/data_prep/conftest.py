@@ -47,10 +47,11 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "data_prep", *map(str, arguments)]
 
 
-def cli(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m data_prep …`` in its own process."""
+def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m data_prep …`` in its own process, in the folder HERE."""
+    here = environment.pop("HERE", str(ROOT))
     known = {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command(*arguments), cwd=cwd, env=known, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(*arguments), cwd=here, env=known, capture_output=True, text=True, timeout=60)
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:

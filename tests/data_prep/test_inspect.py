@@ -153,7 +153,7 @@ def test_many_files_are_not_all_listed_and_nothing_is_written(tmp_path: Path, to
     for number in range(12):
         write_parquet(tmp_path / f"{number:02d}.parquet", make_documents(20, 10, seed=number))
     before = snapshot(tmp_path)
-    result = cli("inspect", ".", "--tokenizer", tokenizer, "--sample-mb", "0.002", cwd=tmp_path)
+    result = cli("inspect", ".", "--tokenizer", tokenizer, "--sample-mb", "0.002", HERE=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert snapshot(tmp_path) == before
     assert "files: 12 parquet;" in result.stdout and "  and 4 more" in result.stdout
