@@ -1,6 +1,6 @@
 """The golden file of what the commands say: ``wording(text)`` compares with tests/wording.yaml, ``pytest --update-wording`` rewrites it.
 
-A test asserts what a message must do (exit code, one line, the key named); how it is phrased stands in one file, read and changed in one place.
+A test asserts what a message must do (exit code, one line, the key named); how it is phrased stands in one file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Wording:
         self.test, self.expected, self.updating, self.names, self.heard = test, expected, updating, names, list[str]()
 
     def __call__(self, text: object, **names: object) -> None:
-        """``text`` as the golden file has it. ``names`` (WORD=value) are values that differ from run to run: each is written as its WORD."""
+        """``text`` as the golden file has it. ``names`` (WORD=value): what differs from run to run, each written as its WORD."""
         said = str(text).rstrip("\n")
         for word, value in sorted({**self.names, **names}.items(), key=lambda item: -len(str(item[1]))):
             said = said.replace(str(value), word)

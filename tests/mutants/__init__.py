@@ -56,7 +56,7 @@ def read_mutants(folder: Path = LISTS) -> list[Mutant]:
 
 
 def probed(source: str, lines: dict[str, int], log: Path) -> tuple[str, set[str]]:
-    """A source that writes ``id TAB test`` to ``log`` when the statement of one of ``lines`` (id -> index) runs; the ids without such a place.
+    """A source that writes ``id TAB test`` to ``log`` when the statement of one of ``lines`` (id -> index) runs; the ids that got none.
 
     A statement at module or class level runs at import, for no test; a Triton kernel's source is compiled and may hold no such thing.
     """
