@@ -428,6 +428,13 @@ def test_every_third_party_import_is_declared() -> None:
     assert set(requirements()) - {distribution.get(name, name) for name in used} == {"psutil", "py-spy", "tensorboard"}
 
 
+def test_the_readme_draws_the_house_that_is_there() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"^([\w]+)/ ", text[text.index("```text") :], re.MULTILINE))
+    assert drawn == {name.split("/")[0] for name in repository_files() if "/" in name and not name.startswith(".")}
+    assert len(text.split()) <= 1000
+
+
 def test_the_readme_gives_a_reason_for_every_dependency() -> None:
     rows = re.findall(r"^\| *`([\w-]+)` *\| *(\S.*?) *\|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     reasons = {canonicalize_name(name): reason for name, reason in rows}
