@@ -20,7 +20,7 @@ from fem_megatron.catalogue import MIXERS
 from pretrain.loader import load_run
 from pretrain.plan.run_plan import count_by_component, decoding_state_bytes
 from tools.bench import runner
-from tools.demo.history import History
+from tools.demo.report import History
 
 RUN = "configs/run/demo.yaml"
 BASELINE = "transformer"

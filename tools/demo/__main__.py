@@ -15,8 +15,8 @@ from pathlib import Path
 from fem_common.errors import CommandError, end
 from fem_common.exits import Exit
 from pretrain.loader import load_run
-from tools.demo import picture, readme, report, steps
-from tools.demo.history import History
+from tools.demo import pages, report, steps
+from tools.demo.report import History
 from tools.demo.shell import DemoError, Shell, say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_run(ROOT / "configs" / "run" / "demo.yaml", given.settings)
         if given.readme:
-            readme.check(ROOT, given.settings)
+            pages.check(ROOT, given.settings)
         demo = steps.Demo(Shell(ROOT, ENVIRONMENT), given.out.absolute(), config, tuple(given.settings))
         say(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
         say("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
         _publish(found, demo)
         if given.readme:
             demo.evaluate()
-            readme.write(ROOT, demo.out, found)
-            say(f"rewritten: {', '.join(readme.PAGES.values())}, docs/demo.png, docs/evaluation.png")
+            pages.write(ROOT, demo.out, found)
+            say(f"rewritten: {', '.join(pages.PAGES.values())}, docs/demo.png, docs/evaluation.png")
     except (CommandError, OSError) as error:
         return end("demo", error)
     except KeyboardInterrupt:
@@ -63,7 +63,7 @@ def _terminated(*_: object) -> None:
 
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:
     """The table, report.json and report.png. Raises DemoError where the model learned too little, after all three are there."""
-    picture.draw(History.read(demo.out / "fem"), History.read(demo.out / "transformer"), found, demo.out / "report.png")
+    pages.draw(History.read(demo.out / "fem"), History.read(demo.out / "transformer"), found, demo.out / "report.png")
     temporary = demo.out / ".report.json"
     temporary.write_text(json.dumps(found, indent=1) + "\n")
     os.replace(temporary, demo.out / "report.json")
@@ -76,7 +76,7 @@ def _publish(found: dict[str, object], demo: steps.Demo) -> None:
     say(f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, the model in {demo.path('hf', 'fem')}")
     short = report.shortfall(found)
     if short:
-        raise DemoError(f"step 5 (report) failed: {short}")
+        raise DemoError(f"the report failed: {short}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pretrain.loader import load_run, load_values, to_dict
 from pretrain.plan.run_plan import count_by_component, flops_per_token
 from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
-from tools.demo.history import History
+from tools.demo.report import History
 from tools.scaling.planning import PlannedRun
 
 DIGITS = 16  # of a hash in the table

@@ -1,4 +1,4 @@
-"""``--readme``: what the demo measured, into the documents that show it: README.md and docs/evaluation.md, their pictures too.
+"""What the demo shows: the picture of both losses, and, with ``--readme``, figures and pictures in README.md and docs/evaluation.md.
 
 Between their markers, in a checkout, on an idle machine, of the demo as it stands: they promise what anybody's ``make demo`` finds.
 """
@@ -13,7 +13,115 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fem_common.errors import ConfigError
+from tools.demo.report import History
+
+# Okabe and Ito's blue and vermilion: apart for every kind of colour vision, and in grey.
+FEM, TRANSFORMER, QUIET = "#0072B2", "#D55E00", "#555555"
+
+
+def smooth(values: np.ndarray, width: float) -> np.ndarray:
+    """At each step the value of a line fitted to its neighbours, which count by a Gaussian of ``width`` steps: no lag, no bent ends."""
+    steps = np.arange(len(values))
+    result = np.empty(len(values))
+    for step in steps:
+        weight = np.exp(-0.5 * ((steps - step) / width) ** 2)
+        _, level = np.polyfit(steps - step, values, 1, w=np.sqrt(weight)) if len(values) > 2 else (0.0, values[step])
+        result[step] = level
+    return result
+
+
+def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
+    """Writes ``file`` as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6.6), sharex=True, height_ratios=(3.2, 1), layout="constrained")
+    width = max(1.0, fem.last_step / 40)
+    curves = (("transformer", "Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))), ("fem", "FEM-softmax", fem, FEM, "o", "-"))
+    for key, name, history, colour, marker, style in curves:
+        steps, losses = _series(history)
+        above.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
+        label = f"{name}, training (smoothed; faint: each step)"
+        above.plot(steps, smooth(losses, width), color=colour, linewidth=1.9, linestyle=style, label=label)
+        if history.validations:
+            where, values = zip(*history.validations, strict=True)
+            look = {"linestyle": "", "marker": marker, "color": colour, "markeredgecolor": "white", "markersize": 8}
+            above.plot(where, values, label=f"{name}, held-out: a sample (open: the whole split)", **look)
+        # A little to the right of the last step, clear of the sample's markers.
+        whole, open_marker = found["models"][key]["heldout_nats_per_token"], {"color": "white", "markeredgecolor": colour}
+        above.plot([1.02 * steps[-1]], [whole], linestyle="", marker=marker, markeredgewidth=1.8, markersize=8, **open_marker)
+    _mark(above, below, found)
+    _difference(below, fem, transformer, width)
+    above.set_ylabel("loss, nats a token")
+    above.legend(frameon=False, loc="upper right", fontsize=9)
+    models, run = found["models"], found["run"]
+    above.set_title(
+        f"Pretraining on Python's standard library: {models['fem']['parameters'] / 1e6:.1f}M parameters, "
+        f"{models['fem']['tokens_trained'] / 1e3:.0f}k tokens, {run['steps']} steps\n"
+        f"Loss on the whole held-out split at the end: FEM-softmax {models['fem']['heldout_nats_per_token']:.3f}, "
+        f"Transformer {models['transformer']['heldout_nats_per_token']:.3f} nats a token",
+        loc="left",
+        fontsize=10.5,
+    )
+    below.set_xlabel(f"step ({run['batch_tokens']:,} tokens each)")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+        axes.set_axisbelow(True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def _series(history: History) -> tuple[np.ndarray, np.ndarray]:
+    losses = history.losses()
+    return np.array(list(losses)), np.array(list(losses.values()))
+
+
+def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
+    """The unigram entropy, what is asked for, and the stop."""
+    run, entropy = found["run"], found["unigram"]["heldout_entropy"]
+    right = run["steps"]
+    above.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":")
+    above.annotate(
+        f"unigram entropy of the held-out text {entropy:.2f}",
+        (right, entropy),
+        xytext=(0, 4),
+        textcoords="offset points",
+        fontsize=9,
+        color=QUIET,
+        ha="right",
+    )
+    for axes in (above, below):
+        axes.axvline(run["stopped_at"], color=QUIET, linewidth=1.2)
+    above.annotate(
+        f"FEM stopped by SIGTERM at step {run['stopped_at']}\n(TP 2 × PP 2, 4 ranks), resumed at DP 2",
+        (run["stopped_at"], 0.03),
+        xycoords=("data", "axes fraction"),
+        xytext=(-6, 0),
+        textcoords="offset points",
+        fontsize=9,
+        color=QUIET,
+        ha="right",
+        va="bottom",
+    )
+
+
+def _difference(axes: Any, fem: History, transformer: History, width: float) -> None:
+    """FEM's training loss minus the Transformer's on the same batch."""
+    ours, theirs = fem.losses(), transformer.losses()
+    steps = sorted(ours.keys() & theirs.keys())
+    gaps = np.array([ours[step] - theirs[step] for step in steps])
+    axes.axhline(0.0, color=QUIET, linewidth=0.9)
+    axes.plot(steps, gaps, color=FEM, alpha=0.22, linewidth=0.8)
+    axes.plot(steps, smooth(gaps, width), color=FEM, linewidth=1.9)
+    axes.set_ylabel("FEM − Transformer,\nsame batch")
+    axes.annotate("below 0: FEM is better", (0.995, 0.04), xycoords="axes fraction", fontsize=9, color=QUIET, ha="right")
+
 
 COMMAND = "python -m tools.demo --readme"
 PAGES = {"demo": "README.md", "evaluation": "docs/evaluation.md"}
