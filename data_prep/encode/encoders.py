@@ -22,7 +22,8 @@ import tokenizers
 from tokenizers import Tokenizer, pre_tokenizers
 
 from data_prep.encode.tokenizer import TokenizerFolder
-from data_prep.errors import UserError, one_line
+from fem_common.errors import UserError
+from fem_common.text import one_line
 
 Kind = Literal["gigatoken", "hf"]
 

@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.errors import UserError, one_line
-from fem_common.errors import told
+from fem_common.errors import UserError, told
+from fem_common.text import one_line
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from tokenizers import Tokenizer
 
 from data_prep.encode.encoders import Encoded, Encoder, Gigatoken, HuggingFace, gigatoken_name, unsettled_points
 from data_prep.encode.tokenizer import TokenizerFolder
-from data_prep.errors import UserError, one_line
+from fem_common.errors import UserError
 from fem_common.signals import signal_name
+from fem_common.text import one_line
 
 STRINGS = 2500  # of random parts
 STEP = 23  # every how manyth code point is tried

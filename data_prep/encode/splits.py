@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.errors import UserError
+from fem_common.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 

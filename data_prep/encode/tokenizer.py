@@ -11,9 +11,11 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Tokenizer
 
-from data_prep.errors import UserError, existing_folder, one_line
 from data_prep.sources.hub_client import SHORT_WAITS, Repository, patiently
-from data_prep.store.files import sha256_file
+from data_prep.store.staging import existing_folder
+from fem_common.errors import UserError
+from fem_common.files import sha256
+from fem_common.text import one_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -60,7 +62,7 @@ def load_folder(path: Path) -> TokenizerFolder:
     eod = _eod_token(path)
     if eod not in vocabulary:
         raise UserError(f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json")
-    return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256_file(file))
+    return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256(file))
 
 
 def _eod_token(path: Path) -> str:

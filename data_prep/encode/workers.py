@@ -22,14 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from data_prep.errors import UserError, is_want_of_memory, one_line
 from data_prep.sources import locate
 from data_prep.sources.rows import Tally
-from data_prep.store.files import remove_own_leftovers
 from data_prep.store.layout import SHARDS, TOKENIZER, Plan, Unit, read_plan
 from data_prep.store.manifest import UnitEntry
-from fem_common.errors import FULL, CommandError, Fault, told
+from fem_common.cli import is_want_of_memory
+from fem_common.errors import FULL, CommandError, Fault, UserError, told
+from fem_common.files import remove_leftovers
 from fem_common.signals import signal_name
+from fem_common.text import one_line
 
 if TYPE_CHECKING:
     from data_prep.encode.unit import Engine
@@ -164,7 +165,7 @@ class _Crew:
         worker.connection.close()
         self.workers.remove(worker)
         _await_end(worker.process)
-        remove_own_leftovers(self.out / SHARDS, worker.process.pid)
+        remove_leftovers(self.out / SHARDS, worker.process.pid)
 
     def describe_death(self, worker: _Worker) -> str:
         """One line on a worker that is dead: signal, unit and file."""

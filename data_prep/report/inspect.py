@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,12 +26,13 @@ import pyarrow.parquet as pq
 from data_prep.encode.documents import Documents, Selection, Settings, add_column_arguments, settings_of
 from data_prep.encode.encoders import Encoder, choose, make
 from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_folder
-from data_prep.errors import UserError
-from data_prep.report.progress import Reading, count, counted, duration, size
+from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, Span, open_files, read_span, spans
 from data_prep.sources.rows import Drop
 from data_prep.sources.streams import chunks, open_input
 from data_prep.store.indexed import dtype_name
+from fem_common.errors import UserError
+from fem_common.text import count, counted, duration, size
 
 PLACES = 8
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 160
@@ -89,7 +89,7 @@ def draw(files: list[SourceFile], settings: Settings, sample_bytes: float) -> Sa
     total = sum(file.text_bytes for file in files)
     sample, selection = Sample(whole=total <= sample_bytes), Selection(settings)
     chosen = files if sample.whole else [files[number] for number in evenly(len(files), PLACES)]
-    with Reading("sampling", int(min(total, sample_bytes)), sys.stderr) as reading:
+    with Reading("sampling", int(min(total, sample_bytes))) as reading:
         for number, file in enumerate(chosen):
             share = (sample_bytes - sample.read_bytes) / (len(chosen) - number)
             sample.files += 1

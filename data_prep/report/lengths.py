@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.report.progress import count
 from data_prep.store.indexed import DOCUMENTS_AT_ONCE, read_index
+from fem_common.text import count
 
 COUNTED_BELOW = 1 << 20  # lengths counted by place; longer ones, of which no disk holds many, are kept one by one
 

@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import UserError, existing_folder
 from data_prep.report.lengths import Lengths, read_lengths
-from data_prep.report.progress import Reading, count, size
+from data_prep.report.progress import Reading
 from data_prep.store.entries import read_units
-from data_prep.store.files import make_folder, write_whole
 from data_prep.store.indexed import FormatError
 from data_prep.store.layout import read_plan
 from data_prep.store.manifest import Manifest, UnitEntry, read_manifest
+from data_prep.store.staging import existing_folder
+from fem_common.errors import UserError
+from fem_common.files import make_folder, write_whole
+from fem_common.text import count, size
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 MARKS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -64,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
 def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
     """The lengths of each split. Raises UserError for an .idx that is not the manifest's."""
     lengths = {}
-    with Reading("reading lengths", 4 * sum(entry.documents for entry in manifest.splits.values()), sys.stderr) as reading:
+    with Reading("reading lengths", 4 * sum(entry.documents for entry in manifest.splits.values())) as reading:
         for name, entry in manifest.splits.items():
             path = folder / f"{name}.idx"
             try:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_prep.errors import UserError, existing_folder
-from data_prep.report.progress import count, counted, duration, size, tally_of
+from data_prep.report.progress import tally_of
 from data_prep.store.entries import dropped_rows, entry_fault, ranges, read_units, shortened
 from data_prep.store.layout import Plan, Unit, entry_path, read_plan
 from data_prep.store.manifest import UnitEntry, read_entry, read_manifest
+from data_prep.store.staging import existing_folder
 from data_prep.verbs.merge import is_merged
+from fem_common.errors import UserError
+from fem_common.text import count, counted, duration, size
 
 RECENT_SECONDS = 900.0
 

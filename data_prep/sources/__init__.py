@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from data_prep.errors import UserError
 from data_prep.sources import jsonl, parquet, txt
 from data_prep.sources.finding import Found, find_files, kind_of
 from data_prep.sources.rows import Columns, Rows, SourceFile, Span, Unreadable
 from data_prep.sources.streams import open_input, parquet_footer, sampled, size_of
 from data_prep.sources.txt import locate
+from fem_common.errors import UserError
 
 __all__ = ["Columns", "Rows", "SourceFile", "Span", "Unreadable", "locate", "open_files", "open_found", "read_span", "spans", "unchanged"]
 

@@ -17,8 +17,9 @@ from urllib.parse import unquote
 
 import yaml
 
-from data_prep.errors import UserError, one_line
 from data_prep.sources.hub_client import LONG_WAITS, SHORT_WAITS, Repository, patiently
+from fem_common.errors import UserError
+from fem_common.text import one_line
 
 SCHEME = "hf://"
 ENDINGS = (".parquet", *(lines + packing for lines in (".jsonl", ".ndjson") for packing in ("", ".gz", ".zst")))

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from data_prep.errors import UserError, one_line
-from fem_common.errors import Fault
+from fem_common.errors import Fault, UserError
+from fem_common.text import one_line
 
 SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a person waits for an answer
 LONG_WAITS = (15.0, 30.0, 60.0, 60.0)  # in the middle of hours of work, after half a minute of huggingface_hub's own attempts

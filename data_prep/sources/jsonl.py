@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from data_prep.errors import UserError
 from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, Span, Unreadable, missing_column
 from data_prep.sources.streams import DamagedStream, chunks, size_of
+from fem_common.errors import UserError
 
 MAX_LINE_BYTES = 96 << 20  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
 HEAD_BYTES = 1 << 20  # of lines, looked at before any work

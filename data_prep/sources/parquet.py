@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.errors import UserError, one_line, raise_if_memory
 from data_prep.sources.pages import BadHeader, pages_of
-from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, Span, Unreadable, missing_column
+from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, Span, Unreadable, missing_column, raise_if_memory
+from fem_common.errors import UserError
+from fem_common.text import one_line
 
 BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
 READ_BYTES = 1 << 15  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.errors import UserError
 from data_prep.store.records import a_list, an_object, count, listed, optional, record, text
+from fem_common.cli import is_want_of_memory
+from fem_common.errors import UserError
+from fem_common.text import one_line
 
 ID = "id"  # the id column that a file may lack; one of another name must be there
 BATCH_BYTES = 4 << 20  # in a batch, where no single row is larger
@@ -207,3 +209,9 @@ class Tally:
         self.text_bytes += other.text_bytes
         self.dropped += other.dropped
         return self
+
+
+def raise_if_memory(error: Exception) -> None:
+    """Raises MemoryError where that is what a library's error means: what counts as damaged must not depend on the machine."""
+    if is_want_of_memory(error):
+        raise MemoryError(one_line(error)) from None

@@ -11,9 +11,10 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from data_prep.errors import UserError, one_line, raise_if_memory
 from data_prep.sources import hub
-from fem_common.errors import CommandError, told
+from data_prep.sources.rows import raise_if_memory
+from fem_common.errors import CommandError, UserError, told
+from fem_common.text import one_line
 
 CHUNK_BYTES = 1 << 20
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import UserError
 from data_prep.sources import locate
 from data_prep.sources.rows import Drop
-from data_prep.store.files import write_whole
 from data_prep.store.indexed import dtype_name
 from data_prep.store.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, entry_path
 from data_prep.store.manifest import Manifest, MergedEntry, Source, TokenizerEntry, UnitEntry, UnitsEntry, read_entry
+from fem_common.errors import UserError
+from fem_common.files import write_whole
 
 
 def ranges(numbers: Iterable[int]) -> str:

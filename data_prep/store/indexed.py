@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.errors import UserError
+from fem_common.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encode.documents import Settings
-from data_prep.errors import UserError, one_line
 from data_prep.sources import SourceFile
-from data_prep.store.files import sha256_json, write_whole
-from data_prep.store.records import a_list, an_object, count, listed, optional, record, text
+from data_prep.store.records import a_list, an_object, count, listed, optional, record, sha256_json, text
+from fem_common.errors import UserError
+from fem_common.files import write_whole
+from fem_common.text import one_line
 
 FORMAT = 2
 PLAN = "plan.json"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encode.splits import SPLITS
-from data_prep.errors import UserError
 from data_prep.sources.rows import BadRow, Drop
 from data_prep.store.layout import MANIFEST, PLAN, SHARDS
 from data_prep.store.records import a_list, an_object, count, only, record, text
+from fem_common.errors import UserError
 
 FORMAT = 2
 PLACES_KEPT = 100

@@ -5,6 +5,8 @@ A reader takes a JSON value and gives what it stands for. It raises ValueError t
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -80,3 +82,8 @@ def text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of a JSON value, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

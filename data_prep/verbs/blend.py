@@ -19,11 +19,12 @@ from typing import Any
 import yaml
 
 from data_prep.encode.splits import SPLITS
-from data_prep.errors import UserError, existing_folder
-from data_prep.report.progress import count
-from data_prep.store.files import make_folder, write_whole
 from data_prep.store.layout import MANIFEST
 from data_prep.store.manifest import Manifest, read_manifest
+from data_prep.store.staging import existing_folder
+from fem_common.errors import UserError
+from fem_common.files import make_folder, write_whole
+from fem_common.text import count
 
 SEQ_LENGTH = 4096
 

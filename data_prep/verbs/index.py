@@ -13,7 +13,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from data_prep.errors import UserError
+from fem_common.errors import UserError
 from fem_common.signals import signal_name
 
 

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,14 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.encode.splits import SPLITS
-from data_prep.errors import UserError, existing_folder
-from data_prep.report.progress import Reading, count, counted, size
+from data_prep.report.progress import Reading
 from data_prep.store.entries import accept_bad_rows, add_max_bad_argument, manifest_of, read_entries, units_bytes
-from data_prep.store.files import Staging, json_bytes, sha256_file, write_synced
 from data_prep.store.indexed import FormatError, dtype_name, index_bytes_of, read_index, sample_digest, with_ending, write_index
 from data_prep.store.layout import MANIFEST, SHARDS, UNITS, Plan, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest
-from fem_common.errors import StorageError
+from data_prep.store.staging import Staging, existing_folder
+from fem_common.errors import StorageError, UserError
+from fem_common.files import json_bytes, sha256, write_synced
+from fem_common.text import count, counted, size
 
 COPY_BYTES = 1 << 22
 OURS = re.compile(rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.(bin|idx))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+")  # in OUT/shards
@@ -69,7 +69,7 @@ def merge_folder(out: Path, *, max_bad: str, keep_shards: bool, tasks: int | Non
             return 1
         names = _splits(plan, entries)
         _check_space(out, entries)
-        with Reading(f"merging {counted(len(entries), 'unit')}", _bin_bytes(entries), sys.stderr) as reading:
+        with Reading(f"merging {counted(len(entries), 'unit')}", _bin_bytes(entries)) as reading:
             merger = Merger(out, plan, entries, reading)
             splits = {name: merger.merge(name, staging.path / name) for name in names}
         manifest = manifest_of(plan, entries, splits)
@@ -151,7 +151,7 @@ class Merger:
         )
 
     def _check_index(self, path: Path, part: SplitEntry) -> None:
-        if path.stat().st_size != part.idx_bytes or sha256_file(path) != part.idx_sha256:
+        if path.stat().st_size != part.idx_bytes or sha256(path) != part.idx_sha256:
             raise FormatError(f"{path} is damaged: not the {part.idx_bytes} bytes of its entry")
         try:
             index = read_index(path)

@@ -22,13 +22,10 @@ import numpy.typing as npt
 from data_prep.encode.documents import Selection, add_settings_arguments, settings_of
 from data_prep.encode.splits import SPLITS, Split, fitting, hash_ids
 from data_prep.encode.tokenizer import TOKENIZER_FILES, TokenizerFolder, find_tokenizer, load_folder
-from data_prep.errors import UserError
-from data_prep.report.progress import count, counted, size
 from data_prep.sources import Rows, SourceFile, Span, open_found, read_span, spans
 from data_prep.sources.finding import Found, find_files
 from data_prep.sources.hub import is_hub
 from data_prep.sources.rows import ID
-from data_prep.store.files import UNFINISHED, Lock, write_whole
 from data_prep.store.indexed import dtype_name
 from data_prep.store.layout import (
     BAD_ROWS,
@@ -44,7 +41,11 @@ from data_prep.store.layout import (
     read_plan,
     write_plan,
 )
+from data_prep.store.staging import UNFINISHED, Lock
 from data_prep.verbs.merge import remove_shards
+from fem_common.errors import UserError
+from fem_common.files import write_whole
+from fem_common.text import count, counted, size
 
 UNIT_MB = 256.0
 BYTES_PER_TOKEN = 4  # of text, about; what the disk's estimate rests on

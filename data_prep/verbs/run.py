@@ -23,15 +23,17 @@ from data_prep.encode.documents import Selection, Settings, settings_of
 from data_prep.encode.encoders import choose
 from data_prep.encode.tokenizer import find_tokenizer, load_folder
 from data_prep.encode.workers import run_units
-from data_prep.errors import UserError
-from data_prep.report.progress import Board, counted, size
+from data_prep.report.progress import Board
 from data_prep.sources import Rows, Span, read_span, unchanged
 from data_prep.store.entries import add_max_bad_argument, entry_fault, parse_max_bad
-from data_prep.store.files import UNFINISHED, Lock, remove_leftovers
 from data_prep.store.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import UnitEntry, read_entry
+from data_prep.store.staging import UNFINISHED, Lock
 from data_prep.verbs.merge import is_merged, merge_folder
 from data_prep.verbs.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle
+from fem_common.errors import UserError
+from fem_common.files import remove_leftovers
+from fem_common.text import counted, size
 
 SAMPLE_DOCUMENTS = 64
 SAMPLE_BYTES = 1_000_000

@@ -19,9 +19,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.errors import UserError
-from data_prep.store.files import make_folder, sha256_file, sync_file, sync_folder
-from fem_common.errors import told
+from fem_common.errors import UserError, told
+from fem_common.files import make_folder, sha256, sync_file, sync_folder
 
 SCHEMA = pa.schema(
     [
@@ -94,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         pq.write_table(table, temporary, row_group_size=ROWS_PER_GROUP, compression="zstd", write_page_checksum=True)
         sync_file(temporary)
-        same = out.exists() and sha256_file(temporary) == sha256_file(out)
+        same = out.exists() and sha256(temporary) == sha256(out)
         if out.exists() and not same and not arguments.overwrite:
             raise UserError(f"{out} exists and holds something else; choose another name or add --overwrite")
         os.replace(temporary, out)

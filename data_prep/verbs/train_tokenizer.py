@@ -29,11 +29,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from data_prep.encode.documents import Documents, Selection, Settings, add_column_arguments, settings_of
 from data_prep.encode.splits import hash_ids
-from data_prep.errors import UserError
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, open_files, read_span, spans
 from data_prep.sources.rows import Drop
-from data_prep.store.files import Staging, json_bytes, sha256_file, sha256_json, write_synced
+from data_prep.store.records import sha256_json
+from data_prep.store.staging import Staging
+from fem_common.errors import UserError
+from fem_common.files import json_bytes, sha256, write_synced
 
 SEAL = "training.json"
 SPAN_BYTES = 64 * 2**20
@@ -87,7 +89,7 @@ def gather(files: list[SourceFile], settings: Settings, sample_mb: float) -> tup
     """Read all files: the sample and the rows dropped. Raises UserError for a part that cannot be read."""
     sample, dropped = Sample(sample_mb * 1e6), Counter[Drop]()
     selection, columns = Selection(settings), settings.columns
-    with Reading("sampling", sum(file.text_bytes for file in files), sys.stderr) as reading:
+    with Reading("sampling", sum(file.text_bytes for file in files)) as reading:
         for file in files:
             for span in spans(file, columns, SPAN_BYTES):
                 for part in read_span(file, span, columns):
@@ -110,7 +112,7 @@ def _already_there(out: Path, fingerprint: str, overwrite: bool) -> bool:
         if (
             made["fingerprint"] == fingerprint
             and file.is_file()
-            and made["sha256"] == sha256_file(file)
+            and made["sha256"] == sha256(file)
             and (out / "tokenizer_config.json").is_file()
         ):
             return True
@@ -169,7 +171,7 @@ def main(arguments: argparse.Namespace) -> int:
         tokenizer = style.train(texts, vocab_size, sys.stderr.isatty())
         write_synced(staging.path / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
         write_synced(staging.path / "tokenizer_config.json", json_bytes(style.config))
-        seal = {"fingerprint": fingerprint, "sha256": sha256_file(staging.path / "tokenizer.json")}
+        seal = {"fingerprint": fingerprint, "sha256": sha256(staging.path / "tokenizer.json")}
         write_synced(staging.path / SEAL, json_bytes(seal | _seal(sample, dropped, files, tokenizer)))
         staging.publish(["tokenizer.json", "tokenizer_config.json"], seal=SEAL)
     size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(style.eod)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,15 +16,17 @@ from typing import Any
 
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
-from data_prep.errors import UserError, existing_folder
-from data_prep.report.progress import Reading, count
+from data_prep.report.progress import Reading
 from data_prep.store.entries import entry_fault, manifest_of, missing_units, ranges, read_units, shortened
 from data_prep.store.indexed import dtype_name, index_bytes_of
 from data_prep.store.layout import MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_entry, read_manifest
+from data_prep.store.staging import existing_folder
 from data_prep.verify.cache import cache_bytes, check_caches
 from data_prep.verify.pairs import Ids, pair_faults
 from data_prep.verify.sample import check_sample
+from fem_common.errors import UserError
+from fem_common.text import count
 
 SAMPLE = 100
 PUT_BACK = "put it back, or plan and run again with --overwrite"
@@ -97,7 +98,7 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
     if plan and entries:
         report.add(manifest_faults(folder, manifest, plan, entries), fix)
     total = sum(entry.bin_bytes + entry.idx_bytes for entry in manifest.splits.values())
-    with Reading("verifying", total + (cache_bytes(caches) if caches else 0), sys.stderr) as reading:
+    with Reading("verifying", total + (cache_bytes(caches) if caches else 0)) as reading:
         ids = Ids(manifest.dtype, manifest.tokenizer.eod_id, manifest.tokenizer.vocab_size)
         for name, part in manifest.splits.items():
             report.add(pair_faults(folder / name, part, "the manifest", ids, reading.advance), fix)
@@ -127,7 +128,7 @@ def verify_units(folder: Path, sample: int) -> Report:
     entries, faults = read_units_done(folder, plan)
     report.add(faults)
     parts = [part for entry in entries for part in entry.splits.values()]
-    with Reading(f"verifying {folder / SHARDS}", sum(part.bin_bytes + part.idx_bytes for part in parts), sys.stderr) as reading:
+    with Reading(f"verifying {folder / SHARDS}", sum(part.bin_bytes + part.idx_bytes for part in parts)) as reading:
         report.add(shard_faults(folder, plan, entries, reading.advance))
     fix = f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep run --out {folder}"
     _sample(report, folder, plan, entries, sample, fix, merged=False)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import existing_folder
-from data_prep.store.files import sha256_file
 from data_prep.store.manifest import Manifest
+from data_prep.store.staging import existing_folder
+from fem_common.files import sha256
 
 COMPLETE = "complete.json"
 FORMAT = 1
@@ -88,6 +88,6 @@ def _damaged(cache: Path, files: dict[str, dict[str, Any]], advance: Callable[[i
             continue
         if path.stat().st_size != said["bytes"]:
             yield f"{path}: {path.stat().st_size} bytes, {COMPLETE} says {said['bytes']}"
-        elif sha256_file(path) != said["sha256"]:
+        elif sha256(path) != said["sha256"]:
             yield f"{path}: content differs from {COMPLETE}'s hash"
         advance(path.stat().st_size)

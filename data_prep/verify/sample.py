@@ -6,7 +6,6 @@ The only part of ``verify`` that opens inputs. Inputs that are gone or have chan
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +21,13 @@ from data_prep.encode.documents import Selection, Settings
 from data_prep.encode.encoders import Encoder, make
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
-from data_prep.errors import UserError
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, Span, read_span, unchanged
 from data_prep.sources.rows import Drop
 from data_prep.store.indexed import Index, read_index, with_ending
 from data_prep.store.layout import TOKENIZER, Plan, Unit, shard_prefix
 from data_prep.store.manifest import UnitEntry
-from fem_common.errors import CommandError
+from fem_common.errors import CommandError, UserError
 from fem_common.errors import reason as reason_of
 
 FROM_A_UNIT = 10
@@ -70,7 +68,7 @@ def check_sample(folder: Path, plan: Plan, entries: Sequence[UnitEntry], number:
     except UserError as error:
         result.unchecked[str(error)] = [unit.number for unit, _ in chosen]
         return result
-    with Reading("encoding a sample again", sum(unit.text_bytes for unit, _ in chosen), sys.stderr) as reading:
+    with Reading("encoding a sample again", sum(unit.text_bytes for unit, _ in chosen)) as reading:
         for unit, wanted in chosen:
             try:
                 file = _unchanged(plan.files[unit.file], plan.settings)

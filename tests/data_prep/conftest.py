@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.store.files import LOCK
 from data_prep.store.indexed import read_index
+from data_prep.store.staging import LOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARES = ("--valid-percent", "10", "--test-percent", "5")

@@ -23,10 +23,11 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.errors import UserError
-from data_prep.store.files import LOCK, Lock, Staging, temporary
 from data_prep.store.manifest import read_entry
+from data_prep.store.staging import LOCK, Lock, Staging
+from fem_common.errors import UserError
 from fem_common.exits import Exit
+from fem_common.files import temporary
 from tests.data_prep.conftest import HF, ROOT, SHARES, SMALL_UNITS, children, cli, kill, snapshot, start, wait_until
 
 # Makes units take a while, and writes down each that is begun: a unit of the corpus is one batch. With MOVES, kills its worker in the place
@@ -226,7 +227,7 @@ def flock_of_nfs(descriptor: int, operation: int) -> None:
 
 
 def test_the_lock_works_as_nfs_wants_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.store.files.fcntl.flock", flock_of_nfs)
+    monkeypatch.setattr("fem_common.files.fcntl.flock", flock_of_nfs)
     with Lock(tmp_path):
         for shared in (False, True):
             with pytest.raises(UserError, match="another data_prep process is writing"), Lock(tmp_path, shared=shared):

@@ -16,9 +16,9 @@ import pytest
 
 from data_prep.encode.documents import BAD_ROWS_LISTED, Selection, Settings, add_settings_arguments, settings_of
 from data_prep.encode.splits import SPLITS, Split, hash64, hash_ids
-from data_prep.errors import UserError
 from data_prep.sources import Rows
 from data_prep.sources.rows import BadRow, Drop
+from fem_common.errors import UserError
 
 # Invalid: a lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
 PIECES: list[bytes] = [

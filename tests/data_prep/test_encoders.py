@@ -34,7 +34,7 @@ from data_prep.encode.encoders import (
 )
 from data_prep.encode.selfcheck import PARTS, battery, check, compare
 from data_prep.encode.tokenizer import TokenizerFolder, load_folder
-from data_prep.errors import UserError
+from fem_common.errors import UserError
 from tests.data_prep.conftest import ROOT
 from tests.data_prep.tokenizers_made import EXACT, INEXACT, write
 

@@ -183,7 +183,7 @@ def test_want_of_memory_of_any_type_is_one_line(
     def fail(name: str) -> NoReturn:
         raise error
 
-    monkeypatch.setattr("data_prep.__main__.importlib.import_module", fail)
+    monkeypatch.setattr("fem_common.cli.importlib.import_module", fail)
     assert main(["stats", "x"]) == 1
     said = capsys.readouterr().err
     assert "not enough memory" in said and said.count("\n") == 1

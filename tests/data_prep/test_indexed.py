@@ -11,7 +11,6 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from data_prep.errors import UserError
 from data_prep.store.indexed import (
     FormatError,
     IndexedWriter,
@@ -22,6 +21,7 @@ from data_prep.store.indexed import (
     with_ending,
     write_index,
 )
+from fem_common.errors import UserError
 from tests.data_prep.conftest import ROOT
 
 EOD = 0

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from data_prep.errors import UserError
 from data_prep.sources.rows import BadRow, Drop
 from data_prep.store.entries import ranges, shortened, units_bytes
 from data_prep.store.indexed import sample_digest
@@ -26,6 +25,7 @@ from data_prep.store.manifest import (
     read_entry,
     read_manifest,
 )
+from fem_common.errors import UserError
 
 PAIR = SplitEntry(10, 500, 2000, "b" * 64, "i" * 64, 1000, 242)
 ENTRY = UnitEntry(

@@ -11,9 +11,9 @@ import pytest
 
 from data_prep.encode.documents import Selection, Settings, add_settings_arguments, settings_of
 from data_prep.encode.mask import load_mask
-from data_prep.errors import UserError
 from data_prep.sources import Rows
 from data_prep.sources.rows import Drop
+from fem_common.errors import UserError
 
 DEDUPLICATE = '''
 """Documents that are copies of others, by a list of their ids."""

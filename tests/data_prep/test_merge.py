@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.store.files import Lock
 from data_prep.store.indexed import IndexedWriter
 from data_prep.store.layout import read_plan
 from data_prep.store.manifest import read_manifest
+from data_prep.store.staging import Lock
 from tests.data_prep.conftest import HF, ROOT, merged_hashes, read_split, snapshot, write_parquet
 from tests.data_prep.units_made import edit_json, encode_units, entry_of, merge, plan_folder, rows_with_faults
 

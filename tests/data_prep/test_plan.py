@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.errors import UserError
 from data_prep.store.layout import read_plan
+from fem_common.errors import UserError
 from tests.data_prep.conftest import HF, SHARES, SMALL_UNITS, make_documents, merged_hashes, snapshot, write_parquet
 
 

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.encode.documents import Settings
-from data_prep.errors import UserError
 from data_prep.sources import Columns, SourceFile, Span, open_files, read_span, spans
 from data_prep.sources.finding import find_files, kind_by_name
-from data_prep.store.files import json_bytes
 from data_prep.store.layout import Identity, Plan, Unit, fingerprint_of, read_plan, write_plan
+from fem_common.errors import UserError
+from fem_common.files import json_bytes
 from tests.data_prep.sources_made import TEXT, packed, read_all, row, write_lines
 
 COLUMNS = Columns()

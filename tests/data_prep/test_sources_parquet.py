@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.errors import UserError
 from data_prep.sources import Columns, Rows, Span, Unreadable, open_files, parquet, read_span, spans, streams
 from data_prep.sources.pages import BadHeader, Pages, pages_of
 from data_prep.sources.rows import BATCH_BYTES, Drop
-from fem_common.errors import StorageError
+from fem_common.errors import StorageError, UserError
 from tests.data_prep.sources_made import parts, read_all, row
 
 COLUMNS = Columns()

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from data_prep.encode.encoders import make
 from data_prep.encode.tokenizer import TokenizerFolder, load_folder
-from data_prep.errors import UserError
+from fem_common.errors import UserError
 from tests.data_prep.conftest import ROOT
 from tests.data_prep.tokenizers_made import EOD, gpt, write
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import re
@@ -10,15 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.errors import UserError
-from data_prep.report.progress import LiveLine
 from data_prep.verbs.run import task_of
+from fem_common.errors import UserError
 from tests.data_prep.conftest import (
     HF,
     ROOT,
@@ -167,41 +164,6 @@ def test_interrupts_of_a_worker_are_the_parents_to_handle(tmp_path: Path, masked
             kill(worker, number)
     _, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (0, "")
-
-
-def test_on_a_terminal_one_live_line_that_counts_what_was_done_before(tmp_path: Path, masked: list[object]) -> None:
-    process = start(*masked, DELAY="0.03")
-    wait_until(lambda: len(entries(tmp_path / "out")) >= 10)
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    done = len(entries(tmp_path / "out"))
-    ours, theirs = pty.openpty()
-    environment = {"PYTHONPATH": str(ROOT), "DELAY": "0.1"}
-    shown_run = subprocess.Popen(command(*masked), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    with suppress(OSError), os.fdopen(ours, "rb", 0) as terminal:  # EIO: the other end is closed
-        while part := terminal.read(4096):
-            shown += part
-    assert shown_run.wait() == 0
-    lines = shown.decode().split("\r\x1b[K")
-    assert lines[0] == lines[-1] == "" and len(lines) > 4 and not any("\n" in line for line in lines), lines
-    form = re.compile(r"([\d,]+) documents · [\d.]+ MB/s · [\d.]+[kM]? tokens · 0 dropped · ([\d.]+)%( · \d+:\d\d left)?")
-    told = [form.fullmatch(line) for line in lines if line and not line.startswith("merging 40 units")]  # which a busy disk makes long
-    counts = [(int(match[1].replace(",", "")), float(match[2])) for match in told if match]
-    assert len(counts) == len(told) and counts == sorted(counts)
-    assert counts[0][0] >= 40 * done and counts[0][1] > 20
-
-
-def test_in_a_log_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, clock = io.StringIO(), [0.0]
-    monkeypatch.setattr("data_prep.report.progress.time.monotonic", lambda: clock[0])
-    line = LiveLine(log)
-    for second in range(150):
-        clock[0] = float(second)
-        if line.due:
-            line.show(f"after {second} s")
-    assert log.getvalue() == "after 60 s\nafter 120 s\n" and line.close() == 149
 
 
 def test_an_error_in_one_unit_lets_the_others_finish_theirs(tmp_path: Path, masked: list[object]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.store.files import write_whole
 from data_prep.store.indexed import FormatError, read_index, sample_digest, with_ending
 from fem_common.errors import ConfigError, files_told
+from fem_common.files import write_whole
 from fem_megatron.config import ModelConfig
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import DataFacts, check_data

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.report.progress import LiveLine, count, duration
-from data_prep.store.files import sha256_json, write_whole
+from data_prep.store.records import sha256_json
 from fem_common.errors import ConfigError
+from fem_common.files import write_whole
+from fem_common.progress import Progress
+from fem_common.text import count, duration
 
 from .heldout import Kept, Settings, Sums, Text, Window, batched, windows
 
@@ -40,9 +42,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from data_prep.store.files import json_bytes
 from fem_common.errors import CommandError, StorageError, UserError, end, files_told
 from fem_common.exits import Exit
+from fem_common.files import json_bytes
 
 from .heldout import check_vocabulary, open_text
 from .suite import SuiteTask
@@ -76,7 +78,7 @@ def measure(
     eod = text.eod_of(opened.tokenizer)
     size = batch_size or _batch_size(settings.context, vocabulary(opened))
     cut = windows(text.sections(settings.per_document, eod), settings.context, settings.stride)
-    line, before, saved = LiveLine(stream), sums.position, time.monotonic()
+    line, before, saved = Progress(None, "", stream=stream), sums.position, time.monotonic()
     try:
         for batch in batched((window for window in cut if window.end >= sums.position), size):
             after = replace(sums)  # so that an interruption finds whole batches

@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from data_prep.store.files import write_whole
 from fem_common.errors import CommandError, end, files_told
+from fem_common.files import write_whole
 
 from .results import Score, read
 from .suite import Suite, load_suite

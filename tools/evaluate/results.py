@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.store.files import write_whole
 from fem_common.errors import ConfigError, UserError, files_told
+from fem_common.files import write_whole
 
 from .perplexity import METRIC as HELDOUT
 from .suite import SuiteTask

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_prep.report.progress import LiveLine, duration
 from fem_common.errors import CommandError, ConfigError, StorageError
+from fem_common.progress import Progress
+from fem_common.text import duration
 
 from . import results
 from .catalogue import Tasks
@@ -221,7 +222,7 @@ class _Line:
     """Requests answered, and the time left of this task at the pace so far."""
 
     def __init__(self, stream: TextIO, title: str) -> None:
-        self._line, self._title = LiveLine(stream), title
+        self._line, self._title = Progress(None, "", stream=stream), title
         self._known = self._fresh = self._total = 0
 
     def begin(self, known: int, total: int) -> None:

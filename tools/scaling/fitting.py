@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from data_prep.report.progress import duration
 from fem_common.errors import ConfigError
+from fem_common.text import duration
 from pretrain.loader import nearest
 from tools.scaling.fits.compare import compare
 from tools.scaling.fits.isoflop import fit_isoflop

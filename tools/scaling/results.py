@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data_prep.store.files import write_whole
 from fem_common.errors import ConfigError, files_told
+from fem_common.files import write_whole
 from tools.scaling.laws import Array, Estimate, PowerLaw, percentiles
 
 FORMAT = 2  # of fit.json

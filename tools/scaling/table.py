@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from data_prep.store.files import write_whole
 from fem_common.errors import ConfigError, told
+from fem_common.files import write_whole
 from pretrain.loader import nearest
 
 # Column -> kind, in the file's order. int: a whole number, of which a foreign table may know nothing; then <NA>.
