@@ -44,6 +44,7 @@ def found(folder: Path) -> dict[str, Any]:
 # --- a whole run -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_side_wrote_the_same_bytes(found: dict[str, Any]) -> None:
     assert found["faults"] == []
     for comparison in found["comparisons"]:
@@ -54,6 +55,7 @@ def test_every_side_wrote_the_same_bytes(found: dict[str, Any]) -> None:
         assert 1.5 < comparison["bytes_per_token"] < 6
 
 
+@pytest.mark.slow
 def test_every_figure_has_a_target_and_a_verdict(found: dict[str, Any]) -> None:
     assert len(found["figures"]) == 3 + 1
     assert all((figure["least"] is None) != (figure["most"] is None) for figure in found["figures"])
@@ -64,10 +66,12 @@ def test_every_figure_has_a_target_and_a_verdict(found: dict[str, Any]) -> None:
         assert len(breakdown["seconds"]) == 6 and min(breakdown["seconds"].values()) >= 0
 
 
+@pytest.mark.slow
 def test_nothing_is_left_but_what_later_runs_use(found: dict[str, Any], folder: Path) -> None:
     assert found and sorted(path.name for path in folder.iterdir()) == ["corpora", "found.json", "tokenizers"]
 
 
+@pytest.mark.slow
 def test_other_bytes_are_found_and_fail_the_run(found: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     """A tokenizer with another EOD gives the baseline other bytes; a side with other bytes is named and costs the exit code."""
     made = corpus.Corpus(**found["corpora"][0])
@@ -77,6 +81,8 @@ def test_other_bytes_are_found_and_fail_the_run(found: dict[str, Any], folder: P
     other = encoding.once(peers.BASELINE, made.tiny, wrong, Path(), tmp_path)
     assert right[1] != other[1] and right[2] == other[2]
 
+
+def test_a_side_with_other_bytes_is_named_and_fails_the_run(tmp_path: Path) -> None:
     results = some_results()
     comparison = results.comparisons[0]
     for number, side in enumerate(comparison.sides):
@@ -193,14 +199,14 @@ def test_the_table_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
 
 # --- what is counted -------------------------------------------------------------------------------------------------------------
 
-BURN = "import time\nwhile time.process_time() < 0.4: pass"
+BURN = "import time\nwhile time.process_time() < 0.2: pass"
 HOLD = "held = b'x' * (300 << 20)"
 
 
 def test_a_command_is_charged_for_its_children_and_not_for_who_started_it(tmp_path: Path) -> None:
     held = np.ones(60_000_000)  # 480 MB of this process
     usage = run([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"], tmp_path)
-    assert 0.4 <= usage.cpu < 60 and usage.wall > 0.3
+    assert 0.2 <= usage.cpu < 60 and usage.wall > 0.1
     assert 2e6 < usage.peak_bytes < held.nbytes / 2
     usage = run([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLD!r}])"], tmp_path)
     assert 300 << 20 <= usage.peak_bytes < 450 << 20
@@ -208,9 +214,9 @@ def test_a_command_is_charged_for_its_children_and_not_for_who_started_it(tmp_pa
 
 def test_a_commands_work_is_ours_and_not_the_neighbours(tmp_path: Path) -> None:
     before = Neighbours()
-    usage = run([sys.executable, "-c", BURN.replace("0.4", "1.5")], tmp_path)
+    usage = run([sys.executable, "-c", BURN.replace("0.2", "0.5")], tmp_path)
     after = Neighbours()
-    assert usage.cpu >= 1.5 and after.own - before.own >= usage.cpu - 0.01
+    assert usage.cpu >= 0.5 and after.own - before.own >= usage.cpu - 0.01
     if before.busy is not None and after.busy is not None:
         assert after.busy - before.busy >= usage.cpu - 0.1  # it is counted in hundredths, on each core
         assert 0 <= (before.cores() or 0.0) < 1e4
@@ -248,7 +254,7 @@ def contents(folder: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["prose", "code"])
+@pytest.mark.parametrize("name", [pytest.param("prose", marks=pytest.mark.slow), "code"])
 def test_a_corpus_is_the_same_each_time_and_has_fineweb_edus_lengths(name: str, tmp_path: Path) -> None:
     first, second = (corpus.make(name, 2, tmp_path / part) for part in ("a", "b"))
     rows = contents(first.folder)
