@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import getpass
 import re
 import shutil
@@ -10,22 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fem_common.text import counted, nearest
 from launch.cluster import slurm
 from launch.cluster.profile import Profile
 from launch.cluster.profile_values import seconds
+from launch.node.checks import Check
 
 LISTED = 8  # names in a message
 UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of Slurm's memory sizes, in MiB
-
-
-@dataclass(frozen=True)
-class Check:
-    """A line of the doctor's: how something is, and what to do where it is not well."""
-
-    level: str  # ok | warning | FAILED
-    name: str
-    text: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,8 +76,8 @@ def partition(profile: Profile, known: Mapping[str, Mapping[str, str]]) -> tuple
     lines = []
     for name in wanted:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(list(known)[:LISTED])}"
+            near = nearest(name, known, 0.5)
+            hint = f"did you mean {near}?" if near else f"choose one of {', '.join(list(known)[:LISTED])}"
             lines.append(Check("FAILED", "partition", f"there is no partition {name}", f"slurm.partition: {hint}"))
         elif known[name].get("State") != "UP":
             lines.append(Check("FAILED", "partition", f"{name} is {known[name].get('State')}", "choose another, or ask the administrators"))
@@ -225,11 +216,6 @@ def all_nodes() -> list[Node]:
 def hosts(lists: Sequence[str]) -> set[str]:
     """The nodes in lists such as node[01-04],node07. Raises SlurmError."""
     return set(slurm.call("scontrol", "show", "hostnames", ",".join(lists)).split()) if lists else set()
-
-
-def counted(number: int, what: str) -> str:
-    """1 node, 2 nodes."""
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
 
 
 def records(text: str) -> list[dict[str, str]]:

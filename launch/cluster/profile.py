@@ -1,4 +1,4 @@
-"""A cluster profile: what of a job depends on the cluster alone. One frozen dataclass a section; `strict` reads YAML into them.
+"""A cluster profile: what of a job depends on the cluster alone. One frozen dataclass a section.
 
 Jobs carry the profile as plain values in job.json; no YAML is read inside a job.
 """
@@ -14,9 +14,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common import config
 from fem_common.errors import UserError
-from launch.cluster import profile_values, strict
-from launch.cluster.strict import setting
+from fem_common.settings import setting, spec
+from launch.cluster import profile_values
 from launch.node import hardware
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
@@ -209,8 +210,7 @@ class Profile:
 
     def as_json(self) -> dict[str, Any]:
         """The profile as JSON's plain values, whole; `from_json` gives it back."""
-        values = strict.plain(self)
-        assert isinstance(values, dict)
+        values: dict[str, Any] = config.plain(self)
         return values
 
 
@@ -224,8 +224,7 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
     """
     if not Path(path).exists() and (SHIPPED / f"{path}.yaml").is_file():
         path = SHIPPED / f"{path}.yaml"
-    profile = strict.read(Profile, Path(path), overrides, SHIPPED)
-    assert isinstance(profile, Profile)
+    profile = config.load(Profile, path, overrides, shipped=SHIPPED)
     if profile.nodes.gpus is None and profile.scheduler == "local":
         profile = replace(profile, nodes=replace(profile.nodes, gpus=_gpus_here()))
     fault = next(_contradictions(profile), None)
@@ -238,9 +237,7 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
 
 def from_json(values: dict[str, Any]) -> Profile:
     """The profile that `Profile.as_json` gave."""
-    profile = strict.from_plain(Profile, values)
-    assert isinstance(profile, Profile)
-    return profile
+    return config.from_plain(Profile, values)
 
 
 def _contradictions(profile: Profile) -> Iterator[str]:
@@ -281,12 +278,8 @@ def _contradictions(profile: Profile) -> Iterator[str]:
 
 def _gpus_here() -> int:
     """GPUs that nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it."""
-    try:
-        listed = len(re.findall(r"^GPU \d+:", hardware.ask(["nvidia-smi", "-L"], SMI_SECONDS).output, re.MULTILINE))
-    except OSError:
-        return 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return min([listed, *([len(visible.split(","))] if visible else [])]) or 1
+    return min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])]) or 1
 
 
 def _bash_fault(lines: tuple[str, ...]) -> str | None:
@@ -302,7 +295,7 @@ def _filled_in(section: Any) -> Any:
     """A section with its paths whole."""
     changed = {}
     for item in fields(section):
-        old, check = getattr(section, item.name), strict.spec(item).check
+        old, check = getattr(section, item.name), spec(item).check
         if is_dataclass(old):
             changed[item.name] = _filled_in(old)
         elif isinstance(old, tuple):

@@ -22,10 +22,11 @@ An item is one run of the job: the job's own directory, or, in an array, a direc
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fem_common.files import write_whole
 
 FORMAT = 1
 
@@ -105,9 +106,7 @@ def rank_record(attempt: Path, rank: int) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write a small JSON file so that a reader sees the old one or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(value, indent=1) + "\n", synced=False)
 
 
 def read_json(path: Path) -> Any:

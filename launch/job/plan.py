@@ -6,9 +6,7 @@ them: a setting that newer code adds changes nothing for an old run. The model's
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common import files
 from fem_common.errors import UserError
 from launch.cluster import profile_values
 from launch.cluster.profile import Profile
@@ -173,15 +172,9 @@ def _profile_notes(before: Job, job: Job) -> Iterator[str]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Nobody else submits, cancels or requeues this job meanwhile. Raises UserError where someone does."""
+    """Nobody else submits, cancels or requeues this job meanwhile. Raises InUse where someone does."""
     launch_folder(directory).mkdir(parents=True, exist_ok=True)
-    with (launch_folder(directory) / "submit.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{directory}: another launch command is at it; wait for its end") from None
-        except OSError:
-            pass  # a file system without locks
+    with files.locked(launch_folder(directory) / "submit.lock", f"{directory}: another launch command is at it; wait for its end"):
         yield
 
 
@@ -203,9 +196,7 @@ def write(draft: Draft) -> Draft:
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    files.write_whole(path, text, synced=False)
 
 
 def shape(job: Job) -> str:
@@ -213,12 +204,6 @@ def shape(job: Job) -> str:
     nodes, processes = job.nodes, job.processes_per_node
     whole = f" = {nodes * processes}" if nodes > 1 else ""
     return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{whole}"
-
-
-def hours(limit: str | None) -> float | None:
-    """A time limit of Slurm's (``24:00:00``, ``3-00:00:00``, ``90`` minutes) in hours; None where it is none."""
-    found = profile_values.seconds(limit or "") / 3600
-    return found if math.isfinite(found) else None
 
 
 def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequence[str], after: str | None, at_once: int | None) -> str:
@@ -272,8 +257,8 @@ def _fresh_code() -> str:
 
 def _time(draft: Draft, profile: Profile) -> str:
     """The time limit, and what it may cost at most."""
-    limit = hours(profile.slurm.time)
-    if limit is None:
+    limit = profile_values.seconds(profile.slurm.time or "") / 3600
+    if not math.isfinite(limit):
         return profile.slurm.time or "the partition's limit"
     nodes = draft.job.nodes * len(draft.ready)
     devices = nodes * (profile.nodes.gpus or 0)

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,23 @@ from typing import Any
 from launch.job import read_json, write_json
 from launch.node import hardware
 
+REMEDY = "tell the administrators, and meanwhile name it in slurm.exclude"
 NO_ANSWER = "did not answer the health check"
 SMI_SECONDS = 60.0  # for nvidia-smi's answers; without its persistence mode each takes seconds
 RELEASE_SECONDS = 20.0  # how long the memory of ranks that were just ended may still be in use
 SLOW = 0.5  # of the node's median speed: a GPU below it is a fault
 SHARE = 0.85  # of health.timeout_seconds for the checks themselves: the rest is for starting them
 OF_GPUS = 0.85  # of that time for all that is done with the GPUs, so that what was found is told when a later part hangs
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of `launch doctor`: how something is, and what to do where it is not well."""
+
+    level: str  # ok | absent: not there, and training does without | warning | FAILED
+    name: str
+    text: str
+    remedy: str = ""
 
 
 @dataclass
@@ -62,6 +73,25 @@ class Report:
     def ok(self) -> bool:
         """Whether the node is fit."""
         return not self.faults
+
+    def checks(self) -> Iterator[Check]:
+        """The findings for `launch doctor`."""
+        name = f"node {self.node}"
+        yield from (Check("FAILED", name, fault, REMEDY) for fault in self.faults)
+        yield from (Check("warning", name, warning) for warning in self.warnings)
+        if self.ok:
+            yield Check("ok", name, ", ".join(self._facts()))
+
+    def _facts(self) -> Iterator[str]:
+        known = self.facts
+        if gpus := known.get("gpus"):
+            yield f"{len(gpus)} x {gpus[0].rpartition(' ')[0]}, driver {known.get('driver')}"
+        if speeds := [speed for speed in known.get("tflops") or () if speed]:
+            yield f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s in bfloat16"
+        if "free_memory_gb" in known:
+            yield f"{known['cpus']} CPUs, {known['free_memory_gb']:.0f} of {known['memory_gb']:.0f} GB of memory free"
+        if ports := known.get("ports"):
+            yield f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network ports active"
 
 
 # --- for those who run it --------------------------------------------------------------------------------------------------------

@@ -154,6 +154,20 @@ def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
             return
 
 
+def listed(seconds: float) -> int:
+    """GPUs that nvidia-smi lists for this process; 0 where there is none, or no nvidia-smi."""
+    try:
+        return len(re.findall(r"^GPU \d+:", ask(["nvidia-smi", "-L"], seconds).output, re.MULTILINE))
+    except OSError:
+        return 0
+
+
+def named_gpus(seconds: float) -> list[str]:
+    """The driver's GPUs in words, alike ones counted: ``8 x NVIDIA H100 80GB HBM3, compute capability 9.0``; none where it does not say."""
+    rows = [f"{name}, compute capability {capability}" for name, capability in _optional("gpu", ["name", "compute_cap"], seconds)]
+    return [f"{rows.count(row)} x {row}" for row in dict.fromkeys(rows)]
+
+
 def chosen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to this job, by number or UUID; all where it says nothing that nvidia-smi knows."""
     words = [word.strip() for word in (visible or "").split(",") if word.strip()]
@@ -179,7 +193,7 @@ def _query(what: str, fields: Sequence[str], seconds: float, complaints: list[st
             complaints.append(line.strip())
     if answer.code and not rows and not complaints and "No devices were found" not in answer.output:
         raise SmiError(
-            f"nvidia-smi failed with exit code {answer.code}: {_last(answer.errors) or _last(answer.output) or 'it says nothing'}"
+            f"nvidia-smi failed with exit code {answer.code}: {last_line(answer.errors) or last_line(answer.output) or 'it says nothing'}"
         )
     return rows
 
@@ -218,7 +232,7 @@ def _text(raw: bytes | str | None) -> str:
     return raw.decode(errors="replace") if isinstance(raw, bytes) else raw or ""
 
 
-def _last(text: str) -> str:
+def last_line(text: str) -> str:
     """The last line that says something."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 

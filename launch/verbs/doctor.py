@@ -1,14 +1,16 @@
-"""``doctor``: check a cluster profile against the cluster, from this host and by a trial job of a few minutes.
+"""``doctor``: is this machine fit for training; and, with a profile, is the profile right for its cluster?
 
-    doctor --cluster PROFILE.yaml [--nodes 2]      everything; a trial on so many nodes (default: 2, or as many as there are)
+    doctor [--build] [--fix]                       this machine: packages, GPU, what DeepSpeed has compiled, room
+    doctor --cluster PROFILE.yaml [--nodes 2]      a profile against its cluster, with a trial job of a few minutes on so many nodes
     doctor --cluster PROFILE.yaml --nodes 0        only what can be seen from here
 
-A line a check: ok, warning or FAILED, and what to do about it. Ends with 1 when something FAILED.
+A line a check: ok, absent (this machine trains without it), warning or FAILED, and what to do about it. Ends with 1 when something FAILED.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import shutil
 import subprocess
@@ -18,30 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import UserError, reason
+from fem_common.text import counted
 from launch.cluster import checks, trial
-from launch.cluster.checks import LISTED, Check, counted
+from launch.cluster.checks import LISTED
 from launch.cluster.profile import Profile, load_profile
 from launch.cluster.trial import Outcome
 from launch.job import attempts
 from launch.job.request import work_directory
-from launch.node.checks import Report, read_reports
+from launch.node.checks import Check, Report, read_reports
 from launch.node.hardware import probe_folder
 from launch.supervise.journal import cordon_path, cordoned
 
+CLEAR = "\r\033[K"
 PYTHON = (3, 11)
 LOOK_SECONDS = 120.0  # for an interpreter on a cold file system to say what it is
 ASK = "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not None)"
 REMEDY = {
     "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network it takes: NCCL_IB_HCA, NCCL_SOCKET_IFNAME, EFA's plugin",
     "clock": "let the administrators synchronise it (chrony, NTP)",
-    "node": "tell the administrators, and meanwhile name it in slurm.exclude",
     "shared": "paths.shared: folders of a file system that every node mounts",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
-    parser.add_argument("--cluster", required=True, metavar="PROFILE.yaml", help="the cluster's profile, in configs/cluster")
+    parser.add_argument("--cluster", metavar="PROFILE.yaml", help="the cluster's profile, in configs/cluster (default: check this machine)")
+    parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now, one to five minutes each")
+    parser.add_argument("--fix", action="store_true", help="remove the lock files of DeepSpeed compilations that were killed")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the trial job; 0: no job (default: 2, or as many as there are)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile, as slurm.partition=x")
     parser.add_argument("--wait", type=float, default=300, metavar="S", help="longest wait in the queue, in seconds (default: %(default)g)")
@@ -54,7 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.nodes is not None and arguments.nodes < 0:
         raise UserError(f"--nodes {arguments.nodes}: must be 0 or more")
     failed = warned = 0
-    for check in examine(arguments):
+    if arguments.cluster and (arguments.build or arguments.fix):
+        raise UserError("--build and --fix are of this machine; leave --cluster out")
+    for check in examine(arguments) if arguments.cluster else this_machine(arguments):
         failed, warned = failed + (check.level == "FAILED"), warned + (check.level == "warning")
         show(check)
     print(f"{failed} failed, {counted(warned, 'warning')}" if failed or warned else "all is well")
@@ -62,11 +69,33 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(check: Check) -> None:
-    """A check as a line, and its remedy as another."""
-    print(f"{check.level:<8} {check.name:<14} {check.text}")
+    """A check as a line, over what `compiling` left there, and its remedy as another."""
+    print(f"{CLEAR if sys.stdout.isatty() else ''}{check.level:<8} {check.name:<14} {check.text}")
     if check.remedy:
         print(f"{'':<23} -> {check.remedy}")
     sys.stdout.flush()
+
+
+def compiling(name: str, seconds: float) -> None:
+    """How long an op has been compiling: one line that changes on a terminal, a line twice a minute elsewhere."""
+    live = sys.stdout.isatty()
+    if live or round(seconds) % 30 == 0:
+        line = f"{'...':<8} {name:<14} compiling or loading, {seconds:.0f} s"
+        print(f"{CLEAR}{line}" if live else line, end="" if live else "\n", flush=True)
+
+
+def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
+    """What `launch.node.machine` finds, as it finds it."""
+    given = [option for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix)) if wanted]
+    with subprocess.Popen([sys.executable, "-m", "launch.node.machine", *given], stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout or ():
+            said = json.loads(line)
+            if isinstance(said, list):
+                compiling(*said)
+            else:
+                yield Check(**said)
+    if child.returncode:
+        yield Check("FAILED", "machine", f"the process that looked ended with {child.returncode}")
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Check]:
@@ -221,7 +250,7 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     if folders and outcome.nodes:
         reports = read_reports(folders[-1] / "health", outcome.nodes, outcome.began, profile.health.clock_skew_seconds)
     for report in reports.values():
-        yield from of_node(report)
+        yield from report.checks()
     if outcome.result is None:
         unfit = any(not report.ok for report in reports.values())
         lines = "".join(f"\n{'':<23} | {line}" for line in ([] if unfit else outcome.tail))
@@ -236,29 +265,6 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     yield from of_folders(outcome.result)
     yield of_bandwidth(profile, outcome.result)
     yield from of_clocks(profile, outcome)
-
-
-def of_node(report: Report) -> Iterator[Check]:
-    """A node's health."""
-    name = f"node {report.node}"
-    yield from (Check("FAILED", name, fault, REMEDY["node"]) for fault in report.faults)
-    yield from (Check("warning", name, warning) for warning in report.warnings)
-    if report.ok:
-        yield Check("ok", name, facts(report.facts))
-
-
-def facts(known: dict[str, Any]) -> str:
-    """A node's facts in a line."""
-    words = []
-    if gpus := known.get("gpus"):
-        words.append(f"{len(gpus)} x {gpus[0].rpartition(' ')[0]}, driver {known.get('driver')}")
-    if speeds := [speed for speed in known.get("tflops") or () if speed]:
-        words.append(f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s in bfloat16")
-    if "free_memory_gb" in known:
-        words.append(f"{known['cpus']} CPUs, {known['free_memory_gb']:.0f} of {known['memory_gb']:.0f} GB of memory free")
-    if ports := known.get("ports"):
-        words.append(f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network ports active")
-    return ", ".join(words)
 
 
 def of_folders(result: dict[str, Any]) -> Iterator[Check]:

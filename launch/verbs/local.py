@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from launch.cluster.profile import SHIPPED, from_json
 from launch.cluster.slurm import clean_environment
 from launch.job import Job
 from launch.job.item_state import counted, standings
+from launch.node import hardware
 from launch.verbs.submit import add_place_arguments, prepare, request_of
 
 POLL_SECONDS = 0.1
@@ -109,6 +109,7 @@ SMI_SECONDS = 30.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="a run and settings that replace the file's")
+    parser.set_defaults(rest=[])  # the words after --
     add_place_arguments(parser, cluster_required=False)
     parser.add_argument("--tasks", type=int, metavar="N", help="of a command: so many tasks, as of a job array")
     parser.add_argument("--at-once", type=int, default=1, metavar="K", help="of --tasks: so many at a time (default: %(default)s)")
@@ -152,19 +153,7 @@ def _become_supervisor(job: Job) -> int:
 
 def default_profile() -> str:
     """The shipped profile for this machine: with its GPUs, where nvidia-smi lists some. Raises UserError where profiles are not shipped."""
-    path = SHIPPED / ("local_gpu.yaml" if _has_gpus() else "local_cpu.yaml")
+    path = SHIPPED / ("local_gpu.yaml" if hardware.listed(SMI_SECONDS) else "local_cpu.yaml")
     if not path.is_file():
         raise UserError(f"{path} is not there; give a profile: --cluster PROFILE.yaml with scheduler: local")
     return str(path)
-
-
-def _has_gpus() -> bool:
-    """Whether nvidia-smi lists a GPU."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return False
-    try:
-        listed = subprocess.run([program, "--list-gpus"], capture_output=True, text=True, timeout=SMI_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listed.returncode == 0 and "GPU " in listed.stdout

@@ -83,6 +83,7 @@ def _of_directory(directory: str, ask: bool) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="a run and settings that replace the file's")
+    parser.set_defaults(rest=[])  # the words after --
     add_place_arguments(parser)
     add_submit_arguments(parser)
     parser.add_argument("--tasks", type=int, metavar="N", help="of a command: a job array of N tasks")

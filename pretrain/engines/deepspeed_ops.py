@@ -33,7 +33,7 @@ from fem_common.signals import signal_name
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> the class that DeepSpeed builds it with
 QUIET_SECONDS = 1800.0  # either compiles in minutes even on two busy cores, and each file that is done changes the folder
-FIX, BUILD = "python -m tools.doctor --fix", "python -m tools.doctor --build"
+FIX, BUILD = "python -m launch doctor --fix", "python -m launch doctor --build"
 INSTALL = "python -m pip install -c constraints.txt -e .[deepspeed]"
 
 State = Literal["built", "missing", "locked"]

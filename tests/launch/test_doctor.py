@@ -18,10 +18,10 @@ import pytest
 from launch.__main__ import main
 from launch.cluster import checks as doctor_slurm
 from launch.cluster import profile_values
-from launch.cluster.checks import Check, Node
+from launch.cluster.checks import Node
 from launch.cluster.profile import HealthProfile, NodesProfile, Profile, SlurmProfile
 from launch.cluster.trial import Outcome
-from launch.node.checks import Report
+from launch.node.checks import Check, Report
 from launch.verbs import doctor
 from tests.launch import smi
 
@@ -306,9 +306,9 @@ def test_the_slowest_neighbours_are_named_where_the_bandwidth_is_too_low() -> No
 def test_a_nodes_line_says_what_it_has() -> None:
     facts: dict[str, Any] = {"gpus": ["NVIDIA H100 80GB HBM3 00000000:18:00.0"] * 8, "driver": "550.90.07", "tflops": [651.2, 660.9, None]}
     facts |= {"cpus": 192, "free_memory_gb": 1990.2, "memory_gb": 2015.0, "ports": {"mlx5_0/1": "ACTIVE", "mlx5_1/1": "DOWN"}}
-    (line,) = doctor.of_node(Report("n1", facts=facts))
+    (line,) = Report("n1", facts=facts).checks()
     assert line.text == (
         "8 x NVIDIA H100 80GB HBM3, driver 550.90.07, 651 to 661 TFLOP/s in bfloat16, 192 CPUs, 1990 of 2015 GB of memory free, "
         "1 of 2 network ports active"
     )
-    assert levels(list(doctor.of_node(Report("n1", ("a", "b"), ("c",))))) == ["FAILED", "FAILED", "warning"]
+    assert levels(list(Report("n1", ("a", "b"), ("c",)).checks())) == ["FAILED", "FAILED", "warning"]

@@ -10,7 +10,6 @@ import yaml
 
 from fem_common.errors import UserError
 from launch.cluster.slurm import clean_environment
-from launch.job import plan
 from launch.job.plan import first_difference, settle, write
 from launch.verbs.submit import array_words, dependency, prepare
 from launch.verbs.sweep import grid, named, read_list, run_name, split_values, wanted_sweep
@@ -100,23 +99,6 @@ def test_array_words_say_the_items() -> None:
         parts = [[int(end) for end in part.split("-")] for part in array_words(items, None).split(",")]
         assert [number for part in parts for number in range(part[0], part[-1] + 1)] == items
     assert array_words([0, 1, 2, 7], 2) == "0-2,7%2"
-
-
-@pytest.mark.parametrize(
-    ("limit", "hours"),
-    [
-        ("24:00:00", 24),
-        ("90", 1.5),
-        ("90:30", 1.5 + 30 / 3600),
-        ("1-12", 36),
-        ("3-00:00:00", 72),
-        ("1-02:30", 26.5),
-        ("infinite", None),
-        (None, None),
-    ],
-)
-def test_time_limits(limit: str | None, hours: float | None) -> None:
-    assert plan.hours(limit) == (None if hours is None else pytest.approx(hours))
 
 
 def test_first_difference() -> None:

@@ -1,4 +1,4 @@
-"""``python -m tools.doctor`` and the module behind it: real locks of real processes, real compilations, faults as a machine has them."""
+"""DeepSpeed's compiled operations: real locks of real processes, real compilations, faults as a machine has them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ import pytest
 from fem_megatron.megatron import platform
 from pretrain.engines import deepspeed_ops as ops
 from tests.test_house import ROOT
-from tools.doctor import checks
-from tools.doctor.__main__ import main
 
 OP = "cpu_adam"
 LOCK = f"{OP}/lock"
@@ -182,9 +180,6 @@ def test_a_living_owners_lock_stays_and_a_dead_ones_goes(folder: Path, holder: s
     age(folder / OP)  # old, and yet alive
     assert ops.lock_holders(OP) == [holder.pid]
     assert ops.op_state(OP) == "locked" and ops.stale_lock(OP) is None and ops.remove_stale_lock(OP) is None
-    assert list(checks._op(OP, False, True, lambda name, seconds: None)) == [
-        checks.Check("note", OP, f"is being compiled or loaded by process {holder.pid}, which holds {folder / LOCK}")
-    ]
     assert (folder / LOCK).exists()
 
     holder.kill()
@@ -228,7 +223,7 @@ def test_obstacles_are_one_line_each(folder: Path, tmp_path: Path, monkeypatch: 
     (folder / LOCK).touch()
     age(folder / OP)
     told = str(ops.check_ops(True))
-    assert str(folder / LOCK) in told and told.endswith("python -m tools.doctor --fix") and "\n" not in told
+    assert str(folder / LOCK) in told and told.endswith("python -m launch doctor --fix") and "\n" not in told
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     assert "set TORCH_EXTENSIONS_DIR" in str(ops.check_ops(True))
@@ -276,80 +271,3 @@ def test_the_op_compiles_and_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.build_op(OP) > 0
     assert ops.op_state(OP) in ("built", "locked")  # locked: another test's process loads it at this moment
     assert ops.check_ops(True) is None
-
-
-# --- the command -----------------------------------------------------------------------------------------------------------------
-
-
-@needs_deepspeed
-def test_a_machine_without_tools(folder: Path, tmp_path: Path) -> None:
-    """As it is used, by the interpreter of a virtual environment that has no ninja, where no compiler is."""
-    venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
-    python = venv / "bin/python"
-    python.symlink_to(Path(sys.executable).resolve())
-    site = next(Path(path) for path in sys.path if path.endswith("site-packages"))
-    place = venv / site.relative_to(site.parents[2])
-    place.parent.mkdir(parents=True)
-    place.symlink_to(site)
-    (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
-    (folder / LOCK).touch()
-    age(folder / OP)
-    environment = {key: value for key, value in os.environ.items() if key != "CXX"} | {"PATH": str(tmp_path)}
-    done = subprocess.run([str(python), "-m", "tools.doctor"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
-    assert [line[8:28].strip() for line in wrong] == ["ninja", "C++ compiler", OP], done.stdout
-    assert "pip install ninja" in wrong[0] and "g++" in wrong[1]
-    assert str(folder / LOCK) in wrong[2] and wrong[2].endswith("python -m tools.doctor --fix")
-    assert done.stdout.splitlines()[-1] == "3 of these are wrong"
-
-
-@needs_deepspeed
-def test_fix_removes_what_was_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / LOCK).touch()
-    age(folder / OP)
-    assert main(["--fix"]) == 0
-    said = capsys.readouterr().out
-    assert f"removed {folder / LOCK}" in said and said.endswith("nothing is wrong\n")
-    assert not (folder / LOCK).exists()
-    (after,) = checks._op(OP, False, False, lambda name, seconds: None)
-    assert (after.level, after.remedy) == ("absent", "python -m tools.doctor --build")
-
-
-def test_a_check_that_breaks_is_a_line() -> None:
-    def broken() -> Iterator[checks.Check]:
-        yield checks.Check("ok", "x", "so far")
-        raise RuntimeError("two\nlines")
-
-    assert list(checks._guarded("x", broken)) == [checks.Check("ok", "x", "so far"), checks.Check("wrong", "x", "RuntimeError: two lines")]
-
-
-def test_another_megatron_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [check.level for check in checks.torch_and_megatron()] == ["ok", "ok"]
-    monkeypatch.setattr(platform, "MEGATRON_VERSION", "0.0.1")
-    last = list(checks.torch_and_megatron())[-1]
-    assert (last.level, last.name, last.remedy) == ("wrong", "megatron-core", "pip install megatron-core==0.0.1")
-
-
-def test_gpus_that_torch_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(platform, "has_cuda", lambda: False)
-    monkeypatch.setattr(platform, "toolkit", lambda: None)
-    assert [check.level for check in checks.gpus()] == ["ok"]
-    script(tmp_path / "nvidia-smi", "echo NVIDIA H100 80GB HBM3, 9.0; echo NVIDIA H100 80GB HBM3, 9.0")
-    (check,) = checks.gpus()
-    assert check.level == "wrong" and "2 x NVIDIA H100 80GB HBM3, compute capability 9.0: torch is built without CUDA" in check.text
-    script(tmp_path / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
-    assert [check.level for check in checks.gpus()] == ["ok"]
-
-
-def test_the_toolkit_against_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(platform, "toolkit", lambda: "CUDA 12.8, cuDNN 91002")
-    script(tmp_path / "bin/nvcc", "echo Cuda compilation tools, release 12.8, V12.8.93")
-    assert [check.level for check in checks.cuda_toolkit()] == ["ok"]
-    script(tmp_path / "bin/nvcc", "echo Cuda compilation tools, release 13.0, V13.0.48")
-    (check,) = checks.cuda_toolkit()
-    assert check.level == "note" and "13.0" in check.text and "12.8" in check.text and "DS_SKIP_CUDA_CHECK=1" in check.remedy
