@@ -14,17 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fem_common.errors import ConfigError, files_told
-from fem_common.files import write_whole
+from fem_common.config import read_values
+from fem_common.errors import ConfigError
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data.facts import any_on_disk
-from pretrain.loader import load_run, read_values
+from pretrain.loader import load_run
 from pretrain.validate import prepare, validate
 from tools.scaling.flatness import LIMIT, Record, as_csv, judge, summary, table, worst
 from tools.scaling.planning import shaped
 from tools.scaling.study import Study, load_study
+from tools.scaling.table import write_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,8 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", action="store_true", help="tokens drawn by Zipf's law even where the run's data is there")
     parser.add_argument("--compare", action="store_true", help="muP and the standard parametrization side by side; the verdict is muP's")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/coord-check/NAME")
-    parser.set_defaults(words=[])
-    parser.epilog = "Words section.key=value, at any place, are settings that replace the file's."
+    parser.add_argument("words", nargs="*", metavar="section.key=value", help="settings that replace the file's")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -279,8 +279,8 @@ def _told(records: Sequence[Record]) -> bool:
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
+    from fem_common.plot import png
     from tools.scaling.flatness import coordinates
-    from tools.scaling.pictures.style import png
 
     variants = list(dict.fromkeys(record.variant for record in records))
     pictures = {}
@@ -289,8 +289,6 @@ def _write(out: Path, records: Sequence[Record]) -> None:
         pictures[name] = png(coordinates([record for record in records if record.variant == variant]))
     tables = {"coordinates.csv": as_csv(records), "coordinates.md": summary(records)}
     contents = {name: text.encode() for name, text in tables.items()} | pictures
-    with files_told():
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            write_whole(out / name, content)
+    for name, content in contents.items():
+        write_file(out / name, content)
     print(f"\nwrote {out}: {', '.join(contents)}")

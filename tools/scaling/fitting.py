@@ -9,8 +9,6 @@ data need the columns variant, parameters, tokens, flops and loss alone. Writes 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from fem_common.errors import ConfigError
-from fem_common.text import duration
-from pretrain.loader import nearest
+from fem_common.progress import Progress
+from fem_common.text import nearest
 from tools.scaling.fits.compare import compare
 from tools.scaling.fits.isoflop import fit_isoflop
 from tools.scaling.fits.learning_rate import fit_learning_rates
@@ -28,7 +26,7 @@ from tools.scaling.fits.parametric import fit_parametric, leave_out, residuals
 from tools.scaling.fits.points import NotConverged, NotIdentified, Points, best_rates, points_of
 from tools.scaling.laws import Estimate
 from tools.scaling.results import StudyFit, VariantFit, save_fit
-from tools.scaling.study import FIT, FitConfig, Study, add_study, check_fit, study_of
+from tools.scaling.study import FIT, FitConfig, Study, add_study, study_of
 from tools.scaling.table import final_runs, read_table
 
 QUIET_SECONDS = 5.0  # how long a fit may take before progress is told
@@ -45,14 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Fits, prints and writes; returns 0."""
     study = study_of(arguments)
-    try:
-        check_fit(study.fit)
-    except ConfigError as error:
-        raise ConfigError(f"{study.path}: {error}") from None
     table = arguments.table or study.runs_csv
     frame = final_runs(read_table(table))
     variants = _variants(study, frame, table, foreign=arguments.table is not None)
-    fit = fit_study(study.name, frame, variants, study.fit, str(table), _Progress(variants))
+    progress = Progress(len(variants), "variants", every=QUIET_SECONDS)
+    fit = fit_study(study.name, frame, variants, study.fit, str(table), lambda number: progress.update(number, variants[number]))
+    progress.close()
     written = Path(study.results) / FIT
     save_fit(fit, written)
     print(report(fit), end="")
@@ -127,20 +123,6 @@ def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> 
                 raise ConfigError(f"{table}: variant: {name} is none of {study.path}'s; nearest is {near}; collect again")
         return list(study.variants)
     return sorted(there, key=lambda name: name != study.baseline)
-
-
-class _Progress:
-    """One line a variant on stderr, once a fit takes longer than a person waits in silence."""
-
-    def __init__(self, variants: list[str]) -> None:
-        self.variants = variants
-        self.started = time.monotonic()
-
-    def __call__(self, number: int) -> None:
-        elapsed = time.monotonic() - self.started
-        if elapsed > QUIET_SECONDS and number:
-            left = duration(elapsed / number * (len(self.variants) - number))
-            print(f"{self.variants[number]} ({number + 1} of {len(self.variants)}) · {left} left", file=sys.stderr)
 
 
 def fit_study(

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from tools.scaling.pictures.style import COLOURS, MARKERS, QUIET, legend_below, log_ticks, new_figure, plain_axes
+from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
+from tools.scaling.pictures.style import legend_below, log_ticks
 
 LIMIT = 2.0
 """The greatest ratio between two widths that counts as flat."""

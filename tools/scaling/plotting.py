@@ -78,7 +78,8 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
 
 def draw_all(fit: StudyFit, table: pd.DataFrame) -> dict[str, bytes]:
     """Name -> PNG of every picture that there are fits for, in the order of PICTURES."""
-    from tools.scaling.pictures import learning_rate, losses, style
+    from fem_common.plot import png
+    from tools.scaling.pictures import learning_rate, losses
 
     final = final_runs(table)
     draws: dict[str, Callable[[], Any]] = {
@@ -89,7 +90,7 @@ def draw_all(fit: StudyFit, table: pd.DataFrame) -> dict[str, bytes]:
         "learning_rate": lambda: learning_rate.learning_rate(fit),
     }
     figures = {name: draws[name]() for name in PICTURES}
-    return {name: style.png(figure) for name, figure in figures.items() if figure is not None}
+    return {name: png(figure) for name, figure in figures.items() if figure is not None}
 
 
 def _write(results: Path, report: Report, pictures: dict[str, bytes]) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 import yaml
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.text import did_you_mean
 from pretrain.config import RunConfig
-from pretrain.loader import nearest, to_dict
+from pretrain.loader import to_dict
 from tools.scaling.planning import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
 
 from .laws import Estimate
@@ -165,9 +166,7 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
     known = [name for name in study.variants if name in fit.variants]
     if variant is not None:
         if variant not in study.variants:
-            near = nearest(variant, list(study.variants))
-            hint = f"did you mean {near}?" if near else f"variants are {', '.join(study.variants)}"
-            raise ConfigError(f"--variant {variant}: {study.path} has no such variant; {hint}")
+            raise ConfigError(f"--variant {variant}: {study.path} has no such variant; {did_you_mean(variant, list(study.variants))}")
         if variant not in fit.variants:
             raise ConfigError(f"--variant {variant}: {study.fit_json} has no fit of it; run it, then collect and fit again")
         return variant

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fem_common.errors import ConfigError, files_told
-from fem_common.files import write_whole
+from fem_common.files import make_folder, write_whole
 from tools.scaling.laws import Array, Estimate, PowerLaw, percentiles
 
 FORMAT = 2  # of fit.json
@@ -365,9 +365,9 @@ def save_fit(fit: StudyFit, path: Path) -> None:
         ConfigError: the folder cannot be written.
         StorageError: a file system failed.
     """
+    make_folder(path.parent)
     with files_told():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, fit.to_json().encode())
+        write_whole(path, fit.to_json())
 
 
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:

@@ -25,10 +25,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fem_common.config import read_values
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.signals import taken
+from fem_common.text import duration
 from pretrain.data.facts import check_data
-from pretrain.loader import load_run, read_values
+from pretrain.loader import load_run
 
 from .planning import PlannedRun, plan_study
 from .study import Study, load_study
@@ -183,14 +185,6 @@ def _part(row: dict[str, Any] | None, run: PlannedRun) -> float:
 
 def _at_work(row: dict[str, Any]) -> str:
     return f"{row['name']} {row['step']}/{row['steps']}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 45s, 12m or 3h 05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    return f"{round(whole / 60)}m" if whole < 3600 else f"{whole // 3600}h {whole % 3600 // 60:02}m"
 
 
 class _Tied:

@@ -163,19 +163,6 @@ def test_runs_too_few_for_any_law_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "nothing could be fitted: " in refused(tmp_path, frame, capsys)
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (", interval: 1.5", "fit.interval = 1.5"),
-        (", approaches: [isoflops]", "isoflops"),
-        (", interval_: 0.5", "interval"),
-        (", seed: -1", "fit.seed = -1"),
-    ],
-)
-def test_a_setting_that_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, said: str) -> None:
-    assert said in refused(tmp_path, table(), capsys, more)
-
-
 def test_without_a_table_the_next_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(study(tmp_path))]) == 2
     err = capsys.readouterr().err

@@ -11,6 +11,7 @@ from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.tools.scaling.test_study import write
+from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.laws import Estimate, PowerLaw
 from tools.scaling.planning import shaped, total_parameters
@@ -115,24 +116,23 @@ def test_repeated_data_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (("--flops", "0"), "--flops 0: must be more than 0"),
-        (("--flops=-1e9",), "--flops -1e+09: must be more than 0"),
-        (("--flops", "nan"), "--flops nan: must be more than 0"),
-        (("--flops", "1e6"), "the least that will do: --flops"),
-        (("--flops", "2e11", "--variant", "ecm"), "has no such variant; did you mean cem?"),
-        (("--flops", "2e11", "--variant", "transformer"), "has no fit of it"),
-        (("--flops", "2e11", "--variant", "cem", "--out", "nowhere/out.yaml"), "nowhere/out.yaml: No such file or directory"),
+        "--flops 0",
+        "--flops=-1e9",
+        "--flops nan",
+        "--flops 1e6",
+        "--flops 2e11 --variant ecm",
+        "--flops 2e11 --variant transformer",
+        "--flops 2e11 --variant cem --out nowhere/out.yaml",
     ],
 )
-def test_what_cannot_be_recommended_is_one_line(
-    words: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_recommended_is_one_line(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
     path = fitted(tmp_path, cem=VariantFit("cem", 12, parametric=law(36.0)))
-    assert main(["recommend", str(path), *words]) == 2
+    assert main(["recommend", str(path), *words.split()]) == 2
     out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1 and told in error
+    assert out == "" and error.count("\n") == 1
+    wording(error)
 
 
 def test_without_a_fit_or_a_law_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

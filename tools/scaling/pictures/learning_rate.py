@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fem_common.plot import QUIET, colour_of, new_figure, ordered_colours, plain_axes
+from fem_common.text import count
 from tools.scaling.pictures.losses import size_words
+from tools.scaling.pictures.style import WIDEST, draw_law, law_text, legend_below, log_ticks
 from tools.scaling.results import LearningRateFit, LearningRateOptimum, StudyFit
-
-from .style import QUIET, WIDEST, colour_of, draw_law, law_text, legend_below, log_ticks, new_figure, ordered_colours, plain_axes, short
 
 
 def learning_rate(fit: StudyFit) -> Any | None:
@@ -92,7 +93,7 @@ def _legend(figure: Any, looks: dict[tuple[float, float], dict[str, Any]]) -> No
 
     several = len({budget for _, budget in looks}) > 1
     handles = [Line2D([], [], linewidth=1.3, markersize=5, **look) for look in looks.values()]
-    labels = [f"{short(n)} parameters" + (f", {budget:.3g} FLOPs" if several and budget else "") for n, budget in looks]
+    labels = [f"{count(n)} parameters" + (f", {budget:.3g} FLOPs" if several and budget else "") for n, budget in looks]
     handles.append(Line2D([], [], linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white"))
     labels.append("optimum by Akima interpolation (open: on the edge of the rates, no optimum)")
     legend_below(figure, handles, labels, 3)

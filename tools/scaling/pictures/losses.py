@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fem_common.plot import QUIET, colour_of, new_figure, ordered_colours, plain_axes
+from fem_common.text import count
 from tools.scaling.laws import Estimate, PowerLaw
 from tools.scaling.pictures.style import (
-    QUIET,
-    colour_of,
     draw_law,
     error_bars,
     flops_text,
@@ -18,12 +18,8 @@ from tools.scaling.pictures.style import (
     law_text,
     legend_below,
     log_ticks,
-    new_figure,
-    ordered_colours,
     outer_labels,
     panels,
-    plain_axes,
-    short,
 )
 from tools.scaling.results import ParametricFit, StudyFit, VariantFit, optimal
 
@@ -149,7 +145,7 @@ def _token_legend(figure: Any, looks: dict[float, dict[str, Any]]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], linestyle="", markersize=5.5, **look) for look in looks.values()]
-    legend_below(figure, handles, [f"{short(tokens)} tokens" for tokens in looks], 4)
+    legend_below(figure, handles, [f"{count(tokens)} tokens" for tokens in looks], 4)
 
 
 DASHED, OTHERS = (0, (5, 2)), "#bbbbbb"
