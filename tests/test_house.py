@@ -45,6 +45,8 @@ TORCH_FREE = [
 ASKS_THE_ROOMS = "launch/node/machine.py"  # what training needs here: in a process of its own, which `launch doctor` starts
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
+PROSE_COLUMNS = 100
+GENERATED_PAGES = ("docs/configuration.md", "docs/kernels.md", "docs/studies/")
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
 SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # torch documents the assignment as the way to set it
 HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.apache.org", "pypi.org", "docs.astral.sh"}
@@ -254,6 +256,16 @@ def names_a_machine(texts: Sources) -> list[str]:
     return faults
 
 
+def wide_prose(texts: Sources) -> list[str]:
+    """A line of Markdown of more than 100 columns outside code, tables, pictures and what a command writes."""
+    faults = []
+    for name, text in texts.items():
+        own = re.sub(r"^<!--[^\n]*begin -->.*?^<!--[^\n]*end -->|^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        wide = [line for line in own.splitlines() if len(line) > PROSE_COLUMNS and not line.startswith(("|", "![", "    "))]
+        faults += [f"{name}: {line}" for line in wide if not name.startswith(GENERATED_PAGES)]
+    return faults
+
+
 # --- the rules hold --------------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +302,11 @@ def test_no_machine_is_named() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_no_prose_is_wide() -> None:
+    faults = wide_prose({name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(".md")})
+    assert not faults, "\n".join(faults)
+
+
 @pytest.mark.parametrize(
     ("rule", "name", "text"),
     [
@@ -312,6 +329,8 @@ def test_no_machine_is_named() -> None:
         (undocumented, "tools/a.py", "x = 1"),
         (undocumented, "tools/a.py", "'''M.'''\ndef f(): pass"),
         (undocumented, "tools/a.py", "'''M.'''\nclass C:\n    '''C.'''\n    def f(self): pass"),
+        (wide_prose, "a.md", "words " * 17),
+        (wide_prose, "a.md", "```sh\nmake\n```\n- " + "words " * 17),
         (names_a_machine, "a.yaml", "prefix: /home/me/data"),
         (names_a_machine, "a.md", "see http://wiki.internal/page"),
         (names_a_machine, "a.sh", "MASTER_ADDR=10.0.0.7"),
@@ -334,6 +353,8 @@ def test_a_rule_finds_its_fault(rule: Callable[[Sources], list[str]], name: str,
             "'''M.'''\ndef _f(): pass\nclass P:\n    '''P.'''\n    def f(self): 'F.'\nclass C:\n    '''C.'''\n    def f(self): 0",
         ),
         (undocumented, "tools/a.py", "'M.'\nclass C:\n    'C.'\n    def f(self): 'F.'\nclass D(C):\n    'D.'\n    def f(self): 0"),
+        (wide_prose, "a.md", f"```sh\n{101 * 'x'}\n```\n| {101 * 'x'} |\n    {101 * 'x'}\n<!-- a:begin -->\n{101 * 'x'}\n<!-- a:end -->"),
+        (wide_prose, "docs/configuration.md", 101 * "x"),
         (names_a_machine, "a.md", "https://github.com/x 127.0.0.1 version 1.2.3 ~/data runs/home/x"),
     ],
 )
