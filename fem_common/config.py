@@ -26,6 +26,7 @@ T = TypeVar("T")
 COMMAND_LINE = "command line"
 _HUGE = {int: 2.0**63, float: 1e300}
 _NUMBER = re.compile(r"[+-]?((0|[1-9]\d*(_\d+)*)(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
+_EXPONENT = re.compile(r"[+-]?[\d_.]+[eE][+-]?\d{1,3}")
 _KINDS = "str int float bool null timestamp merge value seq map".split()  # what YAML may take a value for
 
 Mistake = tuple[str, ConfigError]
@@ -70,7 +71,8 @@ def load(
     the path of a file that holds the section (with a slash, or ending in .yaml or .yml; from the folder of the file that names it, or from
     the working directory), or a mapping whose ``base`` is one of these. An override of a whole section (``model=fem_sm_340m``) replaces it
     and is applied before those of single keys. Without ``parts`` the file itself may have a ``base``: a path, or the name of a file beside
-    it, else of one in the folder ``shipped``. ``absent``: pattern of keys that others' configurations have -> what to say of them.
+    it, else of one in the folder ``shipped``; not where the class has a field ``base`` of its own. ``absent``: pattern of keys that others'
+    configurations have -> what to say of them.
 
     Raises:
         ConfigErrors: all that is wrong with it. ConfigError: the file is not there or not to be read.
@@ -144,12 +146,12 @@ def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
 
 
 class Row(NamedTuple):
-    """A key of a reference page. section: whether keys stand below it; wanted: its type, range or choices in words."""
+    """A key of a reference page. section: whether keys stand below it; wanted: its type or choices and its range; default: None of none."""
 
     key: str
     section: bool
     wanted: str
-    default: str
+    default: str | None
     doc: str
 
 
@@ -158,8 +160,15 @@ def reference(cls: type) -> Iterator[Row]:
     for key, item, kind in walk(cls):
         said = spec(item)
         words = ", ".join(map(str, said.choices)) if said.choices else describe(kind)
-        default = plain(item.default if item.default_factory is MISSING else item.default_factory())
-        yield Row(key, is_dataclass(kind), f"{words}: {said.range()}" if said.range() else words, _plainly(default), said.doc)
+        default = (
+            _plainly(plain(item.default if item.default_factory is MISSING else item.default_factory())) if not required(item) else None
+        )
+        yield Row(key, is_dataclass(kind), f"{words}: {said.range()}" if said.range() else words, default, said.doc)
+
+
+def required(item: Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return item.default is MISSING and item.default_factory is MISSING
 
 
 def describe(kind: Any) -> str:
@@ -169,7 +178,7 @@ def describe(kind: Any) -> str:
     if is_dataclass(kind):
         words = "a mapping"
     elif typing.get_origin(kind) is dict:
-        words = f"a mapping of names to {describe(entry)}"
+        words = "a mapping" if entry is Any else f"a mapping of names to {describe(entry)}"
     elif entry is not None:
         words = f"a list of {{{', '.join(part.name for part in fields(entry))}}}" if is_dataclass(entry) else f"a list of {describe(entry)}"
     else:
@@ -217,8 +226,8 @@ def node_of(value: Any, where: str) -> Node:
         return Node({_plainly(key): node_of(entry, where) for key, entry in value.items()}, where, "map")
     if isinstance(value, list | tuple):
         return Node([node_of(entry, where) for entry in value], where, "seq")
-    if isinstance(value, str):
-        return Node(value, where, "str", quoted=True)
+    if isinstance(value, str):  # YAML 1.1 took 1e-4 for text
+        return Node(value, where, "str", quoted=not _EXPONENT.fullmatch(value))
     return Node(_plainly(value), where, "null" if value is None else type(value).__name__)
 
 
@@ -346,9 +355,9 @@ class _Reader:
 
     def composed(self, tree: Node, overrides: Sequence[str]) -> Node:
         """The tree over its bases and under the overrides."""
-        if not self.parts:
+        if not self.parts and "base" not in self.known:
             tree = self.over_base(tree, "", self.path.parent, (os.path.abspath(self.path),))
-        else:
+        elif self.sections:
             given = _mapping(tree)
             values = dict(given)
             for key in self.sections & given.keys():
@@ -411,7 +420,7 @@ class _Reader:
                 said = spec(known[key])
                 values[key] = self.convert(hints[key], said.expand(value) if said.expand else value, here, said)
         for name, item in known.items():
-            if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            if name not in values and required(item):
                 raise ConfigError(f"{node.where}: key {'.'.join((*path, name))} is missing: {spec(item).doc}")
         return cls(**values)
 
@@ -426,6 +435,8 @@ class _Reader:
         return f"did you mean {near}?" if near else f"valid keys: {', '.join(known)}"
 
     def convert(self, kind: Any, node: Node, path: tuple[str, ...], said: Spec) -> Any:
+        if kind is Any:
+            return _as_written(node)
         inner, optional = _strip_optional(kind)
         if optional and node.tag == "null":
             return None
@@ -435,7 +446,11 @@ class _Reader:
         if origin is tuple and isinstance(node.value, list):
             return tuple(self.convert(entry, item, (*path, str(number)), said) for number, item in enumerate(node.value))
         if origin is dict and isinstance(node.value, dict):  # null takes a base's entry away
-            return {name: self.convert(entry, item, (*path, name), said) for name, item in node.value.items() if item.tag != "null"}
+            return {
+                name: self.convert(entry, item, (*path, name), said)
+                for name, item in node.value.items()
+                if entry is Any or item.tag != "null"
+            }
         value = None if entry is not None else _scalar(inner, node)
         name = ".".join(path)
         if value is None:
@@ -462,6 +477,18 @@ def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
     if near is None:
         return ""
     return f"; did you mean {places[0].with_name(f'{near}.yaml') if by_path else near}?"
+
+
+def _as_written(node: Node) -> Any:
+    """A value of any type: what it looks like."""
+    if isinstance(node.value, dict):
+        return {key: _as_written(entry) for key, entry in node.value.items()}
+    if isinstance(node.value, list):
+        return [_as_written(entry) for entry in node.value]
+    if node.tag == "null":
+        return None
+    kinds = [] if node.quoted else [bool] if node.tag == "bool" else [float] if re.search("[.eE]", node.value) else [int]
+    return next((value for kind in kinds if (value := _scalar(kind, node)) is not None), node.value)
 
 
 def _matches(value: Any, choice: Any) -> bool:

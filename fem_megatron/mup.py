@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from fem_megatron.settings import setting
+from fem_common.settings import setting
 from fem_megatron.shape import FIXED, OUTPUT, Normal, Weight, Weights
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fem_common.config import ConfigErrors, dump_yaml
 from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, end, reason
 from fem_common.exits import Exit
 from fem_megatron.catalogue import table
 from pretrain import signals
-from pretrain.config import RunConfig
-from pretrain.loader import ConfigErrors, dump_yaml, load_run
+from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import make_plan, memory_excess, render
 from pretrain.reference_page import section_text
 from pretrain.run_directory import resolved, run_directory

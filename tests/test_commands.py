@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.loader import load_run
+from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import make_plan, render
 from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.loader import to_dict
 
 FREE = "free"  # changes no number of the training: recorded, not printed
 TOLD = "told"  # may change: printed and recorded
@@ -118,7 +118,7 @@ def shown(value: Any) -> str:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    values: dict[str, Any] = to_dict(config)
+    values: dict[str, Any] = plain(config)
     return values
 
 

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError, StorageError, reason
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import (
@@ -52,7 +53,6 @@ from pretrain.checkpoint.reader import (
 )
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
-from pretrain.loader import to_dict
 from pretrain.ranks import from_rank_0
 
 __all__ = [
@@ -292,7 +292,7 @@ def manifest_of(config: RunConfig, progress: Progress, content_key: str, inherit
         "data": content_key,
         "inherited": asdict(inherited or Inherited(config.data.seq_length)),
         "layout": _layout(config),
-        "config": to_dict(config),
+        "config": plain(config),
     }
 
 
@@ -337,7 +337,7 @@ def _sync(path: Path) -> None:
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
-    layout = {key: value for key, value in to_dict(config.parallel).items() if key != "collective_timeout_minutes"}
+    layout = {key: value for key, value in plain(config.parallel).items() if key != "collective_timeout_minutes"}
     return {**layout, "world_size": torch.distributed.get_world_size()}
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
+from fem_common.text import nearest
 from pretrain.config import RunConfig, Source
-from pretrain.loader import nearest
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"

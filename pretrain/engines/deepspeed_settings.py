@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.text import nearest
 from fem_megatron.catalogue import mixer_names
 from pretrain.config import RunConfig
-from pretrain.loader import nearest
 from pretrain.plan.zero_memory import BUCKET
 
 NO_CLIPPING = 1e30  # stage 0 computes a norm only where it clips

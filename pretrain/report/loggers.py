@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from fem_common.config import plain
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
-from pretrain.loader import to_dict
 from pretrain.report.metrics import StepRecord
 
 LATE = "evaluation/"  # values that come after their step
@@ -145,7 +145,7 @@ class Wandb:
             project=config.log.wandb.project,
             name=config.name,
             dir=str(folder),
-            config=to_dict(config),
+            config=plain(config),
             mode=mode,  # type: ignore[arg-type]
             id=id_file.read_text(),
             resume="allow",

@@ -66,8 +66,8 @@ def test_given_weights_are_normalised_and_what_they_mean_is_said(folders: Path, 
 
 
 def test_pretrain_reads_it(folders: Path, tmp_path: Path) -> None:
+    from pretrain.config import load_run
     from pretrain.data.facts import check_data
-    from pretrain.loader import load_run
 
     out = tmp_path / "blend.yaml"
     assert main(["blend", str(out), f"{folders / 'a'}=0.2", f"{folders / 'b'}=0.8", *SHORT]) == 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fem_megatron.megatron import platform
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from pretrain.validate import prepare
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.config import load_run
 from pretrain.data.facts import check_contents
-from pretrain.loader import load_run
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO
 

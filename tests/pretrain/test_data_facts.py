@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import Contents, check_contents, check_data
-from pretrain.loader import load_run
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder, write_manifest, write_pair
 

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain.config import EvaluateConfig
-from pretrain.loader import load_run
+from pretrain.config import EvaluateConfig, load_run
 from pretrain.report import evaluations
 from pretrain.report.evaluations import NAME, Evaluations, environment
 from pretrain.report.metrics import StepRecord

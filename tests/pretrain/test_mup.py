@@ -18,7 +18,7 @@ import yaml
 from fem_megatron.config import ModelConfig
 from fem_megatron.mup import MupConfig
 from pretrain.checkpoint.reader import find
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL, Command
 from tests.pretrain.test_parity import launch

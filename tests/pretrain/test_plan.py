@@ -13,9 +13,8 @@ import pytest
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.shape import FemConfig, FemShape
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts, SourceFacts
-from pretrain.loader import load_run
 from pretrain.plan.memory import chunks_in_flight, layer_activations
 from pretrain.plan.run_plan import (
     DEVICE_PEAK_TFLOPS,
@@ -266,8 +265,6 @@ def test_planning_needs_neither_torch_nor_megatron_and_takes_no_time() -> None:
     began = time.process_time()
     render(make_plan(run(LARGE), 8))
     assert time.process_time() - began < 0.5  # seconds of this process: "a second", with the interpreter's start and a slow machine
-    modules = (
-        "pretrain.loader, pretrain.validate, pretrain.plan.run_plan, pretrain.plan.memory, pretrain.data.facts, pretrain.reference_page"
-    )
+    modules = "pretrain.validate, pretrain.plan.run_plan, pretrain.plan.memory, pretrain.data.facts, pretrain.reference_page"
     code = f"import sys, {modules}; sys.exit(bool({{'torch', 'megatron', 'numpy'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain.config import Source
-from pretrain.loader import load_run
+from pretrain.config import Source, load_run
 
 
 def complaint(path: Path, *overrides: str) -> str:
@@ -57,11 +56,11 @@ def test_a_mistake_in_a_section_named_by_its_path(runs: Path, monkeypatch: pytes
     data = runs.parent / "data"
     path = write(runs / "mine.yaml", "data: ../data/blend.yml.yaml\n")
     blend = write(data / "blend.yaml", "tran: [{prefix: a}]\n")
-    missing = f"{path}: data names the file '../data/blend.yml.yaml', but there is no file {data / 'blend.yml.yaml'}"
+    missing = f"{path}:1: data names the file '../data/blend.yml.yaml', but there is no file {data / 'blend.yml.yaml'}"
     assert complaint(path) == f"{missing}; did you mean {blend}?"
     monkeypatch.chdir(data)
     write(path, "{}\n")
-    assert complaint(path, "data=./blend.yaml") == "blend.yaml: unknown key data.tran; did you mean data.train?"
+    assert complaint(path, "data=./blend.yaml") == "blend.yaml:1: unknown key data.tran; did you mean data.train?"
     said = complaint(path, "data=./blend")
     assert said == "command line: data names the file './blend', but there is no file blend; did you mean blend.yaml?"
     write(data / "here.yaml", "{}\n").rename(runs / "here.yaml")
@@ -70,4 +69,4 @@ def test_a_mistake_in_a_section_named_by_its_path(runs: Path, monkeypatch: pytes
     write(runs / "round.yaml", "base: ../run/again.yaml\n")
     write(runs / "again.yaml", "base: ./round.yaml\n")
     chain = " -> ".join(f"{runs}/{name}.yaml" for name in ("round", "again", "round"))
-    assert complaint(path, "data=round.yaml") == f"../run/again.yaml: data.base = './round.yaml' goes round in a circle: {chain}"
+    assert complaint(path, "data=round.yaml") == f"../run/again.yaml:1: data.base = './round.yaml' goes round in a circle: {chain}"

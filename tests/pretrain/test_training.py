@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fem_megatron.megatron import platform
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
 from pretrain.validate import prepare

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels.implementations import operations
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from tests.test_house import ROOT
 from tools.bench import cpu_suite, mixers, runner
 from tools.bench.runner import Timing, measure

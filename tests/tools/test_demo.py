@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from fem_common.errors import ConfigError
+from pretrain.config import load_run
 from pretrain.data.facts import check_contents, check_data
-from pretrain.loader import load_run
 from tools.demo import pages, report, stock_transformers
 from tools.demo.__main__ import ENVIRONMENT, main
 from tools.demo.report import History, checkpoint_step, largest_difference

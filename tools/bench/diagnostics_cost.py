@@ -17,8 +17,7 @@ import torch
 from fem_common.errors import CommandError, end
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.megatron import platform
-from pretrain.config import RunConfig
-from pretrain.loader import load_run
+from pretrain.config import RunConfig, load_run
 from pretrain.validate import validate
 from tools.bench import runner
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fem_common.errors import CommandError, Fault, end
 from fem_megatron.catalogue import MIXERS
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from pretrain.plan.run_plan import count_by_component, decoding_state_bytes
 from tools.bench import runner
 from tools.demo.report import History

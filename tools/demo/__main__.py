@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fem_common.errors import CommandError, end
 from fem_common.exits import Exit
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from tools.demo import pages, report, steps
 from tools.demo.report import History
 from tools.demo.shell import DemoError, Shell, say

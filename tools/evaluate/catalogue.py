@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fem_common.errors import ConfigError
-from pretrain.loader import nearest
+from fem_common.text import nearest
 
 from .suite import Suite, SuiteTask
 

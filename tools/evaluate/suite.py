@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
+from fem_common.config import describe
 from fem_common.errors import ConfigError, told
-from fem_megatron.settings import setting
-from pretrain.loader import describe, nearest
+from fem_common.settings import setting, spec
+from fem_common.text import nearest
 
 SUITES = Path(__file__).parent / "suites"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -150,7 +151,7 @@ def _build(cls: Any, raw: Any, where: str, path: str) -> Any:
             hint = f"did you mean {path}{near}?" if near else f"valid keys: {', '.join(known)}"
             raise ConfigError(f"{where}: unknown key {path}{key}; {hint}")
         values[key] = _convert(hints[key], value, where, f"{path}{key}")
-        choices = known[key].metadata.get("choices")
+        choices = spec(known[key]).choices
         if choices and values[key] not in choices:
             raise ConfigError(f"{where}: {path}{key} = {value!r} is not a choice; choose one of {', '.join(choices)}")
     assert all(item.default is not MISSING or item.default_factory is not MISSING for item in fields(cls))

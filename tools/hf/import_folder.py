@@ -23,14 +23,14 @@ import torch
 import yaml
 from torch import Tensor
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import import_megatron
 from fem_megatron.mup import starts_from
 from pretrain.checkpoint.reader import Inherited
-from pretrain.config import RunConfig
-from pretrain.loader import load_values, to_dict
+from pretrain.config import RunConfig, run_of
 from pretrain.plan.run_plan import model_weights
 
 from .configuration_fem import FemLMConfig
@@ -160,14 +160,14 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
     """
     folder, model, notes = source.folder, source.model, []
     values = dict(source.training.get("config") or _defaults(folder, dtype))
-    if changed := _differing(to_dict(model), values.get("model") or {}):
+    if changed := _differing(plain(model), values.get("model") or {}):
         notes.append(f"{CONFIG} and {TRAINING} differ, and {CONFIG} is taken: {'; '.join(changed)}")
-    values["model"] = to_dict(replace(model, pattern=None, mlp=None) if mixer else model)
+    values["model"] = plain(replace(model, pattern=None, mlp=None) if mixer else model)
     values["data"] = {**values.get("data", {}), "tokenizer": str(out.absolute() / "tokenizer") if has_tokenizer(folder.path) else None}
     if mixer:
         values["name"] = f"{values['name']}-{mixer}"
         settings = [f"model.mixer={mixer}", *settings]
-    config = load_values(values, folder.path / (TRAINING if source.training else CONFIG), settings)
+    config = run_of(values, folder.path / (TRAINING if source.training else CONFIG), settings)
     others = ConfigError("--set changes what weights the model has: start another mixer with --mixer NAME, and leave the rest out")
     try:
         if not mixer and mixer_names(config.model) != mixer_names(model):
@@ -211,7 +211,7 @@ def check_tensors(source: Source) -> None:
 
 def model_yaml(model: ModelConfig, source: Path) -> str:
     """The model section as a file that ``model=PATH`` takes."""
-    text = yaml.safe_dump(to_dict(model), sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(plain(model), sort_keys=False, allow_unicode=True, width=120)
     return f"# The model of {source.resolve().name}, as python -m tools.hf import found it.\n{text}"
 
 

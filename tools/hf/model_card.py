@@ -18,9 +18,8 @@ from fem_common.errors import ConfigError
 from fem_megatron.catalogue import Mixer, describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.reader import Found
-from pretrain.config import RunConfig, Source
+from pretrain.config import RunConfig, Source, run_of
 from pretrain.data.facts import Manifest, read_manifest
-from pretrain.loader import load_values
 from pretrain.plan.run_plan import flops_per_token
 
 TESTED = ("4.57.6", "5.23.0")  # the oldest and the newest transformers that an exported folder is tested with
@@ -227,7 +226,7 @@ METRICS = "metrics.jsonl"
 
 def run_config(step: Path, manifest: dict[str, Any]) -> RunConfig:
     """The configuration that a checkpoint carries. Raises ConfigError where it is not one that this code knows."""
-    return load_values(manifest["config"], step / "manifest.json")
+    return run_of(manifest["config"], step / "manifest.json")
 
 
 def training_record(manifest: dict[str, Any], heldout_loss: float | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fem_common.errors import ConfigError
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from tools.scaling.records import DataIdentity, config_hash, data_identity, difference_from_plan, heldout_tokens
 
 from .planning import PlannedRun, plan_study

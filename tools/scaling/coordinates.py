@@ -18,9 +18,8 @@ from fem_common.config import read_values
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import any_on_disk
-from pretrain.loader import load_run
 from pretrain.validate import prepare, validate
 from tools.scaling.flatness import LIMIT, Record, as_csv, judge, summary, table, worst
 from tools.scaling.planning import shaped

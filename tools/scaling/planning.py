@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts
-from pretrain.loader import load_run
 from pretrain.plan.run_plan import count_by_component, flops_per_token
 from pretrain.validate import prepare
 from tools.scaling.study import Budget, ShapeRule, Size, Study

@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import did_you_mean
 from pretrain.config import RunConfig
-from pretrain.loader import to_dict
 from tools.scaling.planning import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
 
 from .laws import Estimate
@@ -137,7 +137,7 @@ def summary(found: Recommendation) -> str:
 def as_yaml(study: Study, fit: StudyFit, found: Recommendation) -> str:
     """The run's YAML: the settings that differ from the defaults, below comments on where they come from."""
     comments = [f"# {line}" for line in _comments(study, fit, found)]
-    values = _differences(to_dict(found.config), to_dict(RunConfig()))
+    values = _differences(plain(found.config), plain(RunConfig()))
     return "\n".join(comments) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

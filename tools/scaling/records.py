@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told, told
-from pretrain.config import RunConfig, Source
+from pretrain.config import RunConfig, Source, load_run, run_of
 from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
-from pretrain.loader import load_run, load_values, to_dict
 from pretrain.plan.run_plan import count_by_component, flops_per_token
 from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
@@ -111,7 +111,7 @@ def heldout_tokens(config: RunConfig) -> int:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    return {key: value for key, value in _leaves(to_dict(config), "") if not _passed_over(key)}
+    return {key: value for key, value in _leaves(plain(config), "") if not _passed_over(key)}
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -305,7 +305,7 @@ def _exported(where: str, line: str) -> Record:
     place = f"{where}: run {raw['name']}"
     values = {key: value for key, value in raw["config"].items() if not key.startswith("_")}
     try:
-        config = load_values(values, Path("config"))
+        config = run_of(values, Path("config"))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     if config.model.vocab_size is None or not values.get("name"):

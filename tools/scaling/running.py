@@ -29,8 +29,8 @@ from fem_common.config import read_values
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.signals import taken
 from fem_common.text import duration
+from pretrain.config import load_run
 from pretrain.data.facts import check_data
-from pretrain.loader import load_run
 
 from .planning import PlannedRun, plan_study
 from .study import Study, load_study

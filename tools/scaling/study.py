@@ -191,7 +191,7 @@ def load_study(path: str | Path) -> Study:
         StorageError: a file system failed.
     """
     path = Path(path)
-    study = load(Study, path, parts=True)  # `base` is a key of a study, and no file laid under it
+    study = load(Study, path)
     name = study.name or path.stem
     directory = study.directory or str(STUDIES / name)
     study = replace(

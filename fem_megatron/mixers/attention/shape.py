@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.settings import setting
 from fem_megatron.shape import Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 class AttentionConfig:
     """Switches of standard attention, as the open models of Llama's family have them; only where ``model.mixer`` is transformer."""
 
-    head_dim: int | None = setting(None, "Width of a head; null: hidden_size / num_attention_heads.")
+    head_dim: int | None = setting(None, "Width of a head; null: hidden_size / num_attention_heads.", least=1)
     qkv_bias: bool = setting(False, "Biases on the projections to queries, keys and values (Qwen2).")
-    sliding_window: int | None = setting(None, "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.")
+    sliding_window: int | None = setting(
+        None, "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.", least=1
+    )
     rope_scaling: str | None = setting(
         None,
         "Rotary frequencies for longer texts. linear: all divided by rope_factor; llama3: the slow ones alone, those between turned "
@@ -29,7 +31,7 @@ class AttentionConfig:
     rope_factor: float = setting(8.0, "What rope_scaling divides frequencies by.")
     rope_low_freq_factor: float = setting(1.0, "llama3: frequencies with fewer turns than this in rope_original_length are slow.")
     rope_high_freq_factor: float = setting(4.0, "llama3: frequencies with more turns than this in rope_original_length stay as they are.")
-    rope_original_length: int = setting(8192, "llama3: the context length before the scaling, in tokens.")
+    rope_original_length: int = setting(8192, "llama3: the context length before the scaling, in tokens.", least=1)
 
     def changed(self) -> list[str]:
         """The names of the fields that are not at their defaults."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.settings import setting
 from fem_megatron.shape import FIXED, OUTPUT, Normal, Scaling, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fem_megatron.settings import setting
+from fem_common.settings import setting
 from fem_megatron.shape import FIXED, Normal, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
@@ -18,11 +18,13 @@ CHUNK = 64  # tokens that the delta rule solves at once
 class DeltaConfig:
     """Sizes of the delta-rule mixers; read only where ``model.mixer`` is deltanet or gated_deltanet."""
 
-    heads: int | None = setting(None, "Heads; null: model.num_attention_heads.")
+    heads: int | None = setting(None, "Heads; null: model.num_attention_heads.", least=1)
     key_size: int | None = setting(
-        None, "Width of queries and of keys over all heads; null: hidden_size (deltanet) or half of it (gated): 4 hidden_size^2 in all."
+        None,
+        "Width of queries and of keys over all heads; null: hidden_size (deltanet) or half of it (gated): 4 hidden_size^2 in all.",
+        least=1,
     )
-    value_size: int | None = setting(None, "Width of the values over all heads; null: key_size (deltanet) or twice that (gated).")
+    value_size: int | None = setting(None, "Width of the values over all heads; null: key_size (deltanet) or twice that (gated).", least=1)
     conv_size: int = setting(4, "Taps of the short causal convolution.")
     negative_eigenvalues: bool = setting(False, "beta in (0, 2) in place of (0, 1): transitions may flip a direction (arXiv 2411.12537).")
 

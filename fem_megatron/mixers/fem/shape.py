@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fem_common.settings import setting
 from fem_megatron.mixers.fem.prior_shapes import AftShape, DecayShape, LinearShape, MambaShape, PriorShape, SoftmaxShape
 from fem_megatron.mup import score_scale
-from fem_megatron.settings import setting
 from fem_megatron.shape import Shape, Weight, Weights
 
 if TYPE_CHECKING:
@@ -31,9 +31,11 @@ class FemConfig:
         "fem_lrnn_decay, and fem_aft with its query after, have one width under both.",
         ("i", "ii"),
     )
-    value_size: int | None = setting(None, "Width d of the values over all heads; null: from the budget.")
+    value_size: int | None = setting(None, "Width d of the values over all heads; null: from the budget.", least=1)
     conditioner_size: int | None = setting(
-        None, "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head."
+        None,
+        "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head.",
+        least=1,
     )
     gla_decay: str = setting("head", "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).", ("head", "channel"))
     feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fem_megatron.settings import setting
+from fem_common.settings import setting
 from fem_megatron.shape import Shape, Weight, Weights
 
 if TYPE_CHECKING:

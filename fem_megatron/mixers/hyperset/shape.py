@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fem_megatron.settings import setting
+from fem_common.settings import setting
 from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class HyperSetConfig:
         "How a step uses the gradient; the others keep running means over the iterations.",
         ("gradient", "momentum", "rmsprop", "adam"),
     )
-    beta1: float = setting(0.9, "Decay of the running gradient (momentum, adam).")
-    beta2: float = setting(0.96, "Decay of the running squared gradient (rmsprop, adam).")
+    beta1: float = setting(0.9, "Decay of the running gradient (momentum, adam).", least=0, below=1)
+    beta2: float = setting(0.96, "Decay of the running squared gradient (rmsprop, adam).", least=0, below=1)
     lora_rank: int = setting(0, "Rank of the adapters of each iteration, W + 4 A_t B_t, on both matrices; 0: none.")
 
 

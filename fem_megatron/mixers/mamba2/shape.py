@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fem_common.settings import setting
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.settings import setting
 from fem_megatron.shape import FIXED, OUTPUT, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fem_megatron.settings import setting
+from fem_common.settings import setting
 from fem_megatron.shape import Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:

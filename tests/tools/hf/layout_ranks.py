@@ -92,9 +92,9 @@ def _run(job: dict[str, Any], folder: Path) -> None:
 
     from pretrain.checkpoint.reader import Progress
     from pretrain.checkpoint.store import Checkpoints
+    from pretrain.config import load_run
     from pretrain.engines.building import initialize_model_parallel
     from pretrain.engines.megatron import MegatronEngine
-    from pretrain.loader import load_run
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule
     from pretrain.validate import prepare

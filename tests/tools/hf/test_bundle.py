@@ -72,7 +72,7 @@ def test_files_are_the_sources() -> None:
         ("from kernels.time_decay_scan import time_decay_scan as scan", "from .kernels_time_decay_scan import time_decay_scan as scan"),
         ("from fem_megatron.update import (\n    Context,\n    Layer,\n)", "from .fem_megatron_update import Context, Layer"),
         ("from .update import Context", "from .fem_megatron_update import Context"),
-        ("from .settings import setting", "from .fem_megatron_settings import setting"),
+        ("from fem_common.settings import setting", "from .fem_common_settings import setting"),
         (
             "def f():\n    from kernels.time_decay_scan import x\n    return x",
             "def f():\n    from .kernels_time_decay_scan import x\n    return x",

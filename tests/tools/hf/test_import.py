@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.reader import find
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from tests.tools.hf.checkpoints import changed, equal, hf, save, stock_folder, tensors, weights
 from tests.tools.hf.small import VOCAB, export, random_state, small
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pretrain.config import RunConfig
-from pretrain.loader import dump_yaml, load_run
+from fem_common.config import dump_yaml
+from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import count_by_component
 from pretrain.run_directory import resolved
 from pretrain.validate import prepare

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from fem_common.config import plain
 from pretrain.__main__ import main as pretrain
+from pretrain.config import load_run
 from pretrain.data.facts import check_contents, check_data
-from pretrain.loader import load_run, to_dict
 from pretrain.plan.run_plan import flops_per_token
 from pretrain.report.loggers import _scalars
 from pretrain.report.metrics import StepRecord
@@ -187,7 +188,7 @@ def exported(study: Study, run: PlannedRun, interval: int = 10) -> dict[str, obj
         elif line["step"] % interval == 0:
             whole: dict[str, Any] = {"grad_norm": 1.0, "tokens_per_second": 1.0, "tflops_per_device": 1.0, "mfu": None}
             history.setdefault(line["step"], {}).update(_scalars(StepRecord(**line, **whole, peak_memory_bytes=1, eta_seconds=1.0)))
-    config = {**to_dict(load_run(folder / "config.yaml")), "_wandb": {"runtime": 3}}
+    config = {**plain(load_run(folder / "config.yaml")), "_wandb": {"runtime": 3}}
     return {"name": run.name, "config": config, "history": [{"_step": step, **row} for step, row in history.items()]}
 
 

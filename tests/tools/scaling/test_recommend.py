@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.loader import load_run
+from pretrain.config import load_run
 from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder

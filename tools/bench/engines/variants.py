@@ -75,7 +75,7 @@ def configuration(job: Job) -> RunConfig:
         ConfigError: an override is wrong, or the variant's engine cannot do this run.
     """
     from fem_common.errors import ConfigError
-    from pretrain.loader import load_values  # PyYAML: the GPU suite plans without it
+    from pretrain.config import run_of  # PyYAML: the GPU suite plans without it
     from pretrain.validate import validate
 
     size = SIZES[job.size]
@@ -85,7 +85,7 @@ def configuration(job: Job) -> RunConfig:
         "train": {**size["train"], "steps": job.warmup + job.steps, "precision": job.precision},
         "optimizer": {"schedule": "constant", "warmup_steps": 0},
     }
-    config = load_values(values, Path("tools.bench.engines"), job.overrides)
+    config = run_of(values, Path("tools.bench.engines"), job.overrides)
     if replace(config.engine, deepspeed=EngineConfig().deepspeed) != EngineConfig():
         raise ConfigError("engine: name, zero_stage and offload are the variants': choose by --variants; engine.deepspeed.* can be set")
     if not any(text.startswith("train.global_batch_size=") for text in job.overrides):
