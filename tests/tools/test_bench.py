@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,12 @@ import torch
 from kernels.implementations import operations
 from pretrain.config import load_run
 from tests.test_house import ROOT
-from tools.bench import cpu_suite, mixers, runner
+from tests.wording import Wording
+from tools.bench import cpu_suite, diagnostics_cost, mixers
+from tools.bench.engines import __main__ as engines
+from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.runner import Timing, measure
-from tools.bench.speed import implementations, time_baseline, time_workload
+from tools.bench.speed import time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, LanguageModel, train_step
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Size
 
@@ -68,11 +69,6 @@ def test_bytes_count_every_tensor_once_and_again_in_the_backward() -> None:
     speed = time_workload("symmetric_linear_attention", "auto", Size(1, 8, 2, 4, 4), torch.float32, 0.0)
     z = 8 * 2 * 4 * 4
     assert speed.bytes == (2 * z, 5 * z)  # z, out; z, out, z again, d out, d z
-
-
-def test_implementations_are_the_operations_own() -> None:
-    assert implementations("fem_attention")[-1] == "reference"
-    assert implementations("an operation that is not there") == ("reference",)
 
 
 def test_timing_warms_up_and_makes_two_passes() -> None:
@@ -133,25 +129,6 @@ def test_a_step_counts_tokens_parameters_and_flops() -> None:
     assert replace(cost, step=Timing(2.0, 0.0, 2)).utilisation(cost.flops) == 0.5
 
 
-# --- the CPU suite ----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_cpu_suite_writes_what_it_can_compare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_suite, "QUICK", cpu_suite.Effort((16,), 1, 32, 16, 0.0))
-    path = tmp_path / "deep" / "before.json"
-    assert cpu_suite.main(["--quick", "--only", "fem_attention", "models", "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "| fem_attention | 16 " in out and "| FEM-SM, C L T G " in out
-    written = json.loads(path.read_text())
-    assert [row["what"] for row in written["rows"]] == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
-    assert set(written["rows"][0]) == {"what", "tokens", "seconds", "ours / standard attention", "ours / reference"}
-    assert written["machine"]["torch"] == torch.__version__
-    assert cpu_suite.main(["--quick", "--only", "fem_attention", "--compare", str(path)]) == 0
-    assert "slower by over 20% than" in capsys.readouterr().out
-
-
 def test_what_became_slower() -> None:
     def row(forward: float, both: float) -> dict[str, Any]:
         return {"what": "x", "tokens": 8, "ours / standard attention": {"forward": forward, "forward + backward": both}}
@@ -164,31 +141,70 @@ def test_what_became_slower() -> None:
     ]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": 1}x'])
-def test_a_file_that_cannot_be_compared_is_one_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "before.json"
-    path.write_text(content)
-    assert cpu_suite.main(["--compare", str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+# --- every benchmark, once, at toy size -------------------------------------------------------------------------------------------
+
+TINY = [
+    *("model.hidden_size=32", "model.num_layers=1", "model.num_attention_heads=2", "model.ffn_hidden_size=64", "model.vocab_size=128"),
+    *("data.seq_length=16", "train.micro_batch_size=1"),
+]
+TOYS = {
+    "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
+    "diagnostics_cost": (diagnostics_cost, ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"]),
+    "mixers": (mixers, ["--only", "fem_aft", "--out", "runs"]),
+    "engines": (engines, [*TINY, "--ranks", "1", "--steps", "2", "--rounds", "1", "--precision", "fp32", "--variants", "megatron"]),
+}
 
 
-# --- what every benchmark writes --------------------------------------------------------------------------------------------------
-
-
-def test_mixers_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", TOYS)
+def test_a_benchmark_writes_its_machine_and_a_row_a_side(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, words = TOYS[name]
     row = {"cost": "T", "parameters": 1.0, "tokens_per_second": 2.0, "first_loss": 7.0, "heldout_loss": 6.0, "state_bytes": 8.0}
     monkeypatch.setattr(mixers, "train", lambda name, steps, folder: {"name": name, **row})
+    monkeypatch.setattr(cpu_suite, "QUICK", cpu_suite.Effort((16,), 1, 32, 16, 0.0))
+    path = tmp_path / "deep" / "out.json"
     (tmp_path / "runs").mkdir()
-    path = tmp_path / "mixers.json"
-    assert mixers.main(["--only", "fem_aft", "--out", str(tmp_path / "runs"), "--json", str(path)]) == 0
-    assert [each["name"] for each in json.loads(path.read_text())["rows"]] == ["transformer", "fem_aft"]
+    words = [str(tmp_path / word) if word == "runs" else word for word in words]
+    assert module.main([*words, "--json", str(path)]) == 0
+    out, written = capsys.readouterr().out, json.loads(path.read_text())
+    assert written["machine"]["torch"] == torch.__version__
+    rows = {row.get("what") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
+    if name == "cpu_suite":
+        assert list(rows) == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
+        found = rows["fem_attention"]
+        assert set(found) == {"what", "tokens", "seconds", "ours / standard attention", "ours / reference"}
+        ours, standard = found["seconds"]["ours"], found["seconds"]["standard attention"]
+        assert found["ours / standard attention"] == {"forward": ours[0] / standard[0], "forward + backward": ours[1] / standard[1]}
+        assert cpu_suite.main(["--quick", "--only", "fem_attention", "--compare", str(path)]) == 0
+    elif name == "engines":
+        assert (written["baseline"], rows["megatron"]["step_ratio"], rows["megatron"]["peak_ratio"]) == ("megatron", 1.0, 1.0)
+        assert rows["megatron"]["step_seconds"] > 0 and rows["megatron"]["plan_bytes"] > 0 and "| megatron | " in out
+    else:
+        assert list(rows) == {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"]}[name]
 
 
-@pytest.mark.parametrize("name", ["cpu_suite", "diagnostics_cost", "gpu_suite", "mixers"])
-def test_every_benchmark_takes_json(name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", f"tools.bench.{name}", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--json PATH" in done.stdout
+MISTAKES = {
+    "cpu_suite": ["--only x", "--compare none.json", "--compare empty.json", "--compare list.json"],
+    "engines": [
+        *("--ranks 0", "--steps x", "--warmup 1", "--variants stage4", "--rank 2", "model.hiden_size=8", "engine.zero_stage=2"),
+        *("train.global_batch_size=3", "model.vocab_size=null"),
+    ],
+    "gpu_suite": ["--out OUT", "--only ops,model"],
+}
 
 
-def test_tables_are_aligned() -> None:
-    assert runner.table(["a", "bc"], [["def", ""]]) == "| a   | bc |\n|-----|----|\n| def |    |"
+@pytest.mark.parametrize(("name", "words"), [(name, words) for name, all_of in MISTAKES.items() for words in all_of])
+def test_a_mistake_is_one_line(
+    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "list.json").write_text("[]")
+    try:
+        code = {"cpu_suite": cpu_suite, "engines": engines, "gpu_suite": suite}[name].main(words.split())
+    except SystemExit as error:
+        code = int(str(error.code))
+    said = capsys.readouterr()
+    assert code == 2 and said.out == "" and said.err.count("\n") == 1
+    wording(said.err)

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from fem_common.errors import UserError, end
+from fem_common.cli import Parser, run
+from fem_common.errors import UserError, files_told
 from tools.bench import runner
 from tools.bench.speed import Speed, implementations, time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, Scale, train_step
 from tools.bench.workloads import WORKLOADS, Size
 
+PROGRAM = "tools.bench.cpu_suite"
 STANDARD = "attention: torch's choice"
 SLOWER = 1.2
 ROUNDS = 3
@@ -155,23 +157,34 @@ def measure_all(effort: Effort, only: list[str] | None, tell: Callable[[str], No
     return rows, gaps
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run's JSON. Raises UserError, StorageError."""
+    with files_told():
+        text = path.read_text(encoding="utf-8")
+    try:
+        rows: list[dict[str, Any]] = json.loads(text)["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--compare {path}: not the JSON of an earlier run: {error}") from None
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table; 0, or 2 where ``--compare``'s file cannot be read."""
-    parser = argparse.ArgumentParser(prog="tools.bench.cpu_suite", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser(
+        prog=f"python -m {PROGRAM}",
+        description="Every operation and small models on a CPU, as ratios to standard attention and the Transformer.",
+    )
     parser.add_argument("--quick", action="store_true", help="one short length, tiny models: under two minutes on two cores")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*WORKLOADS, "models"], help="these operations alone, or models")
     parser.add_argument("--compare", type=Path, metavar="PATH", help="an earlier --json: say what became over 20%% slower")
     runner.add_json_option(parser)
     options = parser.parse_args(arguments)
-    earlier: list[dict[str, Any]] = []
-    if options.compare:
-        try:
-            earlier = json.loads(options.compare.read_text(encoding="utf-8"))["rows"]
-        except OSError as error:
-            return end("tools.bench.cpu_suite", error)
-        except (ValueError, KeyError, TypeError) as error:
-            said = f"--compare {options.compare}: not the JSON of an earlier run: {error}"
-            return end("tools.bench.cpu_suite", UserError(said))
+    return run(PROGRAM, lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Time what was asked for and print the table: 0. Raises UserError where ``--compare``'s file cannot be read."""
+    earlier = read_rows(options.compare) if options.compare else []
     began = time.monotonic()
 
     def tell(text: str) -> None:

@@ -14,13 +14,14 @@ from contextlib import nullcontext
 
 import torch
 
-from fem_common.errors import CommandError, end
+from fem_common.cli import Parser, run
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig, load_run
 from pretrain.validate import validate
 from tools.bench import runner
 
+PROGRAM = "tools.bench.diagnostics_cost"
 RUN = "configs/run/demo.yaml"
 VOCABULARY = 4096
 
@@ -52,25 +53,28 @@ def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
     """Endless micro-batches of random tokens."""
     shape, device = (config.train.micro_batch_size, config.data.seq_length), platform.device()
     while True:
-        tokens = torch.randint(0, VOCABULARY, shape, device=device)
+        tokens = torch.randint(0, config.model.vocab_size or VOCABULARY, shape, device=device)
         positions = torch.arange(shape[1], device=device).expand(shape)
         yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape, device=device), "position_ids": positions}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a Markdown table; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="tools.bench.diagnostics_cost", description="What a look at every layer costs beside a training step."
-    )
+    parser = Parser(prog=f"python -m {PROGRAM}", description="What a look at every layer costs beside a training step.")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
     parser.add_argument("--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*")
     parser.add_argument("--pairs", type=int, default=5, help="steps of each kind (default: 5)")
     runner.add_json_option(parser)
     options = parser.parse_args(arguments)
+    return run(PROGRAM, lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Time the mixers one after the other and print a row of each: 0. Raises ConfigError."""
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.import_megatron()  # before anything imports Megatron-core
     platform.initialize_distributed()
-    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
 
     started, rows = False, []
     try:
@@ -88,9 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
             share = look / step
             rows.append({"mixer": name, "step_seconds": step, "look_seconds": look, "interval": interval})
             print(f"| {name} | {step:.3f} | {look:.3f} | {share:.2f} | {share / interval:.2%} |", flush=True)
-    except CommandError as error:
-        return end("tools.bench.diagnostics_cost", error)
-    torch.distributed.destroy_process_group()
+    finally:
+        destroy_model_parallel()
+        torch.distributed.destroy_process_group()
     runner.write_json(options.json, {"suite": "diagnostics_cost", "machine": runner.facts(), "rows": rows})
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import time
@@ -12,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from fem_common.errors import CommandError, Fault, end
-from fem_common.exits import Exit
+from fem_common.cli import Parser, run
+from fem_common.errors import Fault
 from fem_megatron.megatron import platform
 from tools.bench import runner
 from tools.bench.data_prep.processes import Neighbours, load
@@ -23,15 +22,6 @@ from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds,
 from tools.bench.engines.variants import BASELINE, VARIANTS, Answer, CannotRun, Job, configuration, lacks, launch, planned
 
 PROGRAM = "tools.bench.engines"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with its errors on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and leave with 2."""
-        print(f"{PROGRAM}: error: {message} (see: {self.prog} --help)", file=sys.stderr)
-        sys.exit(Exit.WRONG_INPUT)
 
 
 @dataclass
@@ -100,7 +90,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog=f"python -m {PROGRAM}",
         description="Step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine with its distributed "
         "optimizer. Random tokens; needs no data.",
-        allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over the model and run that the benchmark has")
     parser.add_argument("--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)")
@@ -166,19 +155,20 @@ def main(arguments: list[str] | None = None) -> int:
         steps=options.steps,
         overrides=tuple(options.overrides),
     )
-    try:
-        configuration(job)
-    except CommandError as error:
-        return end(PROGRAM, error)
+    return run(PROGRAM, lambda: compare(job, options))
+
+
+def compare(job: Job, options: argparse.Namespace) -> int:
+    """Every variant in turn, and the table: 0. Raises ConfigError, Fault."""
+    configuration(job)
     names = [name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}]
-    bench, load_before, neighbours = Bench(job, names, options.rounds, cuda), load(), Neighbours()
+    bench, load_before, neighbours = Bench(job, names, options.rounds, platform.has_cuda()), load(), Neighbours()
     bench.run()
     if BASELINE in bench.cannot:
-        return end(PROGRAM, Fault(f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}"))
+        raise Fault(f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}")
     conclude(bench, options.out, load_before, neighbours.cores())
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended, too
     sys.exit(main())

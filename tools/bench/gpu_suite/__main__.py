@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.cli import Parser
 from fem_common.errors import UserError, end
 from fem_megatron.megatron import platform
 from kernels.fem_attention.table import write as write_table
@@ -97,8 +98,8 @@ def write(folder: Path, results: Results, machine: dict[str, Any], cannot: dict[
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools.bench.gpu_suite",
+    parser = Parser(
+        prog="python -m tools.bench.gpu_suite",
         description="Correctness and speed of every operation, then whole models, on one GPU. Needs this checkout and torch; Triton, "
         "flash-attn, flash-linear-attention and matplotlib are used where they are installed.",
     )
