@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,23 @@ def command(*arguments: object) -> list[str]:
 
 
 def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m data_prep …`` in its own process, in the folder HERE."""
-    here = environment.pop("HERE", str(ROOT))
+    """``python -m data_prep …`` in this process, with these variables, in the folder HERE: exit code and what it said."""
+    here, words, out, err = environment.pop("HERE", str(ROOT)), list(map(str, arguments)), io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(here)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def cli_alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same in its own process."""
     known = {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command(*arguments), cwd=here, env=known, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(*arguments), cwd=ROOT, env=known, capture_output=True, text=True, timeout=60)
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:

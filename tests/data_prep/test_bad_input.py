@@ -91,7 +91,11 @@ def test_malformed_lines_and_lone_surrogates_in_json(tmp_path: Path, tokenizer: 
 
 @pytest.mark.parametrize(
     ("encoder", "limit", "dropped"),
-    [("hf", (), {"above_max_bytes": 1}), ("gigatoken", (), {"above_max_bytes": 1}), ("gigatoken", ("--max-bytes", "60000000"), {})],
+    [
+        ("hf", (), {"above_max_bytes": 1}),
+        ("gigatoken", (), {"above_max_bytes": 1}),
+        pytest.param("gigatoken", ("--max-bytes", "60000000"), {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_document_of_50_mb_among_small_ones(
     tmp_path: Path, tokenizer: Path, encoder: str, limit: tuple[str, ...], dropped: dict[str, int]

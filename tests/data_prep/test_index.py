@@ -16,7 +16,7 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.store.indexed import index_bytes
-from tests.data_prep.conftest import ROOT, cli, kill, make_documents, start, wait_until, write_parquet
+from tests.data_prep.conftest import ROOT, cli_alone, kill, make_documents, start, wait_until, write_parquet
 from tests.pretrain.conftest import DEMO, SMALL
 
 
@@ -53,7 +53,7 @@ def caches(blend: Path) -> dict[str, int]:
 def test_from_text_to_a_run_on_a_blend(blend: Path) -> None:
     """Parquet and JSONL -> run -> blend -> index -> pretrain; then a byte flips, and then one source is made again from other text."""
     here = blend.parent
-    done = cli("index", *settings(blend))
+    done = cli_alone("index", *settings(blend))
     assert done.returncode == 0, done.stderr
     (name,) = caches(blend)
     assert done.stdout.splitlines()[-1].startswith(f"index cache {here / 'cache' / name}: ")
@@ -72,7 +72,7 @@ def test_from_text_to_a_run_on_a_blend(blend: Path) -> None:
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     index.write_bytes(flipped)
-    refused = cli("index", *settings(blend))
+    refused = cli_alone("index", *settings(blend))
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"pretrain: error: {index} is not the file that {here}/books/manifest.json records")
     assert len(refused.stderr.splitlines()) == 1
@@ -83,7 +83,7 @@ def test_from_text_to_a_run_on_a_blend(blend: Path) -> None:
     tokenizer = str(here / "web" / "tokenizer")
     words = [str(here / "books.parquet"), "--tokenizer", tokenizer, "--out", str(here / "books"), "--valid-percent", "10"]
     assert main(["run", *words, "--test-percent", "5"]) == 0
-    again = cli("index", *settings(blend))
+    again = cli_alone("index", *settings(blend))
     assert again.returncode == 0, again.stderr
     assert len(caches(blend)) == 2 and name not in again.stdout
     assert main(["verify", str(here / "books"), "--index-cache", str(here / "cache")]) == 1  # the old one is stale
@@ -106,7 +106,7 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
     assert "data_prep: terminated" in said and "Traceback" not in said
     left = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     if left:  # the last file was written before the signal was heard: then it is what an index that nobody stopped is
-        again = cli("index", *words, f"data.index_cache={tmp_path / 'other'}")
+        again = cli_alone("index", *words, f"data.index_cache={tmp_path / 'other'}")
         assert again.returncode == 0, again.stderr
         whole, found = ({path.name: path.read_bytes() for path in (tmp_path / name).glob("*/*.npy")} for name in ("other", "cache"))
         assert left == [path.name for path in (tmp_path / "other").iterdir() if path.is_dir()]
@@ -118,7 +118,7 @@ def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
         ((DEMO, "train.stps=3"), "pretrain: error: command line: unknown key train.stps; did you mean train.steps?\n"),
         ((f"{tmp_path}/no.yaml",), f"pretrain: error: {tmp_path}/no.yaml: no such file\n"),
     ):
-        done = cli("index", *words)
+        done = cli_alone("index", *words)
         first = done.stderr.splitlines(keepends=True)[0]  # where the demo's data has not been made, a second line says that
         assert (done.returncode, done.stdout, first) == (2, "", said)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from data_prep.store.indexed import IndexedWriter
 from data_prep.store.layout import read_plan
 from data_prep.store.manifest import read_manifest
 from data_prep.store.staging import Lock
-from tests.data_prep.conftest import HF, ROOT, merged_hashes, read_split, snapshot, write_parquet
+from tests.data_prep.conftest import ROOT, merged_hashes, read_split, snapshot, write_parquet
 from tests.data_prep.units_made import edit_json, encode_units, entry_of, merge, plan_folder, rows_with_faults
 
 UNITS = 9
@@ -282,51 +281,3 @@ def test_a_merged_file_that_changed_its_size_is_named(tmp_path: Path, merged: Pa
     out = Path(shutil.copytree(merged, tmp_path / "out"))
     (out / "valid.idx").write_bytes(b"")
     assert "valid.idx is not the" in refused(out, capsys)
-
-
-KILLED_AT = """
-import os, signal, sys
-from data_prep.__main__ import main
-name, left = sys.argv[1], [int(sys.argv[2])]
-call = getattr(os, name)
-def dying(*arguments, **options):
-    if name == "write" and len(arguments[1]) < 64:
-        return call(*arguments, **options)
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    return call(*arguments, **options)
-setattr(os, name, dying)
-sys.exit(main(sys.argv[3:]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("call", "number", "then"),
-    [
-        *(("write", n, "merge") for n in (0, 4, 20)),
-        *(("fsync", n, "merge") for n in (2, 5)),
-        *(("replace", n, "merge") for n in (1, 2, 5, 7, 8)),
-        *(("unlink", n, "merge") for n in (3, 9)),
-        *((call, n, "run") for call, n in (("write", 4), ("replace", 1), ("replace", 8), ("unlink", 3), ("unlink", 9), ("rmdir", 0))),
-    ],
-)
-def test_sigkill_leaves_nothing_half_and_a_command_mends_it(
-    data: Path, encoded: Path, merged: Path, call: str, number: int, then: str
-) -> None:
-    """The same command, or ``run``, which is to see that there is something left to do."""
-    whole = snapshot(merged)
-    arguments = ["merge", str(data), "--max-bad", "100%"]
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED_AT, call, str(number), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == -signal.SIGKILL, result
-    finals = {name: content for name, content in snapshot(data).items() if name in (*PAIRS, "manifest.json", "units.jsonl")}
-    assert finals.items() <= whole.items()
-    if "manifest.json" in finals:
-        assert len(finals) == len(PAIRS) + 2
-    else:
-        assert snapshot(data / "shards") == snapshot(encoded / "shards")
-    assert (merge(data) if then == "merge" else main(["run", "--out", str(data), "--max-bad", "100%", *HF])) == 0
-    assert snapshot(data) == whole
-    assert not (data / ".unfinished").exists() and not (data / "shards").exists()
