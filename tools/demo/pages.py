@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -174,13 +175,15 @@ def demo_text(found: dict[str, Any]) -> str:
             *rows,
             f"| the text's own unigram entropy | {alone['heldout_entropy']:.3f} | {alone['bits_per_byte']:.3f} | | |",
             "",
-            f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, {machine['cores']} CPU cores ({platform.machine()}), Python "
-            f"{machine['python']}, torch {machine['torch']}. tokens/s: the median step of",
-            "both models at the same layout, DP 2 of one thread each, with nothing beside them.",
-            f"One seed and {tokens / 1e6:.2f}M tokens: it shows that both train, not which is better at scale. Losses of the "
-            f"{parity['resume_steps']} steps after the change of layout agree with the old",
-            f"layout's to {parity['resume_relative_loss_difference']:.1e}; exported logits are Megatron's "
-            + (f"to {difference:.1e}." if difference else "to the last bit."),
+            fill(
+                f"Picture and figures: `{COMMAND}`, {date.today().isoformat()}, {machine['cores']} CPU cores ({platform.machine()}), "
+                f"Python {machine['python']}, torch {machine['torch']}. tokens/s: the median step of both models at DP 2 of one thread "
+                f"each, with nothing beside them. One seed and {tokens / 1e6:.2f}M tokens: it shows that both train, not which is better "
+                f"at scale. Losses of the {parity['resume_steps']} steps after the change of layout agree with the old layout's to "
+                f"{parity['resume_relative_loss_difference']:.1e}; exported logits are Megatron's "
+                + (f"to {difference:.1e}." if difference else "to the last bit."),
+                100,
+            ),
         ]
     )
 

@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from fem_common.errors import CommandError, ConfigError, end
+from fem_common import cli
+from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 
 from . import catalogue
@@ -24,17 +25,11 @@ DEFAULT_OUT = Path("runs") / "evaluation"
 def main(arguments: list[str] | None = None) -> int:
     """Runs the evaluation; returns the exit code."""
     given = _parser().parse_intermixed_args(arguments)
-    try:
-        return _command(given)
-    except (CommandError, OSError) as error:
-        return end("tools.evaluate", error)
-    except KeyboardInterrupt:
-        print("tools.evaluate: interrupted; the same command goes on where it was", file=sys.stderr)
-        return Exit.INTERRUPTED
+    return cli.run("tools.evaluate", lambda: _command(given))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tools.evaluate", description="Scores of models on a suite of tasks, in one table.")
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m tools.evaluate", description="Scores of models on a suite of tasks, in one table.")
     model = "a run directory, a checkpoint, an exported folder or another Hugging Face folder; NAME=MODEL names it in the table"
     suites = ", ".join(sorted(path.stem for path in SUITES.glob("*.yaml")))
     parser.add_argument("models", nargs="*", metavar="MODEL", help=model)

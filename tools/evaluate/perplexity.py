@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.store.records import sha256_json
+from fem_common import cli
 from fem_common.errors import ConfigError
 from fem_common.files import write_whole
 from fem_common.progress import Progress
@@ -42,8 +43,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fem_common.errors import CommandError, StorageError, UserError, end, files_told
-from fem_common.exits import Exit
+from fem_common.errors import CommandError, StorageError, UserError, files_told
 from fem_common.files import json_bytes
 
 from .heldout import check_vocabulary, open_text
@@ -316,8 +316,8 @@ def _raw(sums: Sums, settings: Settings, texts: Sequence[Text], text_bytes: int 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints a table, writes results below --out; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="tools.evaluate.perplexity", description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair."
+    parser = cli.Parser(
+        prog="python -m tools.evaluate.perplexity", description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair."
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
     parser.add_argument("--data", metavar="PREFIX", help="a .bin/.idx pair without its ending; default: the run's validation data")
@@ -336,18 +336,18 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("max_tokens", "batch_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1 + (name == "max_tokens"):
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: too few")
-    try:
-        with files_told():
-            _command(given)
-    except CommandError as error:
-        return end("tools.evaluate.perplexity", error)
-    except ValueError as error:
-        return end("tools.evaluate.perplexity", UserError(str(error)))
-    except KeyboardInterrupt:
-        again = "the same command goes on where it stopped" if given.out else "with --out DIR it could have gone on where it stopped"
-        print(f"tools.evaluate.perplexity: interrupted; {again}", file=sys.stderr)
-        return Exit.INTERRUPTED
-    return 0
+    again = "the same command goes on where it stopped" if given.out else "with --out DIR it could have gone on where it stopped"
+
+    def measured() -> None:
+        try:
+            with files_told():
+                _command(given)
+        except CommandError:
+            raise
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    return cli.run("tools.evaluate.perplexity", measured, kept=again)
 
 
 def _command(given: argparse.Namespace) -> None:

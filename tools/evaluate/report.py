@@ -7,7 +7,6 @@ puts the results of several folders, of several machines say, into one table. De
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -17,8 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import CommandError, end, files_told
+from fem_common import cli
+from fem_common.errors import files_told
 from fem_common.files import write_whole
+from fem_common.plot import png
 
 from .results import Score, read
 from .suite import Suite, load_suite
@@ -247,10 +248,10 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     files = {
         "table.md": markdown(table).encode(),
         "results.json": (json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
-        "table.png": picture.png(picture.scores(table)),
+        "table.png": png(picture.scores(table)),
     }
     if curves is not None:
-        files["heldout.png"] = picture.png(curves)
+        files["heldout.png"] = png(curves)
     with files_told():
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -263,18 +264,15 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
 
 def main(arguments: list[str] | None = None) -> int:
     """Reports on folders of results; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tools.evaluate.report", description="One table of the results in one or several folders.")
+    parser = cli.Parser(prog="python -m tools.evaluate.report", description="One table of the results in one or several folders.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that tools.evaluate wrote")
     parser.add_argument("--suite", metavar="NAME|FILE", help="columns, order, groups, rescaling; default: all results, by name")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes; of one DIR: that one by default")
     given = parser.parse_args(arguments)
     if given.out is None and len(given.folders) > 1:
         parser.error("--out DIR: say where the report of several folders goes")
-    try:
-        report(given.out or given.folders[0], load_suite(given.suite) if given.suite else None, given.folders)
-    except (CommandError, OSError) as error:
-        return end("tools.evaluate.report", error)
-    return 0
+    suite, out = given.suite, given.out or given.folders[0]
+    return cli.run("tools.evaluate.report", lambda: report(out, load_suite(suite) if suite else None, given.folders))
 
 
 if __name__ == "__main__":

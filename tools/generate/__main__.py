@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import CommandError, ConfigError, end, files_told
-from fem_common.exits import Exit
+from fem_common import cli
+from fem_common.errors import ConfigError, files_told
 
 TEMPERATURE, TOP_K, TOP_P = 0.7, 40, 1.0
 
@@ -81,10 +81,10 @@ class Settings:
         return {**how, **more, "num_beams": self.beams, "max_new_tokens": self.max_new_tokens, "use_cache": self.use_cache}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     """The command line."""
-    found = argparse.ArgumentParser(
-        prog="tools.generate",
+    found = cli.Parser(
+        prog="python -m tools.generate",
         description="Continues prompts, streaming the text to stdout; speed and the cache's size go to stderr. Without --greedy or --beams "
         "the next token is drawn.",
     )
@@ -112,16 +112,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Generates; returns the exit code."""
     given = parser().parse_args(arguments)
-    try:
+
+    def generated() -> int:
         settings = Settings.of(given)
         prompts = read_prompts(given.prompts, given.file)
         from .generation import run  # torch and transformers take seconds: not for --help or a wrong argument
 
         return run(given.model, prompts, settings)
-    except (CommandError, OSError) as error:
-        return end("tools.generate", error)
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
+
+    return cli.run("tools.generate", generated, kept="no text was begun")
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fem_common.plot import png
 from tests.tools.evaluate.result_files import suite, write, write_heldout
 from tools.evaluate import picture
 from tools.evaluate.results import read
@@ -100,7 +101,7 @@ def test_any_number_of_models_is_a_png(tmp_path: Path, models: int, columns: int
     table = build(read([tmp_path]), None)
     curves = picture.heldout(heldout(table))
     for figure in (picture.scores(table), curves):
-        content = picture.png(figure)
+        content = png(figure)
         assert content.startswith(b"\x89PNG")
         width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
         assert width > 500 and height > 150
