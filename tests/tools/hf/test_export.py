@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a tokenizer too large": (
         other_tokenizer(VOCAB + 1),
         ["RUN", "OUT", "--tokenizer", "TMP/tokenizer"],
-        "has 51 entries, the model's vocabulary only 50: not its tokenizer",
+        "has 51 entries, the model's vocabulary only 50: not its own",
     ),
     "another tokenizer": (other_tokenizer(VOCAB - 1), ["RUN", "OUT", "--tokenizer", "TMP/tokenizer"], "49 entries) is not the one that "),
     "no tokenizer": (nothing, ["RUN", "OUT", "--tokenizer", "RUN"], "is no tokenizer folder: tokenizer_config.json is missing"),

@@ -118,8 +118,8 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (no_weights, "half a model: config.json is there, model.safetensors is not"),
     "another head": (another_head, "ties the output layer to the embedding, but lm_head.weight is another"),
     "an adapter": (adapter_alone, "an adapter alone: merge it"),
-    "tokenizer": (lambda f: write_tokenizer(f, VOCAB + 1), "has 51 entries, the model's vocabulary only 50: not its tokenizer"),
-    "damaged tokenizer": (damaged_tokenizer, "is no tokenizer folder"),
+    "tokenizer": (lambda f: write_tokenizer(f, VOCAB + 1), "has 51 entries, the model's vocabulary only 50: not its own"),
+    "damaged tokenizer": (damaged_tokenizer, "cannot be read"),
     "training.json": (lambda f: (f / "training.json").write_text("[]"), "training.json is damaged: it holds no JSON object"),
     "progress": (lambda f: (f / "training.json").write_text('{"progress": {"step": "a"}}'), "training.json is damaged: its progress"),
     "unknown key": (
