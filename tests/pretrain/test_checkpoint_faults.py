@@ -25,8 +25,8 @@ import torch
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import MANIFEST, DamagedCheckpoint, read_metadata, read_part
 from tests.pretrain.conftest import DEMO, Command
-from tests.pretrain.rank_processes import PATIENCE, started, wait_until
 from tests.pretrain.test_checkpoints import curve, same, weights
+from tests.ranks import PATIENCE, started, wait_until
 
 LARGER_THAN_METADATA = 300_000  # bytes; the small run's files of tensors are larger, all others smaller
 

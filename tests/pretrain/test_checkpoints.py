@@ -24,7 +24,7 @@ import torch
 
 from pretrain.checkpoint.reader import MANIFEST, load_full_model_state
 from tests.pretrain.conftest import DEMO, Command
-from tests.pretrain.rank_processes import PATIENCE, finished, records, send, started, wait_until
+from tests.ranks import PATIENCE, finished, records, send, started, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 

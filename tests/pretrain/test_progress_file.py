@@ -21,7 +21,7 @@ from pretrain.report.progress_file import NAME, ProgressFile, read_progress
 from pretrain.run_directory import relaunch_command
 from pretrain.schedule import Schedule
 from tests.pretrain.conftest import DEMO, ROOT, Command
-from tests.pretrain.rank_processes import records
+from tests.ranks import records
 
 TOKENS = 8 * 32  # of a step
 STOP = (signal.SIGTERM, signal.SIGUSR1)

@@ -8,60 +8,54 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from fem_common.exits import Exit
-from tests.pretrain.conftest import DEMO, ROOT
-
-SCRIPT = """
-import sys
 import torch
+
 from fem_common.errors import ConfigError, StorageError
+from fem_common.exits import Exit
+from fem_megatron.megatron import platform
 from pretrain.ranks import from_rank_0
-rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2)
-def compute():
-    assert rank == 0, "asked on another rank"
-    if case == "refused":
-        raise ConfigError("data/train.idx is another file")
-    if case == "missing":
-        open(store + ".missing")
-    if case == "circular":
-        open(store + ".circular")
-    if case == "input/output":
-        open("/proc/self/mem", "rb").read(1)
-    return {"answer": rank}
-try:
-    print(from_rank_0(compute))
-except ConfigError as error:
-    print("refused:", error)
-except StorageError as error:
-    print("failed:", error)
-torch.distributed.destroy_process_group()
-"""
+from tests.pretrain.conftest import DEMO, ROOT
+from tests.ranks import answer
+
+CASES = {
+    "answered": "{'answer': 0}",
+    "refused": "refused: data/train.idx is another file",
+    "missing": "refused: {folder}/missing: No such file or directory",
+    "circular": "failed: {folder}/circular: Too many levels of symbolic links",
+    "input/output": "failed: Input/output error",
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("answered", "{'answer': 0}\n"),
-        ("refused", "refused: data/train.idx is another file\n"),
-        ("missing", "refused: {store}.missing: No such file or directory\n"),
-        ("circular", "failed: {store}.circular: Too many levels of symbolic links\n"),
-        ("input/output", "failed: Input/output error\n"),
-    ],
-)
-def test_all_ranks_hear_the_same(tmp_path: Path, case: str, said: str) -> None:
-    store = tmp_path / "store"
-    (tmp_path / "store.circular").symlink_to("store.circular")
-    command = [sys.executable, "-c", SCRIPT]
-    ranks = [subprocess.Popen([*command, str(rank), str(store), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        heard = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert heard == [said.replace("{store}", str(store))] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+def ask_rank_0(folder: Path) -> None:
+    """Prints what every case ends in, a line each; on each of two ranks."""
+    platform.initialize_distributed()
+    rank = torch.distributed.get_rank()
+
+    def compute(case: str) -> dict[str, int]:
+        assert rank == 0, "asked on another rank"
+        if case == "refused":
+            raise ConfigError("data/train.idx is another file")
+        if case in ("missing", "circular"):
+            (folder / case).open()
+        if case == "input/output":
+            Path("/proc/self/mem").read_bytes()
+        return {"answer": rank}
+
+    for case in CASES:
+        try:
+            print(from_rank_0(lambda: compute(case)))  # noqa: B023
+        except ConfigError as error:
+            print("refused:", error)
+        except StorageError as error:
+            print("failed:", error)
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
+    (tmp_path / "circular").symlink_to("circular")
+    answer(2, ask_rank_0, tmp_path, output=tmp_path / "out")
+    wanted = [line.replace("{folder}", str(tmp_path)) for line in CASES.values()]
+    assert [(tmp_path / f"out.{rank}").read_text().splitlines() for rank in range(2)] == [wanted] * 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pretrain.checkpoint.reader import MANIFEST, read_common
 from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
 from tests.pretrain.conftest import Command
-from tests.pretrain.rank_processes import records
+from tests.ranks import records
 
 # Every key of the optimizer; those in one unit exclude those in another, and a wsd decay says its length.
 CHANGED: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO
-from tests.pretrain.rank_processes import PATIENCE, losses, records, send, started, wait_until
+from tests.ranks import PATIENCE, losses, records, send, started, wait_until
 
 QUIET = ["log.diagnostics_interval=0", "train.steps=8", "checkpoint.interval=4", "train.eval_interval=0"]
 

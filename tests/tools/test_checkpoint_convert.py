@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from pretrain.__main__ import main as pretrain
 from pretrain.checkpoint.reader import MANIFEST, read_common, sha256
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
-from tests.pretrain.test_parity import ROOT, launch
+from tests.pretrain.jobs import Job, run_jobs
+from tests.ranks import answer
+from tests.test_house import ROOT
 from tools.checkpoint.__main__ import main
 
 __all__ = ["tiny_data"]
@@ -123,13 +125,13 @@ def test_deepspeed_goes_on_where_megatron_was_and_back(
     assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", zero) == 0
     assert "engine.name=deepspeed" in capsys.readouterr().out
     overrides = [*base, "train.precision=fp32", *DEEPSPEED]
-    jobs: list[dict[str, Any]] = [
-        {"name": "on", "overrides": [*overrides, f"run_dir={tmp_path / 'on'}"], "steps": UNTIL - FROM, "load": str(zero)},
-        {"name": "same", "overrides": [*overrides, f"run_dir={rewritten}"], "steps": 0, "load": str(zero), "save": True},
+    jobs = [
+        Job("on", [*overrides, f"run_dir={tmp_path / 'on'}"], UNTIL - FROM, load=str(zero)),
+        Job("same", [*overrides, f"run_dir={rewritten}"], 0, load=str(zero), save_after=0),
     ]
-    steps = launch(1, jobs, tmp_path)["on"]["steps"]
+    steps = answer(1, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "rank")["on"].steps
     # An fp32 sum in another order, as in tests/pretrain/test_deepspeed.py.
-    assert steps == [pytest.approx(list(wanted[step]), rel=1e-6) for step in range(FROM + 1, UNTIL + 1)]
+    assert steps == [pytest.approx(wanted[step], rel=1e-6) for step in range(FROM + 1, UNTIL + 1)]
 
     assert convert(rewritten, "--engine", "megatron", "--out", split) == 0
     assert convert(step_of(run_dir), "--engine", "megatron", "--out", tmp_path / "direct") == 0

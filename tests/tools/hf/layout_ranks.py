@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.pretrain.data_folder import write_folder
-from tests.pretrain.rank_processes import free_port
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUTS = {

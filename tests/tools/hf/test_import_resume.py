@@ -14,7 +14,7 @@ from pretrain.__main__ import main
 from pretrain.checkpoint.reader import find
 from tests.pretrain.conftest import DEMO
 from tests.pretrain.data_folder import write_folder
-from tests.pretrain.rank_processes import losses, started
+from tests.ranks import losses, started
 from tests.tools.hf.checkpoints import hf, stock_folder
 from tests.tools.hf.small import VOCAB, export, small
 from tools.hf.open_model import open_model

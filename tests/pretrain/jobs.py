@@ -1,14 +1,10 @@
-"""Runs several layouts one after another in the same processes, all from one checkpoint: ``python parity_worker.py JOBS.json OUT.json``.
-
-Each job is {name, overrides, steps, save?: folder, load?: folder}; the answer maps its name to the losses and grad norms of its steps and
-to a digest of the fresh initialisation. Started by torchrun, or alone.
-"""
+"""Trainings of a few steps one after another in the same processes, for comparisons of layouts and engines: see `run_jobs`."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +13,42 @@ import torch
 from fem_megatron.megatron import platform
 from pretrain.config import load_run
 from pretrain.validate import prepare
+from tests.pretrain.conftest import DEMO
 
-ROOT = Path(__file__).resolve().parents[2]
+
+@dataclass(frozen=True)
+class Job:
+    """Some steps of a run. save_after: of these steps, then it goes on; load: start from the checkpoint in this folder."""
+
+    name: str
+    overrides: list[str]
+    steps: int = 3
+    save_after: int | None = None
+    load: str | None = None
 
 
-def main() -> None:
-    jobs = json.loads(Path(sys.argv[1]).read_text())
+@dataclass
+class Done:
+    """(loss, grad norm) of each step; name in the whole model -> digest of the fresh weight."""
+
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    initial: dict[str, str] = field(default_factory=dict)
+
+
+def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
+    """Name -> what became of it. Runs on every rank; process groups of one layout are taken away before the next's are made."""
     platform.import_megatron()
     platform.initialize_distributed()
-    answers = {job["name"]: run_job(job) for job in jobs}
-    if torch.distributed.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(answers))
+    answers = {}
+    for job in jobs:
+        began = time.process_time()
+        answers[job.name] = _run(job, Path(cache))
+        print(f"{job.name}: {time.process_time() - began:.2f} CPU seconds", flush=True)
     torch.distributed.destroy_process_group()
+    return answers
 
 
-def run_job(job: dict[str, Any]) -> dict[str, Any]:
+def _run(job: Job, cache: Path) -> Done:
     from pretrain.checkpoint.reader import Progress, find
     from pretrain.checkpoint.store import Checkpoints
     from pretrain.data.datasets import batches, build_datasets
@@ -40,18 +57,18 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule
 
-    world = torch.distributed.get_world_size()
-    prepared = prepare(load_run(ROOT / "configs/run/demo.yaml", job["overrides"]), world)
+    prepared = prepare(load_run(DEMO, job.overrides), torch.distributed.get_world_size())
     config, facts = prepared.config, prepared.facts
     assert facts is not None and config.model.vocab_size is not None
     initialize_model_parallel(config)
-    schedule = Schedule.of(config)
+    schedule, done = Schedule.of(config), Done()
     engine = make_engine(config, schedule)
-    initial = weights_digest(engine) if config.engine.name == "megatron" else {}  # ZeRO-3 holds slices
+    if config.engine.name == "megatron":  # ZeRO-3 holds slices
+        done.initial = weights_digest(engine)
     checkpoints = Checkpoints(run_directory(config) / "checkpoints", config, lambda text: None)
     progress = Progress(0, 0, schedule.total_samples)
-    if job.get("load"):
-        found = find(Path(job["load"]))
+    if job.load:
+        found = find(Path(job.load))
         checkpoints.load(engine, found)
         progress = found.progress
     contents = check_contents(facts)
@@ -61,23 +78,24 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         eod_id=facts.eod_id or 0,
         contents=contents,
         train_samples=progress.order_samples,
-        default_cache=Path(sys.argv[2]).parent / "cache",
+        default_cache=cache,
         say=lambda text: None,
     )
     stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device())
-    steps = []
-    for _ in range(job["steps"]):
+    for number in range(job.steps + 1):
+        if number == job.save_after:
+            checkpoints.save(engine, progress, contents.key)
+        if number == job.steps:
+            break
         consumed = progress.consumed_samples + schedule.batch_samples
         result = engine.train_step(stream, consumed)
         assert not result.skipped
         progress = Progress(progress.step + 1, consumed, progress.order_samples)
-        steps.append([result.loss, result.grad_norm])
-    if job.get("save"):
-        checkpoints.save(engine, progress, contents.key)
+        done.steps.append((result.loss, result.grad_norm))
     checkpoints.close()
     engine.close()
     destroy_model_parallel()
-    return {"steps": steps, "initial": initial}
+    return done
 
 
 def weights_digest(engine: Any) -> dict[str, str]:
@@ -98,14 +116,10 @@ def weights_digest(engine: Any) -> dict[str, str]:
     for rank_slices in everyone:
         for name, (rank, dim, weight) in rank_slices.items():
             slices.setdefault(name, {})[rank] = (dim, weight)
-    return {name: digest(parts) for name, parts in slices.items()}
+    return {name: _digest(parts) for name, parts in slices.items()}
 
 
-def digest(parts: dict[int, tuple[int, torch.Tensor]]) -> str:
+def _digest(parts: dict[int, tuple[int, torch.Tensor]]) -> str:
     dim = parts[min(parts)][0]
     whole = torch.cat([parts[rank][1] for rank in sorted(parts)], dim)
     return hashlib.sha256(whole.contiguous().float().numpy().tobytes()).hexdigest()
-
-
-if __name__ == "__main__":
-    main()
