@@ -25,7 +25,13 @@ from fem_common.exits import Exit
 from fem_common.signals import taken
 from fem_common.text import nearest
 
-CODES = "exit codes: 0 done; 1 a fault, the same command may do; 2 wrong input; 130 Ctrl-C, 143 SIGTERM. fem_common/README.md has all."
+CODES = """exit codes:
+    0  done
+    1  a fault, or a check found one: the same command may do
+    2  wrong input
+    3  loss or gradient stayed non-finite
+   75  another process has the folder: the same command may do later
+  130  Ctrl-C; 143  SIGTERM"""
 KEPT = "the same command goes on where it was"
 _ENDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal hung up"}
 # Want of memory in errors of another type: by zstd, lz4, C++, zlib, the dynamic linker and Python's threads.
@@ -46,7 +52,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **given: Any) -> None:
         given.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         given.setdefault("allow_abbrev", False)
-        given["epilog"] = "\n".join(filter(None, (given.get("epilog"), CODES)))
+        given["epilog"] = "\n\n".join(filter(None, (given.get("epilog"), CODES)))
         super().__init__(**given)
 
     def error(self, message: str) -> NoReturn:
