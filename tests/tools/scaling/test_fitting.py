@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -12,7 +11,7 @@ from tools.scaling.__main__ import main
 from tools.scaling.fits.points import NotConverged
 from tools.scaling.results import load_fit
 
-from .laws_known import loss, runs
+from .laws_known import runs
 
 STUDY = """\
 base: anything.yaml
@@ -20,7 +19,7 @@ results: {results}
 variants: {{transformer: [model.mixer=transformer], fem_softmax: [model.mixer=fem_softmax]}}
 sizes: [64, 128, 192]
 budgets: [3.0e+11, 1.0e+12]
-fit: {{resamples: 100{more}}}
+fit: {{resamples: 50{more}}}
 """
 
 
@@ -92,7 +91,8 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
     assert {"fit.json", "isoflop.png", "summary.md"} <= set(own)
     assert f"read: {published / 'runs.csv'}\nwritten: {results / 'fit.json'}" in capsys.readouterr().out
 
-    assert main(["fit", str(path), "--results", str(published)]) == 0 and main(["plot", str(path), "--results", str(published)]) == 0
+    (published / "fit.json").write_bytes(own["fit.json"])
+    assert main(["plot", str(path), "--results", str(published)]) == 0
     assert (published / "isoflop.png").read_bytes() == own["isoflop.png"]
     assert "tools.scaling plot small.yaml --results published`" in (published / "summary.md").read_text()
     assert {file.name: file.read_bytes() for file in results.iterdir()} == own
@@ -105,21 +105,6 @@ def test_a_published_table_is_read_until_there_is_an_own_one(
         assert str(results / "fit.json") in capsys.readouterr().err
 
 
-def test_data_without_budgets_have_the_parametric_law_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = fit(tmp_path, table().drop(columns="budget"), capsys)
-    assert code == 0
-    assert "the runs have no budgets, so there are no isoFLOP parabolas" in out
-    written = load_fit(tmp_path / "results" / "fit.json")
-    assert all(one.isoflop is None and one.parametric is not None for one in written.variants.values())
-
-
-def test_a_missing_loss_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for bad in (np.nan, np.inf, -1.0):
-        frame = table()
-        frame.loc[4, "loss"] = bad
-        assert "loss" in refused(tmp_path, frame, capsys)
-
-
 def test_a_budget_with_two_sizes_is_refused_and_the_way_out_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frame = table()
     first = frame[(frame["budget"] == 1e19) & (frame["variant"] == "transformer")].index
@@ -127,14 +112,6 @@ def test_a_budget_with_two_sizes_is_refused_and_the_way_out_works(tmp_path: Path
     line = refused(tmp_path, frame, capsys)
     assert "table.csv: transformer: budget 1e+19 FLOPs has 2 sizes" in line and "approaches: [parametric]" in line
     assert fit(tmp_path, frame, capsys, ", approaches: [parametric]")[0] == 0
-
-
-def test_a_law_that_the_data_do_not_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses that rise with size and tokens: A and B run to nothing, and no number comes out."""
-    frame = table().query("variant == 'transformer'").drop(columns="budget")
-    frame["loss"] = 2 + 0.1 * np.log(frame["parameters"] * frame["tokens"] / 1e17)
-    line = refused(tmp_path, frame, capsys)
-    assert "transformer" in line and ("not identified" in line or "does not converge" in line)
 
 
 def test_a_law_that_does_not_converge_is_a_note_beside_one_that_does(
@@ -154,16 +131,3 @@ def test_a_law_that_does_not_converge_is_a_note_beside_one_that_does(
     (tmp_path / "results" / "fit.json").unlink()
     (tmp_path / "results").rmdir()
     assert "does not converge" in refused(tmp_path, table().drop(columns="budget"), capsys)
-
-
-def test_runs_too_few_for_any_law_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    n = np.array([1e8, 2e8, 4e8])
-    losses = loss(n, 20 * n)
-    frame = pd.DataFrame({"variant": "transformer", "parameters": n, "tokens": 20 * n, "flops": 120 * n * n, "loss": losses})
-    assert "nothing could be fitted: " in refused(tmp_path, frame, capsys)
-
-
-def test_without_a_table_the_next_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", str(study(tmp_path))]) == 2
-    err = capsys.readouterr().err
-    assert "runs.csv" in err and "collect" in err and err.count("\n") == 1

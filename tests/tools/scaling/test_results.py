@@ -11,11 +11,10 @@ import pytest
 from fem_common.errors import ConfigError
 from tools.scaling.fits.parametric import fit_parametric
 from tools.scaling.fitting import fit_variant
-from tools.scaling.laws import Estimate, PowerLaw
 from tools.scaling.results import StudyFit, VariantFit, load_fit, optimal, predict_loss, save_fit
 from tools.scaling.study import FitConfig
 
-from .laws_known import TRUTH, best_n, loss, runs
+from .laws_known import best_n, loss, runs
 
 
 @pytest.fixture(scope="module")
@@ -100,23 +99,3 @@ def test_what_was_not_fitted_predicts_nothing(variant: VariantFit) -> None:
     assert optimal(bare, 1e20).method == "isoflop"
     with pytest.raises(ConfigError, match="no law to take an optimum from"):
         optimal(dataclasses.replace(bare, isoflop=None), 1e20)
-
-
-def test_bands_are_percentiles_of_the_draws() -> None:
-    draws = [(float(k), 0.0, 0.0) for k in range(101)]
-    law = PowerLaw("FLOPs", "loss", Estimate(50.0), Estimate(0.0), None, draws)
-    low, high = law.band([1.0, 10.0]) or (None, None)
-    assert low is not None and high is not None
-    assert low.tolist() == pytest.approx([5, 5]) and high.tolist() == pytest.approx([95, 95])
-    assert dataclasses.replace(law, draws=[]).band([1.0]) is None
-
-
-def test_the_laws_band_holds_the_law(variant: VariantFit) -> None:
-    law = variant.parametric
-    assert law
-    n = np.geomspace(1e8, 1e10, 7)
-    low, high = law.band(n, 20 * n) or (None, None)
-    assert low is not None and high is not None
-    assert (low < law.loss(n, 20 * n)).all() and (law.loss(n, 20 * n) < high).all()
-    assert law.a.value + law.b.value == pytest.approx(1)
-    assert law.a.value == pytest.approx(TRUTH["a"], abs=0.02)

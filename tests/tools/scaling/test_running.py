@@ -192,17 +192,6 @@ def test_a_study_killed_on_its_way_goes_on(tmp_path: Path, capsys: pytest.Captur
     assert all(0.84 < loss < 3.0 for loss in final_runs(read_table(study.runs_csv))["loss"])
 
 
-@pytest.mark.slow
-def test_a_run_that_fails_is_named_with_what_to_do(tmp_path: Path) -> None:
-    path = real_study(tmp_path, tokens=[8000], sizes=[8], settings=["checkpoint.load=/nowhere"])
-    command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    (run,) = plan_study(load_study(path))
-    assert done.returncode == 2  # as the run itself ended
-    assert f"failed: {run.name}: " in done.stderr and "/nowhere: no checkpoint there" in done.stderr
-    assert f"python -m launch logs --errors {tmp_path}/runs/{run.name}" in done.stderr
-
-
 def _steps(folder: Path) -> list[int]:
     """Steps whose loss is in metrics.jsonl, in its order."""
     try:

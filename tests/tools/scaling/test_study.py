@@ -20,7 +20,7 @@ from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
 from tests.wording import Wording
-from tools.scaling.__main__ import VERBS, main
+from tools.scaling.__main__ import main
 from tools.scaling.planning import PlannedRun, nearest_sizes, non_embedding_parameters, plan_study, shaped, total_parameters
 from tools.scaling.study import ShapeRule, Study, load_study
 
@@ -128,10 +128,10 @@ def test_data_that_is_there_is_counted_and_not_repeated_too_often(tmp_path: Path
 def test_the_rule_gives_whole_heads_and_the_nearest_parameters() -> None:
     shape = ShapeRule(head_size=16, aspect_ratio=32)
     model = load_run(ROOT / "configs/run/scaling_cpu.yaml").model
-    widths = range(16, 1024, 16)
+    widths = range(16, 512, 16)
     for count in (total_parameters, non_embedding_parameters):
         counts = {width: count(shaped(shape, width).of(model)) for width in widths}
-        for target in (3e4, 1e5, 7.7e5, 1e7, 4e7):
+        for target in (3e4, 7.7e5, 4e6):
             sizes = nearest_sizes(shape, model, target, count)
             away = {width: max(found / target, target / found) for width, found in counts.items()}
             assert away[sizes.width] == min(away.values())
@@ -213,25 +213,6 @@ def test_a_short_runs_fix_is_long_enough(tmp_path: Path, capsys: pytest.CaptureF
         assert fix > budgets[0]
         budgets = [fix]
     assert budgets != TOO_SHORT
-
-
-def test_no_vocabulary_and_no_data_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(write(tmp_path, model={"vocab_size": None}))]) == 2
-    assert "data/train.bin not found; make the data with" in capsys.readouterr().err
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["plann", "x.yaml"], ["plan"], [], ["plan", "x.yaml", "--cvs", "y"]):
-        with pytest.raises(SystemExit) as left:
-            main(words)
-        assert left.value.code == 2
-        assert capsys.readouterr().err.startswith("tools.scaling: error: ")
-    assert main(["plan", "nowhere.yaml"]) == 2
-    assert capsys.readouterr().err == "tools.scaling: error: nowhere.yaml: no such file\n"
-    for verb in VERBS:
-        with pytest.raises(SystemExit) as left:
-            main([verb, "--help"])
-        assert left.value.code == 0
 
 
 def test_a_plan_needs_no_torch_and_little_time(tmp_path: Path) -> None:
