@@ -108,6 +108,24 @@ def test_a_death_before_any_call_loses_nothing_that_was_done(tmp_path: Path, pla
     assert number > 20
 
 
+def test_what_gets_its_final_name_is_on_the_disk_before(tmp_path: Path, planned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, named, fsync, replace = set[int](), list[str](), os.fsync, os.replace
+
+    def syncs(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def names(source: Path, target: Path) -> None:
+        assert os.stat(source).st_ino in synced, target
+        named.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", syncs)
+    monkeypatch.setattr(os, "replace", names)
+    work(Path(shutil.copytree(planned, tmp_path / "out")))
+    assert {"00000-train.bin", "00001-train.idx", "00001.json", "train.bin", "valid.idx", "units.jsonl", "manifest.json"} <= set(named)
+
+
 # --- real processes, killed -----------------------------------------------------------------------------------------------------------
 
 # Makes units take a while, and writes down each that is begun: a unit of the corpus is one batch.
