@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fem_common.settings import spec
 from fem_megatron import catalogue
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
@@ -210,7 +211,7 @@ def guarded() -> list[tuple[str, Any]]:
             [(f"{item.name}.{part.name}", part, getattr(default, part.name)) for part in fields(default)] if is_dataclass(default) else []
         )
         for key, part, value in inner or [(item.name, item, default)]:
-            found.append((key, other(value, part.metadata["choices"])))
+            found.append((key, other(value, spec(part).choices)))
     return found
 
 
