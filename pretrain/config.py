@@ -218,6 +218,11 @@ class EvaluateConfig:
     )
     timeout_minutes: float = setting(60.0, "An evaluation that takes longer is ended; training goes on.", above=0)
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is evaluated."""
+        return bool(self.interval or self.at_end)
+
 
 @dataclass(frozen=True)
 class RunConfig:

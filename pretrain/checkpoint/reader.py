@@ -8,7 +8,6 @@ Long, because reading a tensor, Megatron's reader and the pickle's limits share 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from fem_common.errors import MISTAKES, ConfigError, StorageError, reason, told
+from fem_common.files import sha256
 from fem_megatron.config import ModelConfig
 
 MANIFEST = "manifest.json"
@@ -409,9 +409,3 @@ def read_common(step: Path) -> dict[str, Any]:
     if not isinstance(common, dict):
         raise ConfigError(f"checkpoint {step}: common.pt is damaged (it holds a {type(common).__name__})")
     return common
-
-
-def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

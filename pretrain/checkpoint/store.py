@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, StorageError, reason
+from fem_common.files import remove_leftovers, sha256, sync_file, sync_folder, write_whole
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import (
     MANIFEST,
@@ -49,7 +50,6 @@ from pretrain.checkpoint.reader import (
     load_full_model_state,
     newest_first,
     newest_good,
-    sha256,
 )
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
@@ -104,6 +104,7 @@ class Checkpoints:
         if self.rank == 0:
             for path in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(path, ignore_errors=True)
+            remove_leftovers(self.folder)
 
     def newest(self) -> Found | None:
         """The newest good checkpoint, as rank 0 sees it; None where there are none at all.
@@ -308,14 +309,11 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
     manifest["sha256"] = {name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)}
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for name in [*names, MANIFEST]:
-        _sync(temporary / name)
-    _sync(temporary)
+        sync_file(temporary / name)
+    sync_folder(temporary)
     os.rename(temporary, final)
-    _sync(final.parent)
-    latest = final.parent / "latest"
-    latest.with_suffix(".new").write_text(final.name + "\n")
-    _sync(latest.with_suffix(".new"))
-    os.rename(latest.with_suffix(".new"), latest)
+    sync_folder(final.parent)
+    write_whole(final.parent / "latest", final.name + "\n")
     spared = _newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
     for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
         if old != spared and old not in in_use:
@@ -326,14 +324,6 @@ def _set_aside(step: Path) -> Path:
     """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
     names = (f"damaged_{step.name}{again}" for again in itertools.chain([""], (f".{count}" for count in itertools.count(2))))
     return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:

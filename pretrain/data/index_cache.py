@@ -14,12 +14,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fem_common.errors import StorageError, told
+from fem_common.files import remove, sha256, sync_file, sync_folder, write_synced
 from pretrain.data.facts import Contents
 
 COMPLETE = "complete.json"
@@ -78,7 +79,7 @@ class IndexCache:
                 self.root.mkdir(parents=True, exist_ok=True)
                 for left in self.root.glob(".building-*"):
                     if left.name.endswith(_DAMAGED) or _is_abandoned(left):
-                        _remove(left)
+                        remove(left)
                 folder.mkdir()
                 with (folder / _LOCK).open("w") as lock:
                     _try_lock(lock.fileno())
@@ -111,18 +112,17 @@ class IndexCache:
             self.folder.rename(aside)
         (built / _LOCK).unlink(missing_ok=True)
         built.rename(self.folder)
-        _sync(self.root)
-        _remove(aside)
+        sync_folder(self.root)
+        remove(aside)
 
     def _seal(self, built: Path) -> None:
         names = sorted(path.name for path in built.iterdir() if path.name not in (_LOCK, COMPLETE))
-        files = {name: {"bytes": (built / name).stat().st_size, "sha256": _synced_sha256(built / name)} for name in names}
+        for name in names:
+            sync_file(built / name)
+        files = {name: {"bytes": (built / name).stat().st_size, "sha256": sha256(built / name)} for name in names}
         record = {"format": FORMAT, "sources": [asdict(source) for source in self.contents.sources], "files": files}
-        with (built / COMPLETE).open("w") as stream:
-            stream.write(json.dumps(record, indent=1) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(built)
+        write_synced(built / COMPLETE, (json.dumps(record, indent=1) + "\n").encode())
+        sync_folder(built)
 
 
 @contextmanager
@@ -152,14 +152,6 @@ def _is_abandoned(folder: Path) -> bool:
         return False
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
 def _open_lock(path: Path) -> int:
     """The lock's file, open for writing too: NFS gives no lock of one's own to those who only read."""
     try:
@@ -175,18 +167,3 @@ def _try_lock(descriptor: int, *, wait: bool = False) -> bool:
     except OSError:
         return False
     return True
-
-
-def _synced_sha256(file: Path) -> str:
-    """The file's hash, after it is on the disk."""
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from fem_common.text import gib, si
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
@@ -249,7 +250,7 @@ def memory_excess(plan: Plan) -> str | None:
     if room is None or plan.peak_memory <= room * 2**30:
         return None
     return (
-        f"log.device = {device} has {room} GiB of memory, and a rank needs {_gib(plan.peak_memory)}: lower train.micro_batch_size, set "
+        f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
         "train.recompute=full, or split the model further (parallel.*, engine.*)"
     )
 
@@ -282,17 +283,17 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     config, forward = plan.config, sum(plan.forward_flops.values())
     yield f"FLOPs per token (matrix products; attention over the causal half of {config.data.seq_length})"
     for name, value in plan.forward_flops.items():
-        yield f"  {name:<18} {_si(value):>11}FLOP  {100 * value / forward:5.1f}%"
-    yield f"  forward {_si(forward)}FLOP, training {_si(plan.train_flops)}FLOP" + (
-        f", with recompute {_si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
+        yield f"  {name:<18} {si(value):>11}FLOP  {100 * value / forward:5.1f}%"
+    yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
+        f", with recompute {si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
     )
     length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
-    yield f"  decoding state of {length:,} tokens: {_gib(decoding_state_bytes(config.model, length, element))} a sequence"
+    yield f"  decoding state of {length:,} tokens: {gib(decoding_state_bytes(config.model, length, element))} a sequence"
     schedule = plan.schedule
     yield "length"
-    yield f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {_si(plan.tokens)}tokens ({plan.tokens:,})"
+    yield f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {si(plan.tokens)}tokens ({plan.tokens:,})"
     warmup = schedule.warmup_samples // schedule.batch_samples
-    yield f"  warm-up {warmup:,} steps; training compute {_si(plan.tokens * plan.train_flops)}FLOP"
+    yield f"  warm-up {warmup:,} steps; training compute {si(plan.tokens * plan.train_flops)}FLOP"
     if plan.train_data_tokens is not None:
         yield f"  training data {plan.train_data_tokens:,} tokens: {plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
 
@@ -330,7 +331,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield from _zero_lines(plan)
     if excess := memory_excess(plan):
         yield f"DOES NOT FIT: {excess}"
-    yield f"checkpoint on disk: {_gib(plan.checkpoint_bytes)}; {plan.config.checkpoint.keep_last} kept"
+    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {plan.config.checkpoint.keep_last} kept"
 
 
 def _zero_lines(plan: Plan) -> Iterator[str]:
@@ -342,20 +343,9 @@ def _zero_lines(plan: Plan) -> Iterator[str]:
     yield "  " + " " * 30 + "".join(title.rjust(14) for title in titles)
     for name, memory in zero_variants(plan.config, own.parameters, plan.data_parallel, cuda=plan.cuda).items():
         mark = "* " if name == zero_name(plan.config.engine) else "  "
-        yield mark + name.ljust(30) + _sizes(memory) + (_gib(memory.host).rjust(14) if host else "")
+        yield mark + name.ljust(30) + _sizes(memory) + (gib(memory.host).rjust(14) if host else "")
 
 
 def _sizes(stage: StageMemory) -> str:
     sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace, stage.total)
-    return "".join(_gib(size).rjust(14) for size in sizes)
-
-
-def _si(value: float) -> str:
-    for factor, letter in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= factor:
-            return f"{value / factor:.4g} {letter}"
-    return f"{value:,.0f} "
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
+    return "".join(gib(size).rjust(14) for size in sizes)

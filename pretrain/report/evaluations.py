@@ -300,7 +300,7 @@ def _step(path: Path) -> int:
 
 def check_suite(settings: EvaluateConfig) -> None:
     """Raises ConfigError where the evaluation's command refuses the suite: at the start of training, not hours later."""
-    if not (settings.interval or settings.at_end):
+    if not settings.wanted:
         return
     command = [sys.executable, "-m", "tools.evaluate", "--list", "--suite", settings.suite]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(os.environ, "cpu"))

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fem_common.config import plain
+from fem_common.text import count
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.report.metrics import StepRecord
 
+Say = Callable[[str], None]
 LATE = "evaluation/"  # values that come after their step
 
 
@@ -63,9 +65,9 @@ class Console:
         mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
         note = "  NOT FINITE, step skipped" if record.skipped else ""
         print(
-            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {_short(record.consumed_tokens)}"
+            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {count(record.consumed_tokens)}"
             f"  loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {record.grad_norm:.3f}"
-            f"  {_short(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{mfu}"
+            f"  {count(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{mfu}"
             f"  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA {_duration(record.eta_seconds)}{note}",
             flush=True,
         )
@@ -183,7 +185,7 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 
 
 @contextmanager
-def kernels_told(say: Callable[[str], None]) -> Iterator[None]:
+def kernels_told(say: Say) -> Iterator[None]:
     """Passes on what the kernels log meanwhile: which implementation of an operation runs, and why not a faster one.
 
     Without a GPU the reasons are all the same: the choices of a step are one line, without them.
@@ -226,13 +228,6 @@ def _wandb_logged_in() -> bool:
         return netrc.netrc().authenticators("api.wandb.ai") is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _short(number: float) -> str:
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.0f}"
 
 
 def _duration(seconds: float) -> str:

@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from fem_megatron.megatron import platform
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -73,10 +69,3 @@ class Meter:
     def _pause(self, kind: str) -> float:
         seen = self.pauses.get(kind, [])
         return sum(seen) / max(1, len(seen))
-
-
-def peak_memory_over_ranks() -> int:
-    """Bytes; collective."""
-    peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.int64, device=platform.device())
-    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
-    return int(peak.item())

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fem_common import secrets
+from fem_common.files import write_whole
+from fem_common.text import one_line
 from pretrain.schedule import Schedule
 
 NAME = "progress.json"
@@ -48,6 +50,8 @@ class ProgressFile:
         self.told = state, self.checkpoint
         if self.folder is None:
             return
+        if message is not None:
+            message = secrets.hide(one_line(message), secrets.values(os.environ))[:_LONGEST_MESSAGE]
         content = {
             "format": FORMAT,
             "state": state,
@@ -57,33 +61,23 @@ class ProgressFile:
             "total_tokens": self.schedule.total_samples * self.schedule.sample_tokens,
             "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
             "signal": signal,
-            "message": _one_line(message)[:_LONGEST_MESSAGE] if message is not None else None,
+            "message": message,
             "time": time.time(),
             "pid": os.getpid(),
             "host": host.node(),
             "world_size": self.world_size,
         }
         text = (json.dumps(content, indent=1) + "\n").encode()
-        temporary = self.folder / f".{NAME}.new"
         try:
-            _write(temporary, "wb", text)
-            temporary.replace(self.folder / NAME)
+            write_whole(self.folder / NAME, text)
         except OSError:
             if state != "failed":
                 raise
             # A full file system has room where the old file is; spaces make up the length.
-            _write(self.folder / NAME, "r+b", text.ljust((self.folder / NAME).stat().st_size))
-
-
-def _write(path: Path, mode: str, content: bytes) -> None:
-    with path.open(mode) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _one_line(message: str) -> str:
-    return secrets.hide(" ".join(message.split()), secrets.values(os.environ))
+            with (self.folder / NAME).open("r+b") as file:
+                file.write(text.ljust((self.folder / NAME).stat().st_size))
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:

@@ -53,7 +53,8 @@ def _run(job: Job, cache: Path) -> Done:
     from pretrain.checkpoint.store import Checkpoints
     from pretrain.data.datasets import batches, build_datasets
     from pretrain.data.facts import check_contents
-    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel, make_engine
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+    from pretrain.run import make_engine
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule
 

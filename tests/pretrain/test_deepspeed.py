@@ -170,7 +170,8 @@ def look_at(settings: list[str]) -> dict[int, dict[str, Any]]:
 
 def _look(stage: int, overrides: list[str]) -> dict[str, Any]:
     from pretrain.config import load_run
-    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel, make_engine
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+    from pretrain.run import make_engine
     from pretrain.schedule import Schedule
     from pretrain.validate import prepare
 

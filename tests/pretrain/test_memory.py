@@ -102,7 +102,8 @@ def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
     import torch
 
     from fem_megatron.megatron import platform
-    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
     config = training(precision, ENGINES[engine_name])

@@ -36,7 +36,8 @@ def engine_of(settings: list[str], *overrides: str) -> Iterator[Any]:
     from megatron.core import parallel_state
 
     from fem_megatron.megatron import platform
-    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
     config = prepare(load_run(DEMO, [*settings, *overrides]), 1).config

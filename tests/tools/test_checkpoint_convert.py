@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from fem_common.files import sha256
 from pretrain.__main__ import main as pretrain
-from pretrain.checkpoint.reader import MANIFEST, read_common, sha256
+from pretrain.checkpoint.reader import MANIFEST, read_common
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
 from tests.pretrain.jobs import Job, run_jobs
 from tests.ranks import answer

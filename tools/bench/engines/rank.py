@@ -44,7 +44,8 @@ def measure(job: Job) -> dict[str, Any]:
         ConfigError: DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings.
         RuntimeError: a step was skipped.
     """
-    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
     config = configuration(job)
