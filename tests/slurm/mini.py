@@ -181,7 +181,6 @@ class MiniSlurm:
         self,
         *argv: str | Path,
         check: bool = True,
-        input: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
         timeout: float = 60,
@@ -189,7 +188,7 @@ class MiniSlurm:
         """A command in this cluster's environment, ``env`` added to it; raises CalledProcessError, which shows what it wrote."""
         command = [str(word) for word in argv]
         wanted = {**self.environment, **(env or {})}
-        done = subprocess.run(command, input=input, env=wanted, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=wanted, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
         if check and done.returncode:
             error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
             error.add_note(f"stdout: {done.stdout.strip()}\nstderr: {done.stderr.strip()}")
@@ -278,12 +277,8 @@ class MiniSlurm:
             self._daemons.pop(name).wait()
 
     def freeze_node(self, name: str) -> None:
-        """The node hangs: nothing on it moves, its connections stay open. ``thaw_node`` or ``kill_node`` end that."""
+        """The node hangs: nothing on it moves, its connections stay open."""
         processes.freeze(self.root, self._node(name))
-
-    def thaw_node(self, name: str) -> None:
-        """A frozen node goes on."""
-        processes.thaw(self.root, self._node(name))
 
     def kill_slurmd(self, name: str) -> None:
         """SIGKILL to the node's slurmd alone; jobs and their slurmstepd go on."""

@@ -25,7 +25,7 @@ from tests.slurm.mini import MiniSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "configs/run/demo.yaml"
-STEPS = 120
+STEPS = 160
 SMALL = (
     "data.seq_length=32",
     "model.hidden_size=32",
@@ -35,7 +35,7 @@ SMALL = (
     f"train.steps={STEPS}",
     "train.micro_batch_size=2",
     "train.global_batch_size=8",
-    "train.eval_interval=60",
+    f"train.eval_interval={STEPS // 2}",
     "train.eval_batches=1",
     "optimizer.warmup_steps=3",
     "checkpoint.interval=40",
