@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fem_megatron import catalogue
 from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, padded_batch, small, write_tokenizer
 from tools.hf.model_card import TESTED
 
@@ -107,22 +106,3 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
 
 def test_the_card_names_the_versions_that_are_tested() -> None:
     assert (PINNED.removeprefix("transformers=="), version("transformers")) == TESTED
-
-
-def test_the_card_of_a_folder(tmp_path: Path) -> None:
-    card = {"name": "small", "data": "none | nothing", "tokens": 12345, "heldout_loss": 3.25, "seq_length": 77, "note": True}
-    folder = export(small(), tmp_path / "model", card=card)
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
-    text = (folder / "README.md").read_text()
-    for piece in (
-        "# small",
-        "| Tokens seen | 12,345 |",
-        "| Held-out loss (nats per token) | 3.2500 |",
-        "none \\| nothing",
-        "| note | yes |",
-        f"`fem_softmax` ({catalogue.MIXERS['fem_softmax'].about})",
-        "it needs torch and transformers alone",
-    ):
-        assert piece in text
-    settings = json.loads((folder / "config.json").read_text())
-    assert settings["max_position_embeddings"] == 77 and settings["vocab_size"] == VOCAB

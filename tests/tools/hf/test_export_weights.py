@@ -28,7 +28,7 @@ from tests.tools.hf.checkpoints import equal, hf, tensors, weights
 from tests.tools.hf.runs import LENGTH, files, made, run_of, step_of, write_checkpoint
 from tests.tools.hf.small import random_state, small
 from tools.hf import folder as shards
-from tools.hf.folder import Held, byte_count, to_stderr, write_shards
+from tools.hf.folder import Held, byte_count, write_shards
 from tools.hf.recipes import to_fem
 from tools.hf.stock import to_stock
 
@@ -231,16 +231,6 @@ def test_one_source_is_held_at_a_time(tmp_path: Path, name: str) -> None:
     write_shards(source, recipes, tmp_path, torch.float32, 9000, lambda done, total: None)
     assert source.most == max(tensor.nbytes for tensor in source.state.values())
     assert source.reads <= len(recipes)
-
-
-def test_progress_tells_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once in a while, by the mean rate so far; short exports and the end say nothing."""
-    now = 100.0
-    monkeypatch.setattr("tools.hf.folder.time.monotonic", lambda: now)
-    tell = to_stderr("export")
-    for now, done in ((104.0, 10**9), (110.0, 2 * 10**9), (112.0, 3 * 10**9), (140.0, 8 * 10**9), (150.0, 10**10)):  # noqa: B007
-        tell(done, 10**10)
-    assert capsys.readouterr().err == "export: 2.00 of 10.00 GB, 0:00:40 left\nexport: 8.00 of 10.00 GB, 0:00:10 left\n"
 
 
 def test_sizes() -> None:

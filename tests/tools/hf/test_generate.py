@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools.hf.small import NAMES, PADDED, Exported, close, export, here, padded_batch, small, tokens, write_tokenizer
+from tests.tools.hf.small import NAMES, PADDED, Exported, close, here, padded_batch, small, tokens
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM, FemStaticCache
 
@@ -56,33 +56,6 @@ def test_left_padding_changes_nothing(exported: Callable[[str], Exported], name:
             close(torch.cat((batch.logits[row, 8 - length :], after.logits[row])), alone, 1e-5)
 
 
-def test_penalties_groups_and_constraints(model: Any) -> None:
-    """What else transformers has for the next token sees the same scores with a cache and without."""
-    ids, mask = padded_batch()
-    for options in (
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        {"do_sample": True, "top_k": 7, "top_p": 0.8, "temperature": 1.7, "num_return_sequences": 3},
-        {"num_beams": 3, "length_penalty": 0.5, "early_stopping": True, "eos_token_id": 7},
-    ):
-        settings = GREEDY | options
-        cached = generate(model, ids, attention_mask=mask, **settings)
-        assert torch.equal(cached, generate(model, ids, attention_mask=mask, use_cache=False, **settings)), options
-
-
-def test_what_generate_returns(model: Any) -> None:
-    ids, mask = padded_batch()
-    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
-    found = model.generate(ids, attention_mask=mask, **GREEDY, **asked)
-    assert isinstance(found.past_key_values, FemCache) and found.past_key_values.get_seq_length() == 12
-    assert len(found.scores) == len(found.logits) == len(found.hidden_states) == 5 and found.attentions is None
-    assert [len(states) for states in found.hidden_states] == [3] * 5 and found.hidden_states[1][0].shape == (3, 1, 32)
-    assert torch.equal(torch.stack([scores.argmax(-1) for scores in found.scores], dim=1), found.sequences[:, 8:])
-    with pytest.raises(ValueError, match="output_attentions: .* has no attention maps to show"):
-        model.generate(ids, attention_mask=mask, **GREEDY, return_dict_in_generate=True, output_attentions=True)
-    with pytest.raises(ValueError, match="output_attentions: "):
-        model(ids, output_attentions=True)
-
-
 def test_a_conversation_in_one_cache(model: Any) -> None:
     """A returned cache goes on where it stood: turn after turn, the user's tokens between, as if all had been one text."""
     first, second = tokens(2, 5), tokens(2, 3, seed=2)
@@ -96,20 +69,6 @@ def test_a_conversation_in_one_cache(model: Any) -> None:
         assert cache.get_seq_length() == 0 and torch.equal(said, model.generate(first, past_key_values=cache, **GREEDY))
     with pytest.raises(ValueError, match="room for 12 tokens, and 13 are asked for"):
         model.generate(text, past_key_values=model.new_cache(12), max_new_tokens=2)
-
-
-def test_one_prompt_many_answers(model: Any) -> None:
-    """A prompt that is read once: its cache's rows are repeated for a batch of continuations."""
-    prompt, rest = tokens(1, 7), tokens(3, 2, seed=2)
-    for cache in (model.new_cache(), model.new_cache(20)):
-        with torch.no_grad():
-            model(prompt, past_key_values=cache)
-            cache.batch_repeat_interleave(3)
-            cache.batch_select_indices(torch.tensor([2, 0, 1]))
-            after = model(rest, past_key_values=cache).logits
-            whole = model(torch.cat((prompt.expand(3, -1), rest), dim=1), use_cache=False).logits
-        # float64 rounding.
-        close(after, whole[:, 7:], 1e-10)
 
 
 def test_prompts_as_embeddings(model: Any) -> None:
@@ -167,32 +126,10 @@ def test_the_cache() -> None:
 # ---------------------------------------------------------------- around generate
 
 
-def test_a_pipeline(tmp_path: Path, open_folder: Callable[..., Any]) -> None:
-    """transformers' own command of a few words, on prompts of several lengths at once."""
-    from transformers import pipeline
-
-    folder = export(small("fem_gla"), tmp_path / "model", tokenizer_dir=write_tokenizer(tmp_path / "tokenizer", 50))
-    model = open_folder(folder)
-    made: Any = pipeline("text-generation", model=model, tokenizer=str(folder))
-    made.tokenizer.pad_token_id = model.config.eos_token_id
-    asked = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
-    alone = [made(prompt, **asked)[0]["generated_text"] for prompt in ("w1 w2 w3", "w4")]
-    assert alone[0] and [answer[0]["generated_text"] for answer in made(["w1 w2 w3", "w4"], batch_size=2, **asked)] == alone
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_another_type_and_a_device_map(tmp_path: Path, open_folder: Callable[..., Any], dtype: torch.dtype) -> None:
-    folder = export(small("hyperset", recurrence=2), tmp_path / "model")
-    whole, mapped = open_folder(folder, dtype=dtype), open_folder(folder, dtype=dtype, device_map="cpu")
-    assert {parameter.dtype for parameter in mapped.parameters()} == {dtype} and mapped.device.type == "cpu"
-    ids, mask = padded_batch()
-    found = mapped.generate(ids, attention_mask=mask, **GREEDY)
-    assert torch.equal(found, whole.generate(ids, attention_mask=mask, **GREEDY))
-    assert open_folder(folder).dtype == torch.float32
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("fem_softmax", "cem", "mamba2") else pytest.mark.slow) for name in NAMES]
+)
 def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
     """On every linear module that peft finds: a step lowers the loss, no adapter is without effect, and merged they are the same model."""
     from peft import LoraConfig, get_peft_model

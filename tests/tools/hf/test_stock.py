@@ -98,9 +98,9 @@ def tokens(vocabulary: int = VOCAB) -> Tensor:
     return torch.randint(vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-# float32: the same operations in another order, 1e-7 each. float64: transformers turns and normalises in float32 even then. bfloat16:
+# float32: the same operations in another order, 1e-7 each. bfloat16:
 # 8 bits a number; transformers also rounds the normalised x before its weight.
-TOLERANCES = {torch.float32: 2e-6, torch.float64: 2e-6, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -128,25 +128,13 @@ def test_weights_come_back_to_the_bit(name: str) -> None:
 
 
 @EVERY_CASE
-def test_the_recipes_fill_the_class_exactly(name: str) -> None:
-    model, architecture = CASES[name]
-    with torch.device("meta"):
-        stock = AutoModelForCausalLM.from_config(stock_config(model))
-    assert type(stock).__name__ == architecture and stock_config(model).architectures == [architecture]
-    wanted = {key: tuple(tensor.shape) for key, tensor in stock.state_dict().items()}
-    if model.tie_embeddings:
-        del wanted["lm_head.weight"]
-    assert {key: recipe.shape for key, recipe in to_stock(model).items()} == wanted
-
-
-@EVERY_CASE
 def test_configurations_come_back(name: str, tmp_path: Any) -> None:
     """Through a file, as transformers writes and reads it."""
-    model, _ = CASES[name]
+    model, architecture = CASES[name]
     stock_config(model, dtype=torch.bfloat16, max_position_embeddings=64, eos_token_id=3).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["dtype"], written["max_position_embeddings"], written["eos_token_id"]) == ("bfloat16", 64, 3)
-    assert written.get("bos_token_id") is None and "auto_map" not in written
+    assert written["architectures"] == [architecture] and written.get("bos_token_id") is None and "auto_map" not in written
     assert model_of(written) == replace(model, make_vocab_size_divisible_by=ModelConfig().make_vocab_size_divisible_by)
     assert model_of(AutoConfig.from_pretrained(tmp_path).to_dict()) == model_of(written)
 
@@ -278,10 +266,3 @@ def test_what_transformers_has_no_class_for_is_said(changes: dict[str, Any], mes
     assert reason is not None and message in reason
     with pytest.raises(StockError, match="no class of transformers' own"):
         stock_config(model)
-
-
-@EVERY_CASE
-def test_nothing_stands_against_the_others(name: str) -> None:
-    model, _ = CASES[name]
-    assert why_not_stock(model) is None
-    assert why_not_stock(replace(model, mlp="swiglu", pattern=("transformer",))) is None

@@ -17,19 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from fem_megatron.config import ModelConfig
 from tests.tools.hf.small import random_state, small
-from tests.tools.hf.texts import byte_tokenizer, save, text_model
+from tests.tools.hf.texts import save, text_model
 from tools.hf.__main__ import main
 from tools.hf.bundle import bundle
 from tools.hf.compare import (
     LOGITS,
     Predictions,
-    compare_settings,
-    compare_tokenizers,
     compare_traces,
     difference,
     layer_of,
-    place,
-    place_of_weight,
     trace,
 )
 from tools.hf.export import export_state_dict, hf_config
@@ -261,23 +257,6 @@ def test_predictions_against_a_count() -> None:
     assert (found.tokens, found.agree) == (3, 2)
     # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 ln 1/2 + 3/4 ln 3/2; the likeliest of two equal ones is the first.
     assert found.kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-7) == found.largest_kl
-
-
-def test_places() -> None:
-    names = ("model.embed_tokens", "model.layers.12.mixer.tdc.in_proj", "model.layers.3", "model.norm", "lm_head")
-    assert [place(name) for name in names] == ["embedding", "layer 12, mixer.tdc.in_proj", "layer 3", "final norm", "logits"]
-    assert [place_of_weight(name) for name in ("model.layers.3.mlp.gate_up", "model.layers.3.self_attn.q_proj.bias")] == [
-        "layer 3, mlp.gate_up", "layer 3, self_attn.q_proj",
-    ]  # fmt: skip
-    assert [layer_of(where) for where in ("embedding", "rotary_emb", "layer 10, mixer", "logits")] == [-1, -1, 10, math.inf]
-
-
-def test_settings_and_tokenizers(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    assert compare_settings({"a": {"b": (1, 2)}, "c": 1, "dtype": "x"}, {"a": {"b": [1, 2]}, "d": 2}) == {"c": (1, None), "d": (None, 2)}
-    one = AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path / "one"))
-    assert compare_tokenizers(one, one, ["x"]) is None and compare_tokenizers(one, None, ["x"]) is None
 
 
 def test_a_trace_is_what_the_model_computes(folder: Path) -> None:
