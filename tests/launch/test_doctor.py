@@ -150,8 +150,13 @@ MACHINES: list[tuple[dict[str, Any], int, str]] = [
     ({"partitions": ("cpu",)}, 1, "FAILED"),
 ]
 TWO = "ours|normal,high\nteam|normal\n"
-ACCOUNTS = [({}, TWO, "ok"), ({"account": "team"}, TWO, "ok"), ({"account": "teem"}, TWO, "FAILED"), ({}, "", "FAILED")]
-ACCOUNTS.append(({"account": "team", "qos": "high"}, TWO, "FAILED"))
+ACCOUNTS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, TWO, "ok"),
+    ({"account": "team"}, TWO, "ok"),
+    ({"account": "teem"}, TWO, "FAILED"),
+    ({}, "", "FAILED"),
+    ({"account": "team", "qos": "high"}, TWO, "FAILED"),
+]
 KNOWN = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "associations,limits,qos"}
 PREEMPTION = [{"PreemptMode": "OFF"}, {"PreemptMode": "REQUEUE", "SlurmctldParameters": "x,preempt_send_user_signal"}]
 PREEMPTION.append({"PreemptMode": "REQUEUE", "KillWait": "30 sec"})

@@ -134,7 +134,7 @@ def test_text_is_one_word_of_bash_on_one_line_and_one_of_sbatch_or_refused(root:
         line = rendered(lambda: directive("--comment", text))  # noqa: B023
         assert bool(re.search(CONTROL, text)) if line is None else as_sbatch_reads(line) == f"--comment={text}"
         for what in ("dependency", "array"):
-            assert rendered(lambda: render(job, profile, **{what: text})) is None  # type: ignore[arg-type]  # noqa: B023
+            assert rendered(lambda: render(job, profile, **{what: text})) is None  # noqa: B023
         script = rendered(lambda: render(job, profile, exclude=[text]))  # noqa: B023
         assert script is None or f"--exclude={text}" in directives(script)
     template = rendering._template().environment.from_string("echo {{ word }}")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -48,7 +49,7 @@ def test_a_run_is_resolved_by_pretrain_and_goes_where_it_is_told(tmp_path: Path)
     job = prepare(run(DEMO, "train.seed=7", "run_dir='a run/with $(touch x)'"))
     assert job.directory == str(tmp_path / "a run/with $(touch x)") and list(tmp_path.rglob("x")) == []
     config = config_of(job.directory)
-    assert (config["train"]["seed"], config["parallel"]["world_size"], config["run_dir"]) == (7, 2, "a run/with $(touch x)")
+    assert [config["train"]["seed"], config["parallel"]["world_size"], config["run_dir"]] == [7, 2, "a run/with $(touch x)"]
     assert job.items[0].arguments == ("-m", "pretrain", f"{job.directory}/launch/config.yaml")
     assert (job.kind, job.world_size, job.torchrun, job.array, job.working_directory) == ("run", 2, True, False, str(tmp_path))
     assert load_job(Path(job.directory)) == job and (code_folder(Path(job.directory)) / "pretrain" / "__main__.py").is_file()
@@ -141,10 +142,11 @@ def test_a_job_that_never_began_binds_nobody() -> None:
 
 def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
     begin(command("data_prep", "status", "a", directory="d"))
-    for words, options, told in (
+    changed: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
         (("status", "b"), {}, "has the job `data_prep status a`, not `data_prep status b`"),
         (("status", "a"), {"tasks": 2}, "array is False, not True"),
-    ):
+    )
+    for words, options, told in changed:
         with pytest.raises(UserError, match=told):
             prepare(command("data_prep", *words, directory="d", **options))
     begin(command("data_prep", "run", directory="e", tasks=5))
@@ -368,7 +370,7 @@ def tasks(**options: object) -> subprocess.Popen[str]:
         os.mkfifo("config.yaml")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command_line = [sys.executable, "-m", "launch", *WAITING.split()]
-    return subprocess.Popen(command_line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(command_line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)  # type: ignore[call-overload]
 
 
 def started(*expected: int) -> None:
