@@ -387,7 +387,7 @@ def test_breakdown_while_encoding_is_one_line(made_of: Made) -> None:
             raise PanicException("index out of bounds\nmore")
 
     encoder.tokenizer = Panicking()  # type: ignore[assignment]
-    with pytest.raises(UserError, match=r"^gigatoken broke down \(index out of bounds\); give --encoder hf$"):
+    with pytest.raises(UserError, match=r"^gigatoken broke down \(index out of bounds more\); give --encoder hf$"):
         encoder.encode(arrow(["a"]))
 
 

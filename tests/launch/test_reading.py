@@ -1,4 +1,7 @@
-"""The verbs ``status`` and ``logs`` over recorded folders: the queue's word counts first; who said what, and what failed first."""
+"""The verbs ``status`` and ``logs`` over recorded folders: the queue's word counts first; who said what, and what failed first.
+
+Long, because both verbs read the same recorded folders.
+"""
 
 from __future__ import annotations
 
