@@ -194,7 +194,7 @@ def test_mask_whose_file_fails(tmp_path: Path, code: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("raise ValueError('first\\nsecond')", r"mask.py:5: ValueError: first \(in keep, 3 rows at 0 to 20 of x.parquet\)"),
+        ("raise ValueError('first\\nsecond')", r"mask.py:5: ValueError: first second \(in keep, 3 rows at 0 to 20 of x.parquet\)"),
         ("inner(batch['nothing'])", r"mask.py:5: KeyError: "),
         ("inner(None)", r"mask.py:2: .*Error: .*3 rows at 0 to 20 of x.parquet"),
         ("pass", "keep returned NoneType, not a boolean Arrow or NumPy array"),
