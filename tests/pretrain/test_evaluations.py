@@ -75,8 +75,8 @@ def test_a_suite_that_is_not_there_is_told_before_the_first_step(pretrain: Comma
         ),
         (["evaluate.interval=2", "checkpoint.interval=0"], "set checkpoint.interval=2"),
         (["evaluate.interval=-1"], "evaluate.interval = -1: must be 0 or more"),
-        (["evaluate.timeout_minutes=0"], "evaluate.timeout_minutes = 0.0: must be more than 0"),
-        (["evaluate.limit=0"], "evaluate.limit = 0: must be at least 1"),
+        (["evaluate.timeout_minutes=0"], "evaluate.timeout_minutes = 0: must be more than 0"),
+        (["evaluate.limit=0"], "evaluate.limit = 0: must be 1 or more"),
         (["evaluate.suite=''"], "evaluate.suite is empty"),
     ],
 )
