@@ -290,7 +290,8 @@ def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
     try:
         data = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError as error:
-        raise UserError(f"{repository}: the front matter of its README.md is not YAML ({one_line(error)}); give a path instead") from None
+        problem = one_line(getattr(error, "problem", None) or error)
+        raise UserError(f"{repository}: the front matter of its README.md is not YAML ({problem}); give a path instead") from None
     entries = data.get("configs") if isinstance(data, dict) else None
     return {str(entry.get("config_name", "default")): entry for entry in entries or () if isinstance(entry, dict)}
 
