@@ -50,11 +50,6 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     assert losses(never) == losses(pretrain.run_dir), "to the last bit"
 
 
-def test_a_negative_interval_is_refused(pretrain: Command) -> None:
-    assert pretrain("log.diagnostics_interval=-1") == 2
-    assert pretrain.err == "pretrain: error: log.diagnostics_interval = -1: must be 0 or more\n"
-
-
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_at_every_layout(pretrain: Command, stages: int, tmp_path: Path) -> None:
     """TP 2 with SP (x PP 2) sees what one process sees; the weights of the first step are the same at every layout."""
