@@ -187,6 +187,16 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
 
 
+def restore(folder: Path, before: dict[str, bytes]) -> None:
+    """Make every file what a snapshot says; others go."""
+    now = snapshot(folder)
+    for name in now.keys() - before.keys():
+        (folder / name).unlink()
+    for name in (name for name, content in before.items() if now.get(name) != content):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(before[name])
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------------------------
 
 

@@ -19,16 +19,6 @@ def words(inputs: list[Path], tokenizer: Path, out: Path, *options: str) -> list
     return ["plan", *inputs, "--tokenizer", tokenizer, "--out", out, *options]
 
 
-def test_units_cover_every_row_once(tmp_path: Path, many: Path, corpus: Path, tokenizer: Path) -> None:
-    for unit_mb, number in (("0.001", 44), ("0.02", None), ("5", 2)):
-        plan = read_plan(room.plan_folder(tmp_path / unit_mb, [many, corpus], tokenizer, "--unit-mb", unit_mb))
-        assert [unit.number for unit in plan.units] == list(range(number or len(plan.units)))
-        for file, row_groups, rows in ((0, 40, 1600), (1, 4, 400)):
-            spans = [unit for unit in plan.units if unit.file == file]
-            assert [unit.start for unit in spans] == [0, *(unit.stop for unit in spans[:-1])] and spans[-1].stop == row_groups
-            assert sum(unit.rows or 0 for unit in spans) == rows == plan.files[file].rows
-
-
 def test_the_same_plan_twice_is_unchanged(tmp_path: Path, many: Path, tokenizer: Path) -> None:
     command = words([many], tokenizer, tmp_path / "a", *room.SMALL_UNITS)
     said = room.done(*command)

@@ -38,7 +38,7 @@ def report(*arguments: object) -> dict[str, Any]:
 
 
 def test_an_estimate_from_everything_is_what_run_writes(corpus: Path, tokenizer: Path, made: Path) -> None:
-    found, splits = report("inspect", corpus, "--tokenizer", tokenizer, "--workers", 3), room.manifest_of(made)["splits"].values()
+    found, splits = report("inspect", corpus, "--tokenizer", tokenizer, *room.HF, "--workers", 3), room.manifest_of(made)["splits"].values()
     whole, sums = found["estimate"], {name: sum(split[name] for split in splits) for name in ("documents", "tokens", "text_bytes")}
     assert found["sample"]["whole"] and whole["share_of_text"] == 1 and whole["rows"] == 400 and sums.items() <= whole.items()
     assert whole["bin_bytes"] == sum(path.stat().st_size for path in made.glob("*.bin")) and found["encoding"]["dtype"] == "uint16"
@@ -48,7 +48,7 @@ def test_an_estimate_from_everything_is_what_run_writes(corpus: Path, tokenizer:
 
 
 def test_an_estimate_from_a_sample_is_near_and_says_from_how_much(tmp_path: Path, tokenizer: Path) -> None:
-    for number, words in enumerate((300, 300, 600)):
+    for number, words in enumerate((100, 100, 200)):
         room.write_parquet(tmp_path / f"{number}.parquet", room.make_documents(1000, words, seed=20 + number), row_group_size=250)
     command = ("inspect", tmp_path, "--tokenizer", tokenizer, *room.HF)
     truth = report(*command)["estimate"]

@@ -14,7 +14,7 @@ import pytest
 
 from data_prep.encode.documents import Settings
 from data_prep.sources import Columns, SourceFile, Span, open_files, read_span, spans
-from data_prep.sources.finding import find_files, kind_by_name
+from data_prep.sources.finding import find_files
 from data_prep.store.layout import Identity, Plan, Unit, fingerprint_of, read_plan, write_plan
 from fem_common.errors import UserError
 from tests.data_prep.sources_made import COLUMNS, WHOLE, opened, read_all, row, written
@@ -34,12 +34,6 @@ def test_inputs_mean_these_files_in_this_order(tmp_path: Path) -> None:
 
     assert means(".") == kept and means("f.ndjson", "a", "z.csv") == ["f.ndjson", *kept[:3], "z.csv"]
     assert means("a/*.parquet") == kept[:2] and means("c/**") == kept[4:5] and means("LICENSE.txt") == ["LICENSE.txt"]
-
-
-def test_kinds_by_name() -> None:
-    names = {"a.parquet": "parquet", "a.b.jsonl": "jsonl", "a.jsonl.gz": "jsonl.gz", "a.ndjson.zst": "jsonl.zst"}
-    assert {name: kind_by_name(name) for name in names} == names
-    assert [kind_by_name(name) for name in ("a.json", "a.parquet.gz", "a", "a.gz", "a.csv.gz", "jsonl")] == [None] * 6
 
 
 def test_a_plan_may_hold_names_that_are_not_utf8(tmp_path: Path) -> None:

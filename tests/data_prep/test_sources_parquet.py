@@ -33,24 +33,19 @@ def opened(path: Path, table: pa.Table, columns: Columns = COLUMNS, **options: A
     return open_files([str(path)], columns)[0]
 
 
-@pytest.mark.parametrize("kind", [*TYPES, *DICTIONARIES], ids=str)
+@pytest.mark.parametrize("kind", [*TYPES, *DICTIONARIES, pa.int8(), pa.uint64(), pa.dictionary(pa.int8(), pa.int32())], ids=str)
 @pytest.mark.parametrize("stored", [True, False])
 def test_text_and_id_of_every_type_are_read_as_bytes(tmp_path: Path, kind: pa.DataType, stored: bool) -> None:
-    values = ["a", None, "", "東京 🙂", "a", "b" * 1000] * 50
-    array = pa.array([as_bytes(value) for value in values], pa.binary())
-    column = array.cast(kind.value_type).dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else array.cast(kind)
-    table = pa.table({"text": column, "id": column})
-    file = opened(tmp_path / "x.parquet", table, row_group_size=70, store_schema=stored)
-    assert read_all(file, 500) == [(as_bytes(v), as_bytes(v), i) for i, v in enumerate(values)]
-    assert read_all(file, 500, Columns(id="text")) == [(as_bytes(v), i) for i, v in enumerate(values)]
-
-
-@pytest.mark.parametrize("kind", [pa.int8(), pa.uint64(), pa.dictionary(pa.int8(), pa.int32())], ids=str)
-def test_integer_ids_are_their_digits(tmp_path: Path, kind: pa.DataType) -> None:
-    values = [0, 7, None, 127] if kind != pa.uint64() else [0, 2**64 - 1, None, 5]
-    ids = pa.array(values).dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else pa.array(values, kind)
-    found = read_all(opened(tmp_path / "x.parquet", pa.table({"text": ["a"] * 4, "id": ids})), 1)
-    assert found == [(b"a", as_bytes(value), i) for i, value in enumerate(values)]
+    """Integers, which ids alone may be, as their digits."""
+    plain, texts = kind.value_type if pa.types.is_dictionary(kind) else kind, ["a", None, "", "東京 🙂", "a", "b" * 1000]
+    numbers = [0, 7, None, 2**64 - 1 if kind == pa.uint64() else 127, 7, 1]
+    values: list[Any] = (numbers if pa.types.is_integer(plain) else texts) * 50
+    array = pa.array(values, plain) if pa.types.is_integer(plain) else pa.array([as_bytes(v) for v in values], pa.binary()).cast(plain)
+    column = array.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else array
+    text = pa.array(texts * 50) if pa.types.is_integer(plain) else column
+    file = opened(tmp_path / "x.parquet", pa.table({"text": text, "id": column}), row_group_size=70, store_schema=stored)
+    assert read_all(file, 500) == [(as_bytes(t), as_bytes(v), i) for i, (t, v) in enumerate(zip(texts * 50, values, strict=True))]
+    assert read_all(file, 500, Columns(id="text")) == [(as_bytes(t), i) for i, t in enumerate(texts * 50)]
 
 
 def any_way(random_: random.Random) -> dict[str, Any]:

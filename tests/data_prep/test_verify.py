@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,85 +17,53 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep.store.indexed import read_index
 from tests.data_prep import conftest as room
+from tests.wording import Wording
 
-# What is done to a merged folder (see conftest.spoil) | what verify says.
-MERGED = r"""
-train.bin cut 1 | train.bin: \d+ bytes, .*truncated
-train.bin cut 200 | train.idx does not belong to train.bin
-train.bin write | train.bin: 0 bytes, .*truncated
-train.bin add xy | train.bin: .*too long
-valid.bin flip 50 | valid.bin: content differs
-train.bin flip -1 | train.bin: content differs
-test.idx flip 40 | test.idx: content differs
-test.idx flip 0 | test.idx is not a Megatron index
-test.idx cut 8 | test.idx is \d+ bytes, its header says
-test.idx write | test.idx is not a Megatron index
-train.idx swap valid.idx | valid.idx does not belong to valid.bin
-train.bin swap valid.bin | train.idx does not belong to train.bin
-test.idx lengths 0+1 1+-1 | test.idx: content differs
-valid.idx gone | valid.idx is missing
-valid.bin gone | valid.bin is missing
-tokenizer/tokenizer.json add   | tokenizer.json: content differs
-tokenizer gone | no such folder: .*tokenizer
-tokenizer/tokenizer_config.json set eos_token "a" | its EOD is .*, the manifest says 0
-manifest.json set dtype "int32" | manifest.json: dtype is 'int32'
-manifest.json set tokenizer.eod_id 5 | EOD is 0, the manifest says 5
-manifest.json set splits.train.documents 7 | splits.train.documents is 7
-manifest.json set splits.test.tokens 7 | splits.test.tokens is 7
-manifest.json set splits.test.text_bytes 7 | text_bytes is 7
-manifest.json set splits.test.bin_sample "9:x" | test.bin: its sample differs
-manifest.json set source.rows 1 | source.rows is 1
-manifest.json set source.dropped.masked 3 | source.dropped.masked is 3
-manifest.json set source.files.0.rows 1 | source.files.0.rows is 1
-manifest.json set source.settings.min_bytes 1 | settings.min_bytes is 1
-manifest.json set source.fingerprint "0" | is of another plan than
-manifest.json pop splits.test | lacks the split 'test'
-manifest.json pop splits.test | test.bin is not in the manifest
-units.jsonl flip 9 | units.jsonl: content differs
-units.jsonl gone | units.jsonl is missing
-plan.json gone | plan.json is missing
-plan.json set units.0.2 0 | plan.json was altered
-plan.json set settings.min_bytes 9 | plan.json was altered
-plan.json set settings.more 9 | plan.json is damaged
+# What is done (see conftest.spoil): to a merged folder,
+MERGED = """
+train.bin: cut 1; cut 200; write; add xy; flip -1; swap valid.bin
+valid.bin: flip 50; gone
+valid.idx: gone
+test.idx: flip 40; flip 0; cut 8; write; lengths 0+1 1+-1; swap valid.idx
+tokenizer: gone
+tokenizer/tokenizer.json: write {}; set version "1.0"
+tokenizer/tokenizer_config.json: set eos_token "a"
+manifest.json: set dtype "int32"; set tokenizer.eod_id 5; set splits.train.documents 7; set splits.test.tokens 7
+manifest.json: set splits.test.bin_sample "9:x"; set source.rows 1; set source.dropped.masked 3; set source.files.0.rows 1; pop splits.test
+manifest.json: set source.settings.min_bytes 1; set source.fingerprint "0"; set splits.test.text_bytes 7
+units.jsonl: flip 9; gone
+plan.json: gone; set units.0.2 0; set settings.min_bytes 9; set settings.more 9
 """
-UNITS: dict[str, Callable[[list[Any]], object]] = {  # units.jsonl changed, and the manifest's hash of it
-    "units.jsonl has 4 units, .*plan.json has 5": lambda u: u.pop(),
-    "not the entries of units 0 to 4": lambda u: u.reverse(),
-    "unit 2 is of another plan": lambda u: u[2].update(plan="0"),
-    "splits.train.tokens is .*, units and plan say": lambda u: u[2]["splits"]["train"].update(tokens=9),
-    "unit 2 accounts for 61 rows, the plan for 60": lambda u: u[2].update(
-        rows=61, dropped={"masked": 1 + sum(u[2]["dropped"].values())}, bad=[]
-    ),
-    "source.encoder is": lambda u: u[2].update(encoder="other 1.0"),
-}
-# In a folder whose hashes are made to agree: only what is inside the files can tell.
+# to the shards of one that is not merged,
+SHARDS = """
+00002-train.bin: cut 2; flip 9
+00002-train.idx: flip 40; gone
+00002.json: swap 00003.json; gone; write {; set plan "0"; set rows 61
+00009.json: copy 00002.json
+00009-train.bin: copy 00002-train.bin
+note.txt: write x
+00002-dev.bin: write x
+../plan.json: set tokenizer.eod_id 3
+../tokenizer: gone
+"""
+# to one whose hashes are made to agree, so that only what is inside the files can tell,
 INSIDE = """
-test.bin ids -1=9 | EOD stands
-test.bin ids 0=0 | EOD stands
-test.bin ids -1=9 0=0 | 1 documents do not end in EOD, number 7 first
-test.bin ids 0=320 | 1 ids lie outside the vocabulary of 320
-test.idx lengths 0+1 1+-1 | 1 documents do not end in EOD, number 0
-test.idx flip 74 | lengths and pointers disagree
-test.idx flip -8 | document indices are not one document a sequence
+test.bin: ids -1=9; ids 0=0; ids -1=9 0=0; ids 0=320
+test.idx: lengths 0+1 1+-1; flip 74; flip -8
 """
-SHARDS = r"""
-00002-train.bin cut 2 | 00002-train.bin: \d+ bytes, its entry says \d+ \(truncated\)
-00002-train.bin flip 9 | 00002-train.bin: content differs from its entry's hash
-00002-train.idx flip 40 | 00002-train.idx: content differs
-00002.json swap 00003.json | 00002.json is the entry of unit 3
-00002-train.idx gone | 00002-train.idx is missing
-00002.json gone | 00002-train.bin has no entry
-00002.json gone | 1 of 5 units are not done: 2; do them
-00002.json write { | 00002.json is damaged
-00002.json set plan "0" | 00002.json belongs to another plan
-00009.json copy 00002.json | 00009.json is the entry of a unit that the plan does not
-00009-train.bin copy 00002-train.bin | 00009-train.bin belongs to no unit
-note.txt write x | note.txt belongs to no unit
-00002-dev.bin write x | 00002-dev.bin belongs to no unit
-00002.json set rows 61 | 00002.json is damaged .61 rows are not
-../plan.json set tokenizer.eod_id 3 | plan.json was altered
-../tokenizer gone | no such folder: .*tokenizer
+# to an index cache,
+CACHES = """
+complete.json: set sources.0.idx_sha256 "0"; set sources.1.bin "0"; write {; set format 2; pop sources.0.bin
+train-indices.npy: flip 100; cut 1; gone
 """
+UNITS: tuple[Callable[[list[Any]], object], ...] = (  # and to units.jsonl, with the manifest's hash of it
+    lambda u: u.pop(),
+    lambda u: u.reverse(),
+    lambda u: u[2].update(plan="0"),
+    lambda u: u[2]["splits"]["train"].update(tokens=9),
+    lambda u: u[2].update(rows=61, dropped={"masked": 1 + sum(u[2]["dropped"].values())}, bad=[]),
+    lambda u: u[2].update(encoder="other 1.0"),
+)
 
 
 def verify(folder: Path, *options: object) -> tuple[int, str]:
@@ -103,17 +72,21 @@ def verify(folder: Path, *options: object) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
-def table(text: str) -> list[str]:
-    return text.strip().splitlines()
-
-
-def check_faults(folder: Path, said: str, *options: object) -> None:
-    """The fault is found, and each has its remedy."""
-    code, output = verify(folder, "--sample", 5, *options)
-    assert code == 1 and re.search(f"^fault: .*{said}", output, re.MULTILINE), output
-    faults = [line for line in output.splitlines() if line.startswith("fault: ")]
-    assert all(any(fix in line for fix in ("--overwrite", f"run --out {folder}", "remove it")) for line in faults), output
-    assert f"{folder}: {len(faults)} fault" in output.splitlines()[-1]
+def check_faults(folder: Path, table: str, change: Callable[[str], object], wording: Wording, *options: object) -> None:
+    """Each change is found, the fault named (tests/wording.yaml) with its remedy."""
+    whole, name = room.snapshot(folder), version("tokenizers")
+    fingerprint = json.loads(whole["plan.json"])["fingerprint"]
+    for line in table.strip().splitlines():
+        file, changes = line.split(": ", 1)
+        for how in changes.split("; "):
+            change(f"{file} {how}")
+            code, output = verify(folder, "--sample", 0, *options)
+            faults = [line.removeprefix("fault: ") for line in output.splitlines() if line.startswith("fault: ")]
+            assert code == 1 and faults and f"{folder}: {len(faults)} fault" in output.splitlines()[-1], (how, output)
+            assert all("; " in fault and re.search("--overwrite|run --out|remove it", fault) for fault in faults), output
+            said = [fault.split("; ")[0] for fault in faults]
+            wording(f"{file} {how}: {' | '.join(said)}", DATA=folder, VERSION=name, FINGERPRINT=fingerprint[:12])
+            room.restore(folder, whole)
 
 
 def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded: Path) -> None:
@@ -128,34 +101,22 @@ def test_whole_data_passes_and_is_not_touched(made: Path, merged: Path, encoded:
         assert "hashes, indices, EOD, 100 documents encoded again agree" in output and room.snapshot(folder) == before
 
 
-@pytest.mark.parametrize("case", table(MERGED))
-def test_a_fault_is_found_and_named(data: Path, case: str) -> None:
-    how, said = case.split(" | ")
-    room.spoil(data, how)
-    check_faults(data, said)
+def test_a_fault_is_found_and_named(data: Path, wording: Wording) -> None:
+    def resealed(how: str) -> None:
+        room.spoil(data, how)
+        room.reseal(data, "test")
 
+    def units(how: str) -> None:
+        room.edit_units(data, UNITS[int(how.split()[1])])
 
-@pytest.mark.parametrize("said", UNITS)
-def test_a_fault_of_the_units_is_found(data: Path, said: str) -> None:
-    room.edit_units(data, UNITS[said])
-    check_faults(data, said)
-
-
-@pytest.mark.parametrize("case", table(SHARDS))
-def test_a_fault_in_shards_is_found_and_named(shards: Path, case: str) -> None:
-    how, said = case.split(" | ")
-    room.spoil(shards / "shards", how)
-    check_faults(shards, said)
-
-
-@pytest.mark.parametrize("case", table(INSIDE))
-def test_a_fault_that_no_hash_shows_is_found(data: Path, case: str) -> None:
-    how, said = case.split(" | ")
+    check_faults(data, MERGED, lambda how: room.spoil(data, how), wording)
     assert len(read_index(data / "test.idx").lengths) == 8
-    room.spoil(data, how)
-    room.reseal(data, "test")
-    code, output = verify(data, "--sample", 0)
-    assert code == 1 and said in output and "content differs" not in output, output
+    check_faults(data, INSIDE, resealed, wording)
+    check_faults(data, "units.jsonl: " + "; ".join(map(str, range(len(UNITS)))), units, wording)
+
+
+def test_a_fault_in_shards_is_found_and_named(shards: Path, wording: Wording) -> None:
+    check_faults(shards, SHARDS, lambda how: room.spoil(shards / "shards", how), wording)
 
 
 @pytest.mark.parametrize("block", [2, 6, 64, 4096])
@@ -237,19 +198,8 @@ def test_inputs_gone_or_changed_are_said_and_are_no_fault(tmp_path: Path, rows: 
 
 # --- index caches -----------------------------------------------------------------------------------------------------------------------
 
-CACHES = """
-complete.json set sources.0.idx_sha256 "0" | complete.json is stale: built from other contents
-complete.json set sources.1.bin "0" | complete.json is stale: built from other contents
-train-indices.npy flip 100 | train-indices.npy: content differs
-train-indices.npy cut 1 | train-indices.npy: 199 bytes, complete.json says 200
-train-indices.npy gone | train-indices.npy is missing
-complete.json write { | complete.json is damaged
-complete.json set format 2 | complete.json is damaged
-complete.json pop sources.0.bin | complete.json is damaged
-"""
 
-
-def make_cache(folder: Path, data: Path, key: str = "k" * 32, ending: str = "") -> Path:
+def make_cache(folder: Path, data: Path, key: str = "k" * 32) -> Path:
     """An index cache as pretrain leaves it."""
     cache = folder / key
     cache.mkdir(parents=True)
@@ -258,7 +208,7 @@ def make_cache(folder: Path, data: Path, key: str = "k" * 32, ending: str = "") 
     sources = [
         {
             "split": name,
-            "prefix": os.path.abspath(data / name) + ending,
+            "prefix": os.path.abspath(data / name),
             "idx_sha256": splits[name]["idx_sha256"],
             "bin": splits[name][kind],
         }
@@ -269,16 +219,14 @@ def make_cache(folder: Path, data: Path, key: str = "k" * 32, ending: str = "") 
     return cache
 
 
-@pytest.mark.parametrize("case", ["other | which the data no longer has", *table(CACHES)])
-def test_a_stale_or_damaged_index_cache_is_found(tmp_path: Path, merged: Path, case: str) -> None:
-    how, said = case.split(" | ")
-    cache = make_cache(tmp_path / "caches", merged, ending="2" * (how == "other"))
-    options = ("--sample", 0, "--index-cache", tmp_path / "caches")
-    if how != "other":
-        assert "1 index caches (0 of other data, 0 unfinished)" in room.done("verify", merged, *options)
-        room.spoil(cache, how)
-    code, output = verify(merged, *options)
-    assert code == 1 and re.search(f"^fault: .*{said}.*build it again with: python -m data_prep index", output, re.MULTILINE), output
+def test_a_stale_or_damaged_index_cache_is_found(data: Path, wording: Wording) -> None:
+    cache = make_cache(data / "caches", data)
+    options = ("--index-cache", data / "caches")
+    assert "1 index caches (0 of other data, 0 unfinished)" in room.done("verify", data, *options)
+    check_faults(data, CACHES, lambda how: room.spoil(cache, how), wording, *options)
+    room.edit_json(cache / "complete.json", lambda value: value["sources"][1].update(prefix=str(data / "valid2")))
+    code, output = verify(data, "--sample", 0, *options)
+    assert code == 1 and "which the data no longer has" in output
 
 
 def test_caches_of_other_data_and_unfinished_ones_are_no_fault(tmp_path: Path, merged: Path, data: Path) -> None:
