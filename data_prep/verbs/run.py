@@ -95,15 +95,10 @@ def _checked(index: int, tasks: int, told_by: str) -> Task:
     return Task(index, tasks, told_by)
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Do what is left of the plan, and merge unless this is one task of several: 0, or 1 with too many bad rows. Raises UserError."""
     out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
-    workers = cores() if arguments.workers is None else arguments.workers
+    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
         raise UserError(f"--workers is {workers}; it must be at least 1")
     parse_max_bad(arguments.max_bad)
