@@ -83,7 +83,7 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: P
         spoilt += [(json.dumps(changed(value, place, [])).encode(), place), (json.dumps({**value, "more": 1}).encode(), place)]
         if name == "plan.json" and isinstance(old, str | int):
             spoilt.append((json.dumps(changed(value, place, [old + ("x" if isinstance(old, str) else 1)])).encode(), place))
-    taken, told = set(), list[str]()
+    taken, told = set[str](), list[str]()
     for content, place in spoilt:
         path.write_bytes(content)
         try:

@@ -109,7 +109,13 @@ def test_batches_are_small_and_hold_little_more_than_their_rows(tmp_path: Path) 
 
 # --- damage -----------------------------------------------------------------------------------------------------------------------------
 
-PAGES = {"use_dictionary": False, "data_page_size": 900, "write_batch_size": 20, "write_statistics": False, "write_page_checksum": True}
+PAGES: dict[str, Any] = {
+    "use_dictionary": False,
+    "data_page_size": 900,
+    "write_batch_size": 20,
+    "write_statistics": False,
+    "write_page_checksum": True,
+}
 
 
 @pytest.mark.parametrize("name", ["text", "id"])
@@ -187,17 +193,11 @@ def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("dictionary", [True, False])
 @pytest.mark.parametrize("statistics", [True, False])
 def test_pages_add_up_to_their_chunk(tmp_path: Path, version: str, dictionary: bool, statistics: bool) -> None:
-    rows, path = (
-        [row(i, words=i % 100) for i in range(700)] + [{"text": "a" * 50_000, "id": "b" * 60_000}] * statistics,
-        tmp_path / "x.parquet",
-    )
-    options = {
-        "data_page_version": version,
-        "use_dictionary": dictionary,
-        "write_statistics": statistics,
-        "write_page_checksum": statistics,
-    }
-    written(path, rows, data_page_size=3000, write_batch_size=10, dictionary_pagesize_limit=20_000, **options)
+    rows, path = [row(i, words=i % 100) for i in range(700)], tmp_path / "x.parquet"
+    rows += [{"text": "a" * 50_000, "id": "b" * 60_000}] * statistics  # whose statistics make a long header
+    sizes: dict[str, Any] = {"data_page_size": 3000, "write_batch_size": 10, "dictionary_pagesize_limit": 20_000}
+    options = {"data_page_version": version, "use_dictionary": dictionary, "write_page_checksum": statistics}
+    written(path, rows, write_statistics=statistics, **sizes | options)
     with path.open("rb") as file:
         for number in range(2):
             chunk = pq.read_metadata(path).row_group(0).column(number)

@@ -109,7 +109,7 @@ def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize("style", list(STYLES))
 def test_files_their_order_and_threads_make_no_difference(tmp_path: Path, mixed: list[tuple[str, str]], style: str) -> None:
     (tmp_path / "parts").mkdir()
-    shuffled, sample, made = mixed.copy(), ("--sample-mb", sum(len(text.encode()) for _, text in mixed) / 3e6), set()
+    shuffled, sample, made = mixed.copy(), ("--sample-mb", sum(len(text.encode()) for _, text in mixed) / 3e6), set[bytes]()
     random.Random(1).shuffle(shuffled)
     room.write_parquet(tmp_path / "whole.parquet", mixed)
     for number in range(3):
