@@ -123,7 +123,7 @@ def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
     raw = corpus.read_bytes()
     corrupt = bytearray(room.write_parquet(tmp_path / "corrupt.parquet", room.make_documents(300, 40, seed=5)).read_bytes())
     corrupt[len(corrupt) // 2 : len(corrupt) // 2 + 64] = bytes(64)
-    for name, content in (("corpus", raw), ("truncated", raw[: len(raw) // 2]), ("corrupt", corrupt)):
+    for name, content in (("corpus", raw), ("truncated", raw[: len(raw) // 2]), ("corrupt", bytes(corrupt))):
         (tmp_path / f"{name}.parquet").write_bytes(content)
     room.write_parquet(tmp_path / "none.parquet", [])
     (tmp_path / "link.parquet").symlink_to("corpus.parquet")

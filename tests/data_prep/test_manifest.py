@@ -74,7 +74,11 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: P
     shutil.copy(merged / "manifest.json", shards)
     read, path = READ[name], shards / name
     raw, value = path.read_bytes(), json.loads(path.read_bytes())
-    spoilt = [(raw[:size], ()) for size in range(0, len(raw) - 2, 13)] + [(b"[" * 100_000, ()), (b"\xff" + raw, ()), (b"7", ())]
+    spoilt: list[tuple[bytes, tuple[Any, ...]]] = [(raw[:size], ()) for size in range(0, len(raw) - 2, 13)] + [
+        (b"[" * 100_000, ()),
+        (b"\xff" + raw, ()),
+        (b"7", ()),
+    ]
     for place in places(value):
         old = value
         for key in place:
@@ -82,7 +86,7 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: P
         spoilt += [(json.dumps(changed(value, place, [wrong])).encode(), place) for wrong in WRONGS if type(wrong) is not type(old)]
         spoilt += [(json.dumps(changed(value, place, [])).encode(), place), (json.dumps({**value, "more": 1}).encode(), place)]
         if name == "plan.json" and isinstance(old, str | int):
-            spoilt.append((json.dumps(changed(value, place, [old + ("x" if isinstance(old, str) else 1)])).encode(), place))
+            spoilt.append((json.dumps(changed(value, place, [old + "x" if isinstance(old, str) else old + 1])).encode(), place))
     taken, told = set[str](), list[str]()
     for content, place in spoilt:
         path.write_bytes(content)

@@ -76,9 +76,9 @@ def test_every_text_comes_back_and_transformers_agrees(trained: tuple[str, Path]
         assert facts.eod_id not in ids and (style != "llama" or 0 not in ids)  # <unk>
     assert loaded.is_fast and (loaded.bos_token, loaded.unk_token) == (("<s>", "<unk>") if style == "llama" else (None, None))
     assert (loaded.eos_token, loaded.eos_token_id, len(loaded)) == (STYLES[style].eod, facts.eod_id, facts.vocab_size)
-    ids = [encoding.ids for encoding in tokenizer.encode_batch(strings[:most], add_special_tokens=False)]
-    assert [loaded(string).input_ids for string in strings[:most]] == ids
-    assert [loaded.decode(one) for one in ids] == strings[:most] and loaded(f"a{loaded.eos_token}").input_ids[-1] == facts.eod_id
+    expected = [encoding.ids for encoding in tokenizer.encode_batch(strings[:most], add_special_tokens=False)]
+    assert [loaded(string).input_ids for string in strings[:most]] == expected
+    assert [loaded.decode(one) for one in expected] == strings[:most] and loaded(f"a{loaded.eos_token}").input_ids[-1] == facts.eod_id
 
 
 def test_llamas_layout(tmp_path: Path, mixed: list[tuple[str, str]]) -> None:
