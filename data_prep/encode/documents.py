@@ -18,7 +18,7 @@ from data_prep.encode.encoders import MAX_DOCUMENT_BYTES
 from data_prep.encode.mask import load_mask
 from data_prep.encode.splits import Split, hash_ids
 from data_prep.sources import Columns, Rows
-from data_prep.sources.rows import BadRow, Drop
+from data_prep.sources.rows import BadRow, Drop, is_text
 from data_prep.store import records
 from fem_common.errors import UserError
 
@@ -87,23 +87,7 @@ class Settings:
     @classmethod
     def from_json(cls, value: Any) -> Settings:
         """The inverse of ``as_json``. Raises ValueError that says what is wrong with it, UserError for a value that makes no sense."""
-        settings: Settings = records.record(
-            cls,
-            value,
-            text_column=records.text,
-            id_column=records.text,
-            score_column=records.text,
-            language_column=records.text,
-            min_score=records.optional(records.number),
-            languages=records.listed(records.text),
-            min_bytes=records.count,
-            max_bytes=records.count,
-            mask=records.optional(records.text),
-            mask_sha256=records.optional(records.text),
-            mask_columns=records.listed(records.text),
-            valid_percent=records.number,
-            test_percent=records.number,
-        )
+        settings: Settings = records.read(cls, value)
         return settings
 
 
@@ -269,14 +253,9 @@ def _binary(column: pa.Array) -> pa.LargeBinaryArray:
     """A column of text or bytes as large_binary; another (integers: their decimal digits) as it reads."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if pa.types.is_null(column.type) or _is_text(column.type):
+    if pa.types.is_null(column.type) or is_text(column.type):
         return column.cast(pa.large_binary())
     return column.cast(pa.large_string()).cast(pa.large_binary())
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    views = (pa.types.is_string_view, pa.types.is_binary_view)
-    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary, *views))
 
 
 def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
@@ -287,7 +266,7 @@ def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
         return column.cast(pa.float64(), safe=False)
     if pa.types.is_boolean(column.type):
         return pa.nulls(len(column), pa.float64())
-    if _is_text(column.type):
+    if is_text(column.type):
         return pa.array([_number(value) for value in column.to_pylist()], pa.float64())
     raise UserError(f"column {name!r} is {column.type}, not a number; name the score's column with --score-column")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from data_prep.sources.hub_client import SHORT_WAITS, Repository, patiently
 from data_prep.store.staging import existing_folder
 from fem_common.errors import UserError
 from fem_common.files import sha256
-from fem_common.text import one_line
+from fem_common.text import nearest, one_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -108,8 +107,8 @@ def find_tokenizer(name_or_path: str) -> Path:
 
 def _hint(path: Path) -> str:
     beside = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    return f"did you mean {path.parent / near[0]}?" if near else f"{WHAT}, or name one on the Hugging Face Hub: hf://ORG/NAME"
+    near = nearest(path.name, beside)
+    return f"did you mean {path.parent / near}?" if near else f"{WHAT}, or name one on the Hugging Face Hub: hf://ORG/NAME"
 
 
 def _fetch(repository: Repository) -> Path:

@@ -27,9 +27,9 @@ from data_prep.encode.documents import Documents, Selection, Settings, add_colum
 from data_prep.encode.encoders import Encoder, choose, make
 from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_folder
 from data_prep.report.progress import Reading
-from data_prep.sources import Rows, SourceFile, Span, open_files, read_span, spans
+from data_prep.sources import Rows, SourceFile, Span, jsonl, open_files, read_span, spans
 from data_prep.sources.rows import Drop
-from data_prep.sources.streams import chunks, open_input
+from data_prep.sources.streams import open_input
 from data_prep.store.indexed import dtype_name
 from fem_common.errors import UserError
 from fem_common.text import count, counted, duration, size
@@ -174,29 +174,13 @@ def first_file(file: SourceFile) -> dict[str, Any]:
             with pq.ParquetFile(stream) as parquet:
                 schema, groups = parquet.schema_arrow, parquet.metadata.num_row_groups
             return {"columns": {column.name: str(column.type) for column in schema}, "row_groups": groups}
-        for line in _first_lines(chunks(stream, file.kind)):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                return {"columns": {name: _json_type(item) for name, item in value.items()}, "row_groups": None}
-    return {"columns": {}, "row_groups": None}
-
-
-def _first_lines(stream: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines from the beginning of a stream, of its first 64 MiB at most."""
-    rest = b""
-    for number, chunk in enumerate(stream):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-        if number >= 64:
-            return
-    yield rest
+        first = jsonl.first_object(stream, file.kind)
+    return {"columns": {name: _json_type(value) for name, value in first.items()}, "row_groups": None}
 
 
 def _json_type(value: object) -> str:
-    return {str: "string", bool: "bool", int: "number", float: "number", list: "list", dict: "object"}.get(type(value), "null")
+    names = {str: "string", bool: "bool", jsonl.Integer: "number", float: "number", list: "list", dict: "object"}
+    return names.get(type(value), "null")
 
 
 def facts_of_sample(sample: Sample) -> dict[str, Any]:

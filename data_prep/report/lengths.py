@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.store.indexed import DOCUMENTS_AT_ONCE, read_index
+from fem_common.plot import COLOURS, INK, QUIET, new_figure, plain_axes, png
 from fem_common.text import count
 
 COUNTED_BELOW = 1 << 20  # lengths counted by place; longer ones, of which no disk holds many, are kept one by one
@@ -85,7 +85,7 @@ def _collected(values: npt.NDArray[np.int64], documents: npt.NDArray[np.int64]) 
     return Lengths(distinct, total)
 
 
-DOCUMENTS, TOKENS, INK, FAINT = "#3b6fb6", "#d9822b", "#222222", "#9a9a9a"
+DOCUMENTS, TOKENS = COLOURS[:2]
 MANY = 5000  # documents, from which on narrow bins show the shape rather than chance
 MARKS = (0.05, 0.5, 0.95)
 SMALLEST_NAMED = 6.0  # percent; a number beside a lower point would stand on the axis
@@ -94,11 +94,7 @@ SMALLEST_NAMED = 6.0  # percent; a number beside a lower point would stand on th
 def draw_lengths(lengths: Lengths, title: str, marks: tuple[int, ...]) -> bytes:
     """A PNG: above, shares of documents and of tokens by length with the documents' quantiles; below, what is in documents up to a length,
     with numbers at the ``marks`` (ids)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7.5), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((10, 7.5))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _histogram(above, lengths)
     _cumulative(below, lengths, marks)
@@ -108,16 +104,11 @@ def draw_lengths(lengths: Lengths, title: str, marks: tuple[int, ...]) -> bytes:
     below.set_xlim(low, high)
     ticks = 2.0 ** np.arange(np.ceil(np.log2(low)), np.floor(np.log2(high)) + 1)
     below.set_xticks(ticks, [_power(tick) for tick in ticks])
-    below.set_xlabel("length of a document, tokens (EOD included)", color=INK)
+    plain_axes(above, y="share for each doubling of length, %", grid="x")
+    plain_axes(below, "length of a document, tokens (EOD included)", "share in documents up to a length, %", grid="x")
     for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK, labelsize=9)
         axes.minorticks_off()
-        axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
-        axes.set_axisbelow(True)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", metadata={"Software": None})
-    return stream.getvalue()
+    return png(figure)
 
 
 def _limits(lengths: Lengths) -> tuple[float, float]:
@@ -153,7 +144,6 @@ def _histogram(axes: Any, lengths: Lengths) -> None:
         name = "median" if mark == 0.5 else f"{mark:.0%}"
         _upright(axes, lengths.quantile(mark), top, name, DOCUMENTS, left=number == 0)
     _upright(axes, lengths.token_quantile(0.5), top * 0.93, "half of the tokens", TOKENS, left=False)
-    axes.set_ylabel("share for each doubling of length, %", color=INK)
     axes.legend(loc="upper left", frameon=False, fontsize=10, bbox_to_anchor=(0.0, 0.86))
 
 
@@ -171,14 +161,13 @@ def _cumulative(axes: Any, lengths: Lengths, marks: tuple[int, ...]) -> None:
     for mark in marks:
         if low < mark < high:
             documents, tokens = (100 * share for share in lengths.at_most(mark))
-            axes.plot([mark, mark], [0, documents], color=FAINT, linewidth=0.8, zorder=1)
+            axes.plot([mark, mark], [0, documents], color=QUIET, linewidth=0.8, zorder=1)
             for share, colour, beside, where in ((documents, DOCUMENTS, (-5, 3), "right"), (tokens, TOKENS, (5, -12), "left")):
                 axes.plot(mark, share, "o", color=colour, markersize=4)
                 if share >= SMALLEST_NAMED:
                     axes.annotate(_percent(share), (mark, share), beside, textcoords="offset points", ha=where, fontsize=8, color=colour)
     axes.set_ylim(0, 108)
     axes.set_yticks([0, 25, 50, 75, 100])
-    axes.set_ylabel("share in documents up to a length, %", color=INK)
 
 
 def _percent(share: float) -> str:

@@ -10,21 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data_prep.report.lengths import Lengths, read_lengths
 from data_prep.report.progress import Reading
-from data_prep.store.entries import read_units
 from data_prep.store.indexed import FormatError
-from data_prep.store.layout import read_plan
-from data_prep.store.manifest import Manifest, UnitEntry, read_manifest
+from data_prep.store.manifest import Manifest, read_manifest
 from data_prep.store.staging import existing_folder
 from fem_common.errors import UserError
 from fem_common.files import make_folder, write_whole
-from fem_common.text import count, size
+from fem_common.text import size
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 MARKS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -34,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="merged data folder")
     parser.add_argument("--picture", type=Path, metavar="PATH.png", help="draw the distribution of the lengths")
-    parser.add_argument("--files", action="store_true", help="a line for every input file too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -45,11 +41,10 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.picture} does not end in .png; the picture is a PNG")
     manifest = read_manifest(folder)
     lengths = split_lengths(folder, manifest)
-    files = per_file(folder, manifest) if arguments.files else None
     if arguments.json:
-        print(json.dumps(as_json(folder, manifest, lengths, files), indent=2, ensure_ascii=False))
+        print(json.dumps(as_json(folder, manifest, lengths), indent=2, ensure_ascii=False))
     else:
-        print("\n".join(as_text(folder, manifest, lengths, files)))
+        print("\n".join(as_text(folder, manifest, lengths)))
     if arguments.picture is not None:
         from data_prep.report.lengths import draw_lengths
 
@@ -86,27 +81,7 @@ def whole_of(lengths: dict[str, Lengths]) -> Lengths:
     return first
 
 
-def per_file(folder: Path, manifest: Manifest) -> list[dict[str, Any]]:
-    """Documents, tokens and drops of each input file, from its units' entries. Raises UserError where units and plan do not fit."""
-    plan, entries = read_plan(folder), read_units(folder, manifest)
-    if len(plan.units) != len(entries) or plan.fingerprint != manifest.source.fingerprint:
-        raise UserError(f"{folder}: plan and units are not of one making; see: python -m data_prep verify {folder}")
-    of_file: dict[int, list[UnitEntry]] = {}
-    for unit, entry in zip(plan.units, entries, strict=True):
-        of_file.setdefault(unit.file, []).append(entry)
-    return [_file(file, of_file.get(number, [])) for number, file in enumerate(manifest.source.files)]
-
-
-def _file(file: dict[str, Any], entries: list[UnitEntry]) -> dict[str, Any]:
-    parts = [part for entry in entries for part in entry.splits.values()]
-    dropped = Counter[str]()
-    for entry in entries:
-        dropped.update(entry.dropped)
-    sums = {name: sum(getattr(part, name) for part in parts) for name in ("documents", "tokens", "text_bytes")}
-    return {"path": file["path"], "rows": sum(entry.rows for entry in entries), **sums, "dropped": dict(dropped)}
-
-
-def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths], files: list[dict[str, Any]] | None) -> dict[str, Any]:
+def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> dict[str, Any]:
     """All figures; shares are between 0 and 1."""
     splits = {
         name: {
@@ -120,7 +95,7 @@ def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths], files
     }
     whole = {"bytes_per_token": _bytes_per_token(manifest), "lengths": _distribution(whole_of(lengths))}
     source = {"rows": manifest.source.rows, "dropped": manifest.source.dropped}
-    return {"folder": str(folder), "splits": splits, "all": whole, **source} | ({} if files is None else {"files": files})
+    return {"folder": str(folder), "splits": splits, "all": whole, **source}
 
 
 def _distribution(lengths: Lengths) -> dict[str, Any]:
@@ -141,7 +116,7 @@ def _bytes_per_token(manifest: Manifest) -> float:
     return sum(entry.text_bytes for entry in manifest.splits.values()) / sum(entry.tokens for entry in manifest.splits.values())
 
 
-def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths], files: list[dict[str, Any]] | None) -> Iterator[str]:
+def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> Iterator[str]:
     """The same for people."""
     yield f"{folder}: {manifest.dtype} ids of {manifest.tokenizer.vocab_size:,} entries, encoded by {manifest.source.encoder}"
     yield f"{'':8}{'documents':>14}{'tokens':>18}{'text':>11}{'bytes/token':>13}{'mean':>9}{'median':>9}{'longest':>11}"
@@ -162,6 +137,3 @@ def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths], files
     yield f"{rows:,} rows = {whole.total:,} documents + {rows - whole.total:,} dropped"
     for reason, number in drops.items():
         yield f"{number:>12,} {reason} ({number / rows:.3%})"
-    for file in files or ():
-        dropped = sum(file["dropped"].values())
-        yield f"{file['path']}: {file['rows']:,} rows, {file['documents']:,} documents, {count(file['tokens'])} tokens, {dropped:,} dropped"

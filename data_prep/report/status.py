@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_prep.report.progress import tally_of
-from data_prep.store.entries import dropped_rows, entry_fault, ranges, read_units, shortened
+from data_prep.store.entries import dropped_rows, ranges, read_units, shortened, sound_entry
 from data_prep.store.layout import Plan, Unit, entry_path, read_plan
-from data_prep.store.manifest import UnitEntry, read_entry, read_manifest
+from data_prep.store.manifest import UnitEntry, read_manifest
 from data_prep.store.staging import existing_folder
 from data_prep.verbs.merge import is_merged
 from fem_common.errors import UserError
@@ -106,10 +106,9 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[Status, list[int]]:
 def _entry(folder: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
     """A unit's entry; None where it is not done, or is to be done again."""
     try:
-        entry = read_entry(entry_path(folder, unit))
+        return sound_entry(folder, plan, unit)
     except (FileNotFoundError, UserError):
         return None
-    return None if entry_fault(folder, plan, unit, entry) else entry
 
 
 def _rate(folder: Path, done: Sequence[Unit], now: float) -> float | None:

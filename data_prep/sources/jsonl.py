@@ -195,6 +195,11 @@ class Head:
         return None if first is None else _arrow_kind(first)
 
 
+def first_object(file: BinaryIO, kind: str) -> dict[str, Any]:
+    """The object of the first line that has one."""
+    return next(iter(_head(file, kind).objects), {})
+
+
 def _head(file: BinaryIO, kind: str) -> Head:
     head, number, given, unpacked, consumed = Head(), 0, 0, 0, 0
 

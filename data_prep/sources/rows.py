@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.store.records import a_list, an_object, count, listed, optional, record, text
+from data_prep.store.records import read
 from fem_common.cli import is_want_of_memory
 from fem_common.errors import UserError
-from fem_common.text import one_line
+from fem_common.text import nearest, one_line
 
 ID = "id"  # the id column that a file may lack; one of another name must be there
 BATCH_BYTES = 4 << 20  # in a batch, where no single row is larger
@@ -74,25 +73,8 @@ class SourceFile:
     @staticmethod
     def from_json(value: Any) -> SourceFile:
         """The inverse of ``as_json``. Raises ValueError that says what is wrong with it."""
-        file: SourceFile = record(
-            SourceFile,
-            {"id_prefix": None, "parts": []} | an_object(value),
-            path=text,
-            kind=text,
-            bytes=count,
-            rows=optional(count),
-            text_bytes=count,
-            fingerprint=text,
-            id_prefix=optional(text),
-            parts=listed(_part),
-        )
+        file: SourceFile = read(SourceFile, {"id_prefix": None, "parts": []} | value if isinstance(value, dict) else value)
         return file
-
-
-def _part(value: Any) -> tuple[str, int]:
-    if len(a_list(value)) != 2:
-        raise ValueError("not a name and a size")
-    return text(value[0]), count(value[1])
 
 
 @dataclass(frozen=True)
@@ -131,14 +113,21 @@ class Unreadable:
     message: str
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text, or bytes that may be text."""
+    types = pa.types
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(test(kind) for test in tests)
+
+
 NAMED = 20
 
 
 def missing_column(path: str, name: str, columns: Columns, names: Sequence[str], where: str) -> UserError:
     """The error for a column that is not among ``names``: with the nearest of them, or the option. ``where``: " in its first line"."""
-    near = difflib.get_close_matches(name, names, n=1)
+    near = nearest(name, names)
     listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-    hints = [f"did you mean {near[0]!r}?"] if near else []
+    hints = [f"did you mean {near!r}?"] if near else []
     if name == columns.text:
         hints = hints or ["name it with --text-column"]
     elif name == columns.id:

@@ -20,7 +20,7 @@ from data_prep.sources import locate
 from data_prep.sources.rows import Drop
 from data_prep.store.indexed import dtype_name
 from data_prep.store.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, entry_path
-from data_prep.store.manifest import Manifest, MergedEntry, Source, TokenizerEntry, UnitEntry, UnitsEntry, read_entry
+from data_prep.store.manifest import Input, Manifest, MergedEntry, Source, TokenizerEntry, UnitEntry, UnitsEntry, read_entry
 from fem_common.errors import UserError
 from fem_common.files import write_whole
 
@@ -54,19 +54,22 @@ def entry_fault(out: Path, plan: Plan, unit: Unit, entry: UnitEntry) -> str | No
     return None
 
 
+def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
+    """A unit's entry. Raises FileNotFoundError where it is not done, UserError where it is not the entry that the plan asks for."""
+    entry = read_entry(entry_path(out, unit))
+    if fault := entry_fault(out, plan, unit, entry):
+        raise UserError(fault)
+    return entry
+
+
 def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEntry]:
     """The entries of all units, in order. Raises UserError where one is missing (and names its task of so many ``tasks``) or another's."""
     entries, missing = [], []
     for unit in plan.units:
         try:
-            entry = read_entry(entry_path(out, unit))
+            entries.append(sound_entry(out, plan, unit))
         except FileNotFoundError:
             missing.append(unit.number)
-            continue
-        fault = entry_fault(out, plan, unit, entry)
-        if fault:
-            raise UserError(fault)
-        entries.append(entry)
     if missing:
         raise UserError(missing_units(out, plan, missing, tasks))
     return entries
@@ -115,8 +118,7 @@ def manifest_of(plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, Merg
     rows: Counter[int] = Counter()
     for unit, entry in zip(plan.units, entries, strict=True):
         rows[unit.file] += entry.rows
-    wanted = ("path", "kind", "bytes", "rows", "fingerprint")
-    files = [{name: getattr(file, name) for name in wanted} | {"rows": rows[number]} for number, file in enumerate(plan.files)]
+    files = [Input(file.path, file.kind, file.bytes, rows[number], file.fingerprint) for number, file in enumerate(plan.files)]
     tokenizer = TokenizerEntry(TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256)
     encoders = ", ".join(sorted({entry.encoder for entry in entries}))
     source = Source(files, rows.total(), dropped_rows(entries), plan.settings.as_json(), encoders, plan.fingerprint)

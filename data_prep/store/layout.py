@@ -20,7 +20,7 @@ from typing import Any
 
 from data_prep.encode.documents import Settings
 from data_prep.sources import SourceFile
-from data_prep.store.records import a_list, an_object, count, listed, optional, record, sha256_json, text
+from data_prep.store.records import read, sha256_json
 from fem_common.errors import UserError
 from fem_common.files import write_whole
 from fem_common.text import one_line
@@ -73,6 +73,18 @@ class Plan:
     files: tuple[SourceFile, ...]
     units: tuple[Unit, ...]
     unit_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """As plan.json holds it; of a unit all but its number."""
+
+    fingerprint: str
+    settings: Any
+    tokenizer: Identity
+    files: list[Any]
+    units: list[tuple[int, int, int, int | None, int]]
+    unit_bytes: int
 
 
 def entry_path(out: Path, unit: Unit) -> Path:
@@ -132,33 +144,15 @@ def read_plan(out: Path) -> Plan:
 
 
 def _plan(raw: Any) -> Plan:
-    if "format" not in an_object(raw):
+    if "format" not in read(dict[str, Any], raw):
         raise ValueError("lacks 'format'")
-    values = {name: value for name, value in raw.items() if name != "format"}
-    plan: Plan = record(
-        Plan,
-        values,
-        fingerprint=text,
-        settings=_settings,
-        tokenizer=lambda value: record(Identity, value, vocab_size=count, eod_id=count, sha256=text),
-        files=listed(SourceFile.from_json),
-        units=lambda value: tuple(_unit(number, unit) for number, unit in enumerate(a_list(value))),
-        unit_bytes=count,
-    )
-    if any(unit.file >= len(plan.files) for unit in plan.units) or not plan.units:
-        raise ValueError("units: none, or one of a file that it does not name")
-    return plan
-
-
-def _settings(value: Any) -> Settings:
+    plain: _Plan = read(_Plan, {name: value for name, value in raw.items() if name != "format"})
     try:
-        return Settings.from_json(value)
+        settings = Settings.from_json(plain.settings)
     except UserError as error:
         raise ValueError(str(error)) from None
-
-
-def _unit(number: int, value: Any) -> Unit:
-    if len(a_list(value)) != 5:
-        raise ValueError(f"unit {number} has {len(value)} numbers, not 5")
-    file, start, stop, rows, text_bytes = value
-    return Unit(number, count(file), count(start), count(stop), optional(count)(rows), count(text_bytes))
+    files = tuple(map(SourceFile.from_json, plain.files))
+    units = tuple(Unit(number, *unit) for number, unit in enumerate(plain.units))
+    if any(unit.file >= len(files) for unit in units) or not units:
+        raise ValueError("units: none, or one of a file that it does not name")
+    return Plan(plain.fingerprint, settings, plain.tokenizer, files, units, plain.unit_bytes)

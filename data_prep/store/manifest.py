@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep.encode.splits import SPLITS
 from data_prep.sources.rows import BadRow, Drop
 from data_prep.store.layout import MANIFEST, PLAN, SHARDS
-from data_prep.store.records import a_list, an_object, count, only, record, text
+from data_prep.store.records import read
 from fem_common.errors import UserError
 
 FORMAT = 2
@@ -83,31 +84,32 @@ class UnitEntry:
     @staticmethod
     def from_json(raw: Any) -> UnitEntry:
         """The reverse. Raises ValueError that says what is wrong with it."""
-        bad = [record(BadRow, row, place=count, reason=Drop, message=text) for row in a_list(only(raw, UnitEntry, "bad"))]
-        entry: UnitEntry = record(
-            UnitEntry,
-            raw,
-            unit=count,
-            plan=text,
-            rows=count,
-            dropped=_drops,
-            bad=lambda _: tuple(bad),
-            splits=lambda value: _splits(value, SplitEntry),
-            encoder=text,
-        )
+        entry: UnitEntry = read(UnitEntry, raw)
+        _check_names(entry.dropped, entry.splits)
         if entry.rows != entry.documents + sum(entry.dropped.values()):
             raise ValueError(f"{entry.rows} rows are not {entry.documents} documents and {sum(entry.dropped.values())} drops")
-        if len(bad) > PLACES_KEPT or any(count > entry.dropped.get(reason, 0) for reason, count in Counter(b.reason for b in bad).items()):
+        listed = Counter(row.reason for row in entry.bad)
+        if len(entry.bad) > PLACES_KEPT or any(number > entry.dropped.get(reason, 0) for reason, number in listed.items()):
             raise ValueError("more bad rows are listed than were dropped")
         return entry
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the data came from. ``files``: path, kind, bytes, rows and fingerprint of each input; ``settings`` as in the plan;
-    ``encoder``: the encoders that ran; ``fingerprint``: the plan's."""
+class Input:
+    """One input: as in the plan, but for its rows, which are those that were read."""
 
-    files: list[dict[str, Any]]
+    path: str
+    kind: str
+    bytes: int
+    rows: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the data came from. ``settings`` as in the plan; ``encoder``: the encoders that ran; ``fingerprint``: the plan's."""
+
+    files: list[Input]
     rows: int
     dropped: dict[str, int]
     settings: dict[str, Any]
@@ -143,15 +145,8 @@ class Manifest:
         """The reverse. Raises ValueError that says what is wrong with it."""
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise ValueError("not of this format")
-        manifest: Manifest = record(
-            Manifest,
-            {name: value for name, value in raw.items() if name != "format"},
-            tokenizer=lambda value: record(TokenizerEntry, value, path=text, vocab_size=count, eod_id=count, sha256=text),
-            dtype=text,
-            splits=lambda value: _splits(value, MergedEntry),
-            source=_source,
-            units=lambda value: record(UnitsEntry, value, file=text, count=count, sha256=text),
-        )
+        manifest: Manifest = read(Manifest, {name: value for name, value in raw.items() if name != "format"})
+        _check_names(manifest.source.dropped, manifest.splits)
         return manifest
 
 
@@ -159,7 +154,7 @@ def read_entry(path: Path) -> UnitEntry:
     """A unit's entry, OUT/shards/00007.json. Raises UserError where it is damaged, OSError where it is not there."""
     try:
         return UnitEntry.from_json(json.loads(path.read_bytes()))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         again = f"remove it and do the unit again with: python -m data_prep run --out {path.parent.parent}"
         raise UserError(f"{path} is damaged ({error}); {again}") from None
 
@@ -176,38 +171,24 @@ def read_manifest(folder: Path) -> Manifest:
         if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
             raise UserError(f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}: make the data again with its run")
         return Manifest.from_json(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it and go on with: python -m data_prep run --out {folder}") from None
 
 
-def _drops(value: Any) -> dict[str, int]:
-    return {str(Drop(reason)): count(number) for reason, number in an_object(value).items()}
+def size_fault(folder: Path, manifest: Manifest) -> str | None:
+    """The first file of a merged pair that is missing or of another size; None where all are there."""
+    for name, entry in manifest.splits.items():
+        for kind, size in (("bin", entry.bin_bytes), ("idx", entry.idx_bytes)):
+            file = folder / f"{name}.{kind}"
+            if not file.is_file() or file.stat().st_size != size:
+                return f"{file} is not the {size} bytes that {MANIFEST} says"
+    return None
 
 
-def _splits(value: Any, cls: type[Any]) -> dict[str, Any]:
-    readers = {field.name: text if field.name.endswith(("sha256", "sample")) else count for field in fields(cls)}
-    for name in an_object(value):
+def _check_names(dropped: Iterable[str], splits: Iterable[str]) -> None:
+    """Raises ValueError for a reason or a split that there is not."""
+    for reason in dropped:
+        Drop(reason)
+    for name in splits:
         if name not in SPLITS:
             raise ValueError(f"{name!r} is none of {', '.join(SPLITS)}")
-    return {name: record(cls, entry, **readers) for name, entry in value.items()}
-
-
-def _file(value: Any) -> dict[str, Any]:
-    readers = {"path": text, "kind": text, "bytes": count, "rows": count, "fingerprint": text}
-    if an_object(value).keys() != readers.keys():
-        raise ValueError(f"not {', '.join(readers)}")
-    return {name: reader(value[name]) for name, reader in readers.items()}
-
-
-def _source(value: Any) -> Source:
-    source: Source = record(
-        Source,
-        value,
-        files=lambda files: [_file(file) for file in a_list(files)],
-        rows=count,
-        dropped=_drops,
-        settings=lambda settings: dict(an_object(settings)),
-        encoder=text,
-        fingerprint=text,
-    )
-    return source

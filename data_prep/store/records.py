@@ -1,87 +1,68 @@
-"""data_prep: JSON records read strictly: every field is there, nothing else is, each has its type. Knows no record.
-
-A reader takes a JSON value and gives what it stands for. It raises ValueError that says what is wrong with the value.
-"""
+"""data_prep: JSON read strictly into dataclasses, by the types of their fields: every field is there, nothing else is. Knows no record."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
 
-LARGEST = 2**63 - 1  # of a count: what numpy and the file system can hold
-
-Reader = Callable[[Any], Any]
+LARGEST = 2**63 - 1  # of a number: what numpy and the file system can hold
 
 
-def record(cls: type[Any], raw: Any, /, **readers: Reader) -> Any:
-    """A dataclass, each field read by its reader."""
-    values = {name: only(raw, cls, name) for name in readers}
-    read = {}
-    for name, reader in readers.items():
+def read(kind: Any, value: Any) -> Any:
+    """A JSON value as what a type says: a dataclass or an enum, text, int (a count), float, Any; tuples, lists, dicts of them, or None.
+
+    Raises ValueError that says what is wrong with the value.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (tuple, list):
+        items = _checked(value, list, "not a list")
+        if origin is tuple and inner[-1] is not ...:
+            if len(items) != len(inner):
+                raise ValueError(f"not a list of {len(inner)}")
+            return tuple(map(read, inner, items))
+        return origin(read(inner[0], item) for item in items)
+    if origin is dict:
+        return {key: read(inner[1], item) for key, item in _checked(value, dict, "not an object").items()}
+    if inner:  # X | None
+        return None if value is None else read(inner[0], value)
+    if is_dataclass(kind):
+        return _record(kind, value)
+    if kind in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (kind is float and isinstance(value, float))) or abs(value) > LARGEST or (kind is int and value < 0):
+            raise ValueError(f"{value!r} is not a {'count' if kind is int else 'number'}")
+        return kind(value)
+    if kind is str:
+        return _checked(value, str, f"{value!r} is not text")
+    return kind(value) if isinstance(kind, type) and issubclass(kind, Enum) else value
+
+
+def _checked(value: Any, kind: type, fault: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(fault)
+    return value
+
+
+_types = functools.cache(get_type_hints)
+
+
+def _record(cls: Any, raw: Any) -> Any:
+    kinds = _types(cls)
+    _checked(raw, dict, f"{type(raw).__name__} where an object belongs")
+    for said, differing in (("lacks", kinds.keys() - raw.keys()), ("has an unknown", raw.keys() - kinds.keys())):
+        if differing:
+            raise ValueError(f"{said} {min(differing)!r}")
+    values = {}
+    for name, kind in kinds.items():
         try:
-            read[name] = reader(values[name])
+            values[name] = read(kind, raw[name])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    return cls(**read)
-
-
-def only(raw: Any, cls: type[Any], name: str) -> Any:
-    """The value of one field, after a look at all names."""
-    if not isinstance(raw, dict):
-        raise ValueError(f"{type(raw).__name__} where an object belongs")
-    names = {field.name for field in fields(cls)}
-    for kind, differing in (("lacks", names - raw.keys()), ("has an unknown", raw.keys() - names)):
-        if differing:
-            raise ValueError(f"{kind} {min(differing)!r}")
-    return raw[name]
-
-
-def an_object(value: Any) -> dict[str, Any]:
-    """An object."""
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
-
-
-def a_list(value: Any) -> list[Any]:
-    """A list of anything."""
-    if not isinstance(value, list):
-        raise ValueError("not a list")
-    return value
-
-
-def listed(reader: Reader) -> Reader:
-    """The reader of a list of such values, as a tuple."""
-    return lambda value: tuple(reader(item) for item in a_list(value))
-
-
-def optional(reader: Reader) -> Reader:
-    """The reader of such a value, or null."""
-    return lambda value: None if value is None else reader(value)
-
-
-def count(value: Any) -> int:
-    """A whole number from 0 on."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def number(value: Any) -> float:
-    """A number, whole or not."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > LARGEST:
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
-
-
-def text(value: Any) -> str:
-    """A text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
-    return value
+    return cls(**values)
 
 
 def sha256_json(value: Any) -> str:

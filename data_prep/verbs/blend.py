@@ -20,7 +20,7 @@ import yaml
 
 from data_prep.encode.splits import SPLITS
 from data_prep.store.layout import MANIFEST
-from data_prep.store.manifest import Manifest, read_manifest
+from data_prep.store.manifest import Manifest, read_manifest, size_fault
 from data_prep.store.staging import existing_folder
 from fem_common.errors import UserError
 from fem_common.files import make_folder, write_whole
@@ -121,11 +121,8 @@ def _parse(text: str) -> tuple[Path, float | None]:
 def _check_files(folder: Path, manifest: Manifest) -> None:
     if "train" not in manifest.splits:
         raise UserError(f"{folder / MANIFEST} has no train split; make the data again with: python -m data_prep run")
-    for name, entry in manifest.splits.items():
-        for kind, size in (("bin", entry.bin_bytes), ("idx", entry.idx_bytes)):
-            file = folder / f"{name}.{kind}"
-            if not file.is_file() or file.stat().st_size != size:
-                raise UserError(f"{file} is not the {size} bytes that {MANIFEST} says; see: python -m data_prep verify {folder}")
+    if fault := size_fault(folder, manifest):
+        raise UserError(f"{fault}; see: python -m data_prep verify {folder}")
 
 
 def data_section(sources: Sequence[Source], seq_length: int) -> dict[str, Any]:

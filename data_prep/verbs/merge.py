@@ -25,7 +25,7 @@ from data_prep.report.progress import Reading
 from data_prep.store.entries import accept_bad_rows, add_max_bad_argument, manifest_of, read_entries, units_bytes
 from data_prep.store.indexed import FormatError, dtype_name, index_bytes_of, read_index, sample_digest, with_ending, write_index
 from data_prep.store.layout import MANIFEST, SHARDS, UNITS, Plan, entry_path, read_plan, shard_prefix
-from data_prep.store.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest
+from data_prep.store.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest, size_fault
 from data_prep.store.staging import Staging, existing_folder
 from fem_common.errors import StorageError, UserError
 from fem_common.files import json_bytes, sha256, write_synced
@@ -38,7 +38,6 @@ OURS = re.compile(rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.(bin|idx))|\.\d{{5,}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder whose units are all done")
-    parser.add_argument("--keep-shards", action="store_true", help="leave the units' own files in DIR/shards")
     parser.add_argument("--tasks", type=int, metavar="M", help="name the tasks, of M, whose units are missing")
     add_max_bad_argument(parser)
 
@@ -48,10 +47,10 @@ def main(arguments: argparse.Namespace) -> int:
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
     if arguments.tasks is not None and arguments.tasks < 1:
         raise UserError(f"--tasks is {arguments.tasks}; it must be at least 1")
-    return merge_folder(folder, max_bad=arguments.max_bad, keep_shards=arguments.keep_shards, tasks=arguments.tasks)
+    return merge_folder(folder, max_bad=arguments.max_bad, tasks=arguments.tasks)
 
 
-def merge_folder(out: Path, *, max_bad: str, keep_shards: bool, tasks: int | None = None) -> int:
+def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
     """Merge a folder whose units are all done: 0, or 1 where it has more bad rows than ``max_bad``. Takes the folder's lock.
 
     A folder that is merged stays as it is, but for shards left from a kill. Raises UserError: units are missing (``tasks``: of which of so
@@ -60,8 +59,7 @@ def merge_folder(out: Path, *, max_bad: str, keep_shards: bool, tasks: int | Non
     plan = read_plan(out)
     with Staging(out) as staging:
         if is_merged(out, plan):
-            if not keep_shards:
-                remove_shards(out)
+            remove_shards(out)
             print(f"{out}: unchanged; all units are merged (check it with: python -m data_prep verify {out})")
             return 0
         entries = read_entries(out, plan, tasks)
@@ -78,8 +76,7 @@ def merge_folder(out: Path, *, max_bad: str, keep_shards: bool, tasks: int | Non
         pairs = {f"{name}.{kind}" for name in SPLITS for kind in ("bin", "idx")}
         merged = [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
         staging.publish([*merged, UNITS], seal=MANIFEST, stale=sorted(pairs.difference(merged)))
-        if not keep_shards:
-            remove_shards(out)
+        remove_shards(out)
     _report(out, manifest)
     return 0
 
@@ -91,12 +88,8 @@ def is_merged(out: Path, plan: Plan) -> bool:
     manifest = read_manifest(out)
     if manifest.source.fingerprint != plan.fingerprint:
         return False
-    for name, entry in manifest.splits.items():
-        for kind, said in (("bin", entry.bin_bytes), ("idx", entry.idx_bytes)):
-            file = out / f"{name}.{kind}"
-            if not file.is_file() or file.stat().st_size != said:
-                again = f"remove {out / MANIFEST} and make it again with: python -m data_prep run --out {out}"
-                raise UserError(f"{file} is not the {said} bytes that {MANIFEST} says; {again}")
+    if fault := size_fault(out, manifest):
+        raise UserError(f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep run --out {out}")
     return True
 
 

@@ -25,9 +25,9 @@ from data_prep.encode.tokenizer import find_tokenizer, load_folder
 from data_prep.encode.workers import run_units
 from data_prep.report.progress import Board
 from data_prep.sources import Rows, Span, read_span, unchanged
-from data_prep.store.entries import add_max_bad_argument, entry_fault, parse_max_bad
+from data_prep.store.entries import add_max_bad_argument, parse_max_bad, sound_entry
 from data_prep.store.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
-from data_prep.store.manifest import UnitEntry, read_entry
+from data_prep.store.manifest import UnitEntry
 from data_prep.store.staging import UNFINISHED, Lock
 from data_prep.verbs.merge import is_merged, merge_folder
 from data_prep.verbs.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle
@@ -95,15 +95,10 @@ def _checked(index: int, tasks: int, told_by: str) -> Task:
     return Task(index, tasks, told_by)
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Do what is left of the plan, and merge unless this is one task of several: 0, or 1 with too many bad rows. Raises UserError."""
     out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
-    workers = cores() if arguments.workers is None else arguments.workers
+    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     if workers < 1:
         raise UserError(f"--workers is {workers}; it must be at least 1")
     parse_max_bad(arguments.max_bad)
@@ -125,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
     if task:
         print(f"merge when all {task.tasks} tasks are done: python -m data_prep merge {out}")
         return 0
-    return merge_folder(out, max_bad=arguments.max_bad, keep_shards=False)
+    return merge_folder(out, max_bad=arguments.max_bad)
 
 
 def _continued(arguments: argparse.Namespace) -> Plan:
@@ -178,8 +173,8 @@ def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
     """The entry of a unit that is done. One that is damaged, of another plan or without its files goes: the unit is done again."""
     path = entry_path(out, unit)
     try:
-        entry = read_entry(path)
-        sound = entry_fault(out, plan, unit, entry) is None and all(
+        entry = sound_entry(out, plan, unit)
+        sound = all(
             shard_prefix(out, unit, f"{name}.{kind}").stat().st_size == size
             for name, split in entry.splits.items()
             for kind, size in (("bin", split.bin_bytes), ("idx", split.idx_bytes))

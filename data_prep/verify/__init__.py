@@ -17,10 +17,10 @@ from typing import Any
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
 from data_prep.report.progress import Reading
-from data_prep.store.entries import entry_fault, manifest_of, missing_units, ranges, read_units, shortened
+from data_prep.store.entries import manifest_of, missing_units, ranges, read_units, shortened, sound_entry
 from data_prep.store.indexed import dtype_name, index_bytes_of
 from data_prep.store.layout import MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
-from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_entry, read_manifest
+from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_manifest
 from data_prep.store.staging import existing_folder
 from data_prep.verify.cache import cache_bytes, check_caches
 from data_prep.verify.pairs import Ids, pair_faults
@@ -234,17 +234,11 @@ def read_units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[str]]:
     entries, faults, missing = [], [], []
     for unit in plan.units:
         try:
-            entry = read_entry(entry_path(out, unit))
+            entries.append(sound_entry(out, plan, unit))
         except FileNotFoundError:
             missing.append(unit.number)
-            continue
         except UserError as error:
             faults.append(str(error))
-            continue
-        if fault := entry_fault(out, plan, unit, entry):
-            faults.append(fault)
-        else:
-            entries.append(entry)
     if missing:
         faults.append(missing_units(out, plan, missing))
     return entries, faults

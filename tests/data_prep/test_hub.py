@@ -14,7 +14,7 @@ import yaml
 from data_prep.encode.tokenizer import find_tokenizer
 from data_prep.sources import hub
 from fem_common.errors import CommandError
-from tests.data_prep.conftest import HF, SHARES, SMALL_UNITS, cli_alone, make_documents, merged_hashes
+from tests.data_prep import conftest as room
 from tests.data_prep.hub_server import TOKEN, Hub, running
 from tests.wording import Wording
 
@@ -23,7 +23,7 @@ EDU = "hf://datasets/some/edu"
 
 def parquet(seed: int) -> bytes:
     """120 rows in groups of 40."""
-    ids, texts = zip(*make_documents(120, 30, seed), strict=True)
+    ids, texts = zip(*room.make_documents(120, 30, seed), strict=True)
     file = io.BytesIO()
     pq.write_table(pa.table({"id": ids, "text": texts}), file, row_group_size=40)
     return file.getvalue()
@@ -167,18 +167,18 @@ def test_a_run_reads_the_planned_commit_with_a_token_that_no_one_else_sees(serve
     for path in TEN:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(FILES[path])
-    settings = (*SHARES, *SMALL_UNITS)
-    assert cli_alone("run", tmp_path / "sample", "--tokenizer", tokenizer, "--out", tmp_path / "local", *settings, *HF).returncode == 0
+    settings = (*room.SHARES, *room.SMALL_UNITS)
+    room.merge(room.encode_units(room.plan_folder(tmp_path / "local", [tmp_path / "sample"], tokenizer, *room.SMALL_UNITS)))
     known = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
     out = tmp_path / "out"
     server.gated |= {"datasets/some/edu", "models/org/tok"}
-    planned = cli_alone("plan", EDU, "--subset", "ten", "--tokenizer", "org/tok", "--out", out, *settings, **known)
+    planned = room.alone("plan", EDU, "--subset", "ten", "--tokenizer", "org/tok", "--out", out, *settings, **known)
     assert planned.returncode == 0, planned.stderr
     server.push("datasets/some/edu", {path: parquet(50) for path in TEN})
-    refused = cli_alone("run", "--out", out, *HF, **known | {"HF_TOKEN": ""})
+    refused = room.alone("run", "--out", out, *room.HF, **known | {"HF_TOKEN": ""})
     assert refused.returncode == 2 and "some/edu is gated" in refused.stderr and "Traceback" not in refused.stderr
-    done = cli_alone("run", "--out", out, *HF, "--workers", "2", **known)
+    done = room.alone("run", "--out", out, *room.HF, "--workers", "2", **known)
     assert done.returncode == 0, done.stderr
-    assert merged_hashes(out) == merged_hashes(tmp_path / "local") and server.strangers == []
+    assert room.merged_hashes(out) == room.merged_hashes(tmp_path / "local") and server.strangers == []
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert TOKEN.encode() not in b"".join([*written, done.stdout.encode(), done.stderr.encode(), planned.stderr.encode()])
