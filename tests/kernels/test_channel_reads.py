@@ -66,8 +66,8 @@ def test_ssm_takes_steps_of_any_size(size: float, values: float) -> None:
     x |= {"delta": x["delta"] * size, "v": x["v"] * values}
     found = results(lambda given: SSM.call(given, "reference"), x, torch.float32, "cpu")
     assert all(t.isfinite().all() for t in found.values())
-    bare: Any = [x[name] for name in ("delta", "rate", "b_in", "c_out", "v")]
-    mu, free_energy = ssm_read(*bare)[0], ssm_read(*bare, x["beta"])[0]
+    bare: Any = {name: t for name, t in x.items() if name not in ("lam", "gate", "beta")}
+    mu, free_energy = ssm_read(**bare)[0], ssm_read(**bare, beta=x["beta"])[0]
     if size == 1e4 and values == 1.0:  # everything but the token itself is forgotten
         torch.testing.assert_close(mu, x["v"], rtol=1e-6, atol=0)  # float32 rounding
         torch.testing.assert_close(free_energy, x["v"], rtol=1e-6, atol=1e-5)  # float32 rounding of beta v / beta

@@ -108,7 +108,8 @@ def decode(x: Inputs, pieces: list[int]) -> Tensor:
     sums = state = None
     found, start, values = [], 0, x["v"].shape[3]
     for piece in pieces:
-        q, k, v, decay = (x[name][:, :, start : start + piece] if name in x else None for name in ("q", "k", "v", "log_decay"))
+        now: Any = {name: t[:, :, start : start + piece] for name, t in x.items() if name in ("q", "k", "v", "log_decay")}
+        q, k, v, decay = now["q"], now["k"], now["v"], now.get("log_decay")
         window = ValueWindow(v, x["beta"], state)
         if sums is not None:
             of_values, of_streams, mass = sums.split((values, values, 1), dim=-1)
