@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.implementations import interpreted
+
 LOG2E = math.log2(math.e)
 
 
@@ -48,6 +50,33 @@ class Blocks:
     keys: int
     warps: int
     stages: int
+
+
+# What arguments of these names are in every kernel.
+_KINDS = dict.fromkeys(("scale", "factor", "unit", "eps"), "fp32") | dict.fromkeys(("valid", "shifted", "wild"), "*i1")
+
+
+def build(
+    label: str, kernel: Any, constants: Mapping[str, Any], warps: int, stages: int, *, bf16: str = "", fp32: str = "",
+    kinds: Mapping[str, str] | None = None, even: str = "", odd: str = "", matrix: bool = False, allowed: Mapping[str, str] | None = None,
+) -> Build:  # fmt: skip
+    """The `Build` of a kernel by its arguments' names: pointers to ``bf16`` and to ``fp32``, others in ``kinds``; the rest are integers.
+
+    Multiples of 16 are the strides (names in _b, _h, _t, or short ones in b, h, t) but for those in ``odd``, and the integers in ``even``.
+    Constants that the kernel has not are left out.
+    """
+    names = [name for name in kernel.arg_names if name not in constants]
+    known = _KINDS | dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(fp32.split(), "*fp32") | dict(kinds or {})
+    types = {name: known.get(name, "i32") for name in names}
+    strides = {name for name in names if name.endswith(("_b", "_h", "_t")) or (len(name) < 4 and name[-1] in "bht")}
+    aligned = {name for name in (*strides.difference(odd.split()), *even.split()) if types.get(name) == "i32"}
+    given = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return Build(label, kernel, types, given, warps, stages, matrix, tuple(sorted(aligned)), allowed or {})
+
+
+def fitting(dtype: torch.dtype, small: Blocks, float32: Blocks, bfloat16: Blocks) -> Blocks:
+    """Block sizes by type; ``small`` in Triton's interpreter, so that a test has several. float32 multiplies without tensor cores."""
+    return small if interpreted() else float32 if dtype == torch.float32 else bfloat16
 
 
 def padded(width: int) -> int:

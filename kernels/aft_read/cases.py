@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from kernels.aft_read import aft_read
 from kernels.check import Inputs, Outputs, Suite
+from kernels.pairs import readable_keys
 
 
 def _random(size: Mapping[str, int], beta: float = 1.95, spread: float = 2.0, value_range: float | None = None) -> Inputs:
@@ -22,15 +23,15 @@ def _random(size: Mapping[str, int], beta: float = 1.95, spread: float = 2.0, va
     return {"k": spread * k, "v": v, "beta": temperature, "lam": lam.sigmoid(), "gate": torch.nn.functional.softplus(gate)}
 
 
-def _ramp(size: Mapping[str, int]) -> Inputs:
-    made = _random(size)
-    ramp = torch.linspace(-70, 70, size["tokens"], dtype=torch.float64)[:, None] / 1.95
-    return {**made, "v": torch.where(torch.arange(size["heads"])[:, None, None] % 2 == 0, ramp, -ramp).expand_as(made["v"]).clone()}
+def ramped(made: Inputs) -> Inputs:
+    """Values over a range of 140 / beta, rising over the tokens in even heads and falling in odd ones."""
+    heads, tokens = made["v"].shape[1:3]
+    ramp = torch.linspace(-70, 70, tokens, dtype=torch.float64)[:, None] / 1.95
+    return {**made, "v": torch.where(torch.arange(heads)[:, None, None] % 2 == 0, ramp, -ramp).expand_as(made["v"]).clone()}
 
 
-def _equal(size: Mapping[str, int]) -> Inputs:
-    """Equal values in the first channel, whose gradients of k, beta and lam are then 0; the others keep the norms from being 0."""
-    made = _random(size)
+def half_equal(made: Inputs) -> Inputs:
+    """Equal values in the first channel, whose gradients of lam and beta are then 0; the others keep the norms from being 0."""
     made["v"][..., 0] = 0.75
     return made
 
@@ -49,36 +50,46 @@ def _query(size: Mapping[str, int]) -> Inputs:
     return {**made, "query": query}
 
 
-def _padded(size: Mapping[str, int]) -> Inputs:
+def padded(random: Callable[..., Inputs], size: Mapping[str, int]) -> Inputs:
+    """Two sequences, half of the first and a third of all else padding."""
     valid = torch.rand(2, size["tokens"], generator=torch.Generator().manual_seed(6)) > 0.3
     valid[0, : size["tokens"] // 2] = False
-    return {**_random({**size, "batch": 2, "heads": 1}), "valid": valid}
+    return {**random({**size, "batch": 2, "heads": 1}), "valid": valid}
+
+
+def seen(x: Inputs) -> Tensor:
+    """[t, i, 1] or [b, 1, t, i, 1] bool: who reads whom; what nobody reads, reads itself."""
+    tokens, device = x["v"].shape[2], x["v"].device
+    return readable_keys(tokens, tokens, device, causal=x.get("causal", True), keys_valid=x.get("valid"), bounds=None)[..., None]
+
+
+def two_level_read(x: Inputs, logs: Tensor, logs_of_free: Tensor) -> Outputs:
+    """o from the logs of mu's and of F's weights [b, h, t, i, d]; tokens that nobody reads give 0."""
+    v, query = x["v"], x.get("query")
+    o = (logs.exp() * v[:, :, None]).sum(3)
+    o = o if query is None else o * query[..., : v.shape[3]]
+    if "beta" in x:
+        beta = x["beta"][:, None]
+        free_energy = (logs_of_free + beta[:, None] * v[:, :, None]).logsumexp(3) / beta
+        free_energy = free_energy if query is None else free_energy + query[..., -v.shape[3] :].log() / beta
+        o = o + x["lam"] * (free_energy - o) if "lam" in x else free_energy
+    return (masked(o * x.get("gate", 1.0), x),)
+
+
+def masked(o: Tensor, x: Inputs) -> Tensor:
+    """o, 0 at tokens that nobody reads."""
+    return o.masked_fill(~x["valid"][:, None, :, None], 0.0) if "valid" in x else o
 
 
 def _definition(x: Inputs) -> Outputs:
-    """All weights at once; tokens that nobody reads give 0."""
-    k, v, valid = x["k"], x["v"], x.get("valid")
-    tokens = v.shape[2]
-    unseen = torch.ones(tokens, tokens, dtype=torch.bool, device=v.device).triu(1)[:, :, None]
-    if valid is not None:
-        unseen = unseen | ~valid[:, None, None, :, None] & ~torch.eye(tokens, dtype=torch.bool, device=v.device)[:, :, None]
-    logs = k[:, :, None].expand(-1, -1, tokens, -1, -1).masked_fill(unseen, -torch.inf).log_softmax(3)
-    o = (logs.exp() * v[:, :, None]).sum(3) * x.get("query", 1.0)
-    if "beta" in x:
-        beta = x["beta"][:, None]
-        free_energy = (logs + beta[:, None] * v[:, :, None]).logsumexp(3) / beta
-        if "query" in x:
-            free_energy = free_energy + x["query"].log() / beta
-        o = o + x["lam"] * (free_energy - o) if "lam" in x else free_energy
-    return (_kept(o * x.get("gate", 1.0), valid),)
-
-
-def _kept(o: Tensor, valid: Tensor | None) -> Tensor:
-    return o if valid is None else o.masked_fill(~valid[:, None, :, None], 0.0)
+    """All weights at once; logits of F's own are the second half of k's channels."""
+    tokens, width = x["v"].shape[2:]
+    logs = x["k"][:, :, None].expand(-1, -1, tokens, -1, -1).masked_fill(~seen(x), -torch.inf).log_softmax(3)
+    return two_level_read(x, logs[..., :width], logs[..., -width:])
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:
-    return (_kept(aft_read(**x, implementation=implementation)[0], x.get("valid")),)
+    return (masked(aft_read(**x, implementation=implementation)[0], x),)
 
 
 SUITE = Suite(
@@ -86,13 +97,13 @@ SUITE = Suite(
     cases={
         "normal": _random,
         "range 80": lambda size: _random(size, value_range=80.0),
-        "ramp 140": _ramp,
+        "ramp 140": lambda size: ramped(_random(size)),
         "sharp": lambda size: _random(size, spread=16.0),
         "beta 0.02": lambda size: _random(size, beta=0.02),
         "beta 40": lambda size: _random(size, beta=40.0),
-        "equal values": _equal,
+        "equal values": lambda size: half_equal(_random(size)),
         "underflow": _underflow,
-        "padded": _padded,
+        "padded": lambda size: padded(_random, size),
         "query inside": _query,
         "one token": lambda size: _random({**size, "tokens": 1}),
         "mu alone": lambda size: {name: t for name, t in _random(size).items() if name in ("k", "v", "gate")},

@@ -80,6 +80,14 @@ def underflowing(size: Size) -> Inputs:
     return x
 
 
+def faint_greatest(size: Size) -> Inputs:
+    """A key whose weight is 0 in float32 holds the greatest value: p exp(beta v) need not be 0."""
+    x = inputs(size, uniform=140.0)
+    x["k"][:, :, 5] *= -60
+    x["v"][:, :, 5] = 150.0
+    return x
+
+
 def one_wild_head(size: Size) -> Inputs:
     """A range over 80 in one channel of one head of one sequence alone."""
     x = inputs(size, batch=2)
@@ -138,7 +146,7 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     "past": lambda size: inputs(size, past=size["tokens"] // 2),
     "documents": lambda size: inputs(size, documents=(0.1, 0.1, 0.7)),
     "documents, grouped heads, ramp 140": lambda size: inputs(size, documents=(0.3, 0.9), group=2, ramp=140.0),
-    "full, documents, padding": lambda size: inputs(size, documents=(0.4,), causal=False, padding=True),
+    "full, documents, padding": lambda size: inputs(size, documents=(0.3, 0.7), causal=False, padding=True),  # no padding at the joints
     "budget (ii)": lambda size: inputs(size, values=2.0),
     "widths 96 and 48": lambda size: inputs(size, widths=(96, 48)),
     "widths 32 and 16": lambda size: inputs(size, widths=(32, 16)),
@@ -146,7 +154,18 @@ CASES: dict[str, Callable[[Size], Inputs]] = {
     "widths 256 and 128": lambda size: inputs(size, widths=(256, 128)),
     "one query over a past": lambda size: inputs(size, tokens=1, past=3 * size["tokens"]),
     "16 queries, grouped heads, a past": lambda size: inputs(size, tokens=16, group=2, past=2 * size["tokens"], uniform=79.0),
+    "a faint key with the greatest value": faint_greatest,
+    "one query, a past, small beta": lambda size: inputs(size, tokens=1, past=size["tokens"], beta=0.02),
+    "3 queries, a past, free energy alone": lambda size: inputs(size, tokens=3, past=30, group=2, present=("q", "k", "v", "beta")),
+    "2 queries, a past, mean": lambda size: inputs(size, tokens=2, past=30, present=("q", "k", "v", "gate"), equal_values=True, batch=2),
+    "3 queries, a past, full, padding": lambda size: inputs(size, tokens=3, past=size["tokens"], causal=False, padding=True, batch=2),
+    "a past, padding, ramp 500": lambda size: inputs(size, tokens=3, past=size["tokens"] // 2, padding=True, ramp=500.0, batch=2),
+    "full, padding, ramp 140": lambda size: inputs(size, causal=False, padding=True, ramp=140.0, batch=2),
+    "sharp, ramp 500": lambda size: inputs(size, sharpness=8.0, ramp=500.0),
+    "range 500, beta 40": lambda size: inputs(size, beta=40.0, uniform=500.0),
     "no gate": lambda size: inputs(size, present=("q", "k", "v", "beta", "lam")),
+    "no gate, ramp 140": lambda size: inputs(size, ramp=140.0, present=("q", "k", "v", "beta", "lam")),
+    "free energy alone, ramp 140": lambda size: inputs(size, ramp=140.0, present=("q", "k", "v", "beta")),
     "free energy alone": lambda size: inputs(size, present=("q", "k", "v", "beta")),
     "mean": lambda size: inputs(size, present=("q", "k", "v", "gate")),
 }

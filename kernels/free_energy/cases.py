@@ -97,6 +97,7 @@ def _call(x: Inputs, implementation: str) -> Outputs:
             x["gate"],
             lambda streams: linear_attention(q, k, streams, decay, normalise=True, implementation=implementation)[0],
             lambda start, stop: log_weights(q, k, decay, start, stop),
+            exact=x.get("exact", False),
             implementation=implementation,
         ),
     )

@@ -43,7 +43,8 @@ def definition(x: Inputs) -> Outputs:
 def call(x: Inputs, implementation: str) -> Outputs:
     """The public function; a state is float32 beside bfloat16."""
     initial = None if x["initial"] is None else x["initial"].to(torch.promote_types(x["q"].dtype, torch.float32))
-    return gated_delta_rule(x["q"], x["k"], x["v"], x["beta"], x["log_decay"], initial, implementation=implementation)
+    tensors = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], initial)
+    return gated_delta_rule(*tensors, chunk=x.get("chunk", 64), implementation=implementation)
 
 
 CASES: dict[str, Callable[[Size], Inputs]] = {

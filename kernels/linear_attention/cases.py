@@ -81,7 +81,7 @@ def _equal(size: Mapping[str, int]) -> Inputs:
 
 
 def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """All weights [b, h, t, i], what is kept from i to t [b, h, t, i, 1 or dk], and the log-decays [b, h, t, 1 or dk], of q, k, log_decay.
+    """All weights [b, h, t, i], what is kept between i and t [b, h, t, i, 1 or dk], and the log-decays [b, h, t, 1 or dk].
 
     Sums of log-decays over (i, t] are made term by term.
     """
@@ -92,6 +92,8 @@ def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     late = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
     steps = decay[:, :, :, None].expand(-1, -1, -1, tokens, -1).masked_fill(late.triu()[..., None], 0)
     kept = steps.cumsum(2).masked_fill(late.triu(1)[..., None], -torch.inf).exp()
+    if not x.get("causal", True):
+        kept = torch.where(late.triu(1)[..., None], kept.transpose(2, 3), kept)
     weights = (q[:, :, :, None] * k[:, :, None] * kept).sum(-1) if decay.shape[-1] > 1 else (q @ k.mT) * kept[..., 0]
     return weights, kept, decay
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from kernels.check import Inputs, Outputs, Suite
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention import second_order_attention
-from kernels.second_order_attention.reference import rotated
 
 Size = Mapping[str, int]
 
@@ -78,6 +77,14 @@ def _gram(x: Inputs) -> Tensor:
     return gram
 
 
+def _turned(x: Tensor, turn: Tensor | None, way: int) -> Tensor:
+    """The pairs (first half, second half) of x turned by (cos | sin), or back where ``way`` is -1."""
+    if turn is None:
+        return x
+    (cos, sin), (first, second) = turn.chunk(2, dim=-1), x.chunk(2, dim=-1)
+    return torch.cat((first * cos - way * second * sin, way * first * sin + second * cos), dim=-1)
+
+
 def _definition(x: Inputs) -> Outputs:
     """Equations 28 to 31, all pairs at once; LAPACK has no bfloat16, so that the system alone is solved in float32 there."""
     q, k, turn = x["q"], x["k"], x.get("turn")
@@ -85,15 +92,20 @@ def _definition(x: Inputs) -> Outputs:
     t, tk, kind = q.shape[2], k.shape[2], q.dtype
     turn = None if turn is None else turn.to(kind)
     seen = allowed_pairs(torch.arange(tk - t, tk, device=q.device), tk, x.get("causal", True), x.get("valid"))
-    scores = (rotated(q, turn) @ k.mT - k.square().sum(-1)[:, :, None] / 2) / temperature
+    scores = (_turned(q, turn, 1) @ k.mT - k.square().sum(-1)[:, :, None] / 2) / temperature
     p = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1)
     mean, gram = p @ k, _gram(x)
-    r = q - rotated(mean, turn, back=True)
-    u = rotated(r @ gram, turn)
-    product = (p * (u @ k.mT)) @ k - mean * (mean * u).sum(-1, keepdim=True)
+    r = q - _turned(mean, turn, -1)
+    u = _turned(r @ gram, turn, 1)
+    if x.get("exact"):
+        covariance = torch.einsum("bhti,bhid,bhie->bhtde", p, k, k) - mean[..., :, None] * mean[..., None, :]
+        hessian = torch.eye(k.shape[3], dtype=kind) - covariance / newton[..., None]
+        r, product = 0.0, newton * torch.linalg.solve(hessian, u[..., None])[..., 0]
+    else:
+        product = (p * (u @ k.mT)) @ k - mean * (mean * u).sum(-1, keepdim=True)
     wide = torch.promote_types(kind, torch.float32)
     lifted = gram + torch.diag_embed((x["jitter"] * gram.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)).expand(gram.shape[:2]))
-    b = torch.linalg.solve(lifted.to(wide), rotated(product / newton, turn, back=True).to(wide).mT).mT
+    b = torch.linalg.solve(lifted.to(wide), _turned(product / newton, turn, -1).to(wide).mT).mT
     return (r + b.to(kind),)
 
 

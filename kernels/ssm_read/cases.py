@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from kernels.aft_read.cases import half_equal, masked, padded, ramped, seen, two_level_read
 from kernels.check import Inputs, Outputs, Suite
 from kernels.ssm_read import ssm_read
 
@@ -35,19 +36,6 @@ def _random(size: Mapping[str, int], beta: float = 1.95, value_range: float | No
     }
 
 
-def _ramp(size: Mapping[str, int]) -> Inputs:
-    made = _random(size, step=0.1)
-    ramp = torch.linspace(-70, 70, size["tokens"], dtype=torch.float64)[:, None] / 1.95
-    return {**made, "v": torch.where(torch.arange(size["heads"])[:, None, None] % 2 == 0, ramp, -ramp).expand_as(made["v"]).clone()}
-
-
-def _equal(size: Mapping[str, int]) -> Inputs:
-    """Equal values in the first channel, whose gradients of lam and beta are then 0; the others keep the norms from being 0."""
-    made = _random(size)
-    made["v"][..., 0] = 0.75
-    return made
-
-
 def _forgetting(size: Mapping[str, int]) -> Inputs:
     """A few steps so long that what came before underflows."""
     made = _random(size)
@@ -55,38 +43,22 @@ def _forgetting(size: Mapping[str, int]) -> Inputs:
     return made
 
 
-def _padded(size: Mapping[str, int]) -> Inputs:
-    valid = torch.rand(2, size["tokens"], generator=torch.Generator().manual_seed(6)) > 0.3
-    valid[0, : size["tokens"] // 2] = False
-    return {**_random({**size, "batch": 2, "heads": 1}), "valid": valid}
-
-
 def _definition(x: Inputs) -> Outputs:
     """All weights at once; tokens that nobody reads give 0."""
-    v, valid = x["v"], x.get("valid")
-    delta = x["delta"] if valid is None else x["delta"].masked_fill(~valid[:, None, :, None], 0.0)
-    through = delta.cumsum(2)
-    span = (through[:, :, :, None] - through[:, :, None])[..., None] * x["rate"][:, None, None]
-    modes = x["c_out"][:, :, :, None, None].log() + x["b_in"][:, :, None, :, None].log() - span
-    tokens = v.shape[2]
-    unseen = torch.ones(tokens, tokens, dtype=torch.bool, device=v.device).triu(1)[:, :, None]
-    if valid is not None:
-        unseen = unseen | ~valid[:, None, None, :, None] & ~torch.eye(tokens, dtype=torch.bool, device=v.device)[:, :, None]
-    logs = (modes.logsumexp(-1) + x["delta"][:, :, None].log()).masked_fill(unseen, -torch.inf).log_softmax(3)
-    o = (logs.exp() * v[:, :, None]).sum(3)
-    if "beta" in x:
-        beta = x["beta"][:, None]
-        free_energy = (logs + beta[:, None] * v[:, :, None]).logsumexp(3) / beta
-        o = o + x["lam"] * (free_energy - o) if "lam" in x else free_energy
-    return (_kept(o * x.get("gate", 1.0), valid),)
-
-
-def _kept(o: Tensor, valid: Tensor | None) -> Tensor:
-    return o if valid is None else o.masked_fill(~valid[:, None, :, None], 0.0)
+    through = masked(x["delta"], x).cumsum(2)
+    before = through - masked(x["delta"], x)
+    span = through[:, :, :, None] - through[:, :, None]
+    if not x.get("causal", True):
+        later = torch.ones(span.shape[2:4], dtype=torch.bool, device=span.device).triu(1)[..., None]
+        span = torch.where(later, before[:, :, None] - before[:, :, :, None], span)
+    modes = x["c_out"][:, :, :, None, None].log() + x["b_in"][:, :, None, :, None].log() - span[..., None] * x["rate"][:, None, None]
+    logs = (modes.logsumexp(-1) + x["delta"][:, :, None].log()).masked_fill(~seen(x), -torch.inf)
+    logs = logs.log_softmax(3) if x.get("normalise", True) else logs
+    return two_level_read(x, logs, logs)
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:
-    return (_kept(ssm_read(**x, implementation=implementation)[0], x.get("valid")),)
+    return (masked(ssm_read(**x, implementation=implementation)[0], x),)
 
 
 def _only(size: Mapping[str, int], *left_out: str) -> Inputs:
@@ -99,12 +71,12 @@ SUITE = Suite(
         "normal": _random,
         "short steps": lambda size: _random(size, step=0.02),
         "range 80": lambda size: _random(size, value_range=80.0),
-        "ramp 140": _ramp,
+        "ramp 140": lambda size: ramped(_random(size, step=0.1)),
         "beta 0.02": lambda size: _random(size, beta=0.02),
         "beta 40": lambda size: _random(size, beta=40.0),
-        "equal values": _equal,
+        "equal values": lambda size: half_equal(_random(size)),
         "forgetting": _forgetting,
-        "padded": _padded,
+        "padded": lambda size: padded(_random, size),
         "one token": lambda size: _random({**size, "tokens": 1}),
         "mu alone": lambda size: _only(size, "beta", "lam"),
         "F alone": lambda size: _only(size, "lam", "gate"),

@@ -81,7 +81,7 @@ def _definition(x: Inputs) -> Outputs:
         a = s.sigmoid() * (-s).sigmoid()
         return ((a if seen is None else a.masked_fill(~seen, 0.0)) @ keys,)
     s = s if seen is None else s.masked_fill(~seen, -torch.inf)
-    return ((s.softmax(-1) + s.softmax(-2)) @ keys,)
+    return ((s.softmax(-1) + (s.softmax(-2) if x["kind"] == "bisoftmax" else 0)) @ keys,)
 
 
 def _call(x: Inputs, implementation: str) -> Outputs:

@@ -8,13 +8,12 @@ Beside it: the energies that Hyper-SET's steps descend, token by token, and its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.pairs import allowed_pairs
+from kernels.pairs import allowed_pairs, blocks_of_rows
 
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
@@ -36,7 +35,7 @@ class _Pairs(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, keys: Tensor, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
         q, k = _wide(z), _wide(keys)
         out = torch.zeros_like(q)
-        for rows in _blocks(q, k):
+        for rows in blocks_of_rows(q, k, BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE):
             weights, _ = _weights(q, k, rows, kind, causal, valid)
             seen = k[:, :, : weights.shape[-1]]
             out[:, :, rows] += weights @ seen
@@ -52,7 +51,7 @@ class _Pairs(torch.autograd.Function):
         q, k, d_out = (_wide(x) for x in (z, keys, *grads))
         dq, dk = torch.zeros_like(q), torch.zeros_like(k)
         scale = q.shape[-1] ** -0.5
-        for rows in _blocks(q, k):
+        for rows in blocks_of_rows(q, k, BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE):
             weights, scores = _weights(q, k, rows, ctx.kind, ctx.causal, valid)
             seen = slice(0, weights.shape[-1])
             d_weights = d_out[:, :, rows] @ k[:, :, seen].mT
@@ -71,14 +70,6 @@ class _Pairs(torch.autograd.Function):
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Rows of q, in order, as many at a time as the bound on terms allows, at least one."""
-    terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
-    at_once = max(1, terms // (q.shape[0] * q.shape[1] * k.shape[2]))
-    for start in range(0, q.shape[2], at_once):
-        yield slice(start, min(start + at_once, q.shape[2]))
 
 
 def _weights(q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,17 +16,15 @@ import triton
 import triton.language as tl
 
 from kernels.aft_read.triton.forward import (
-    ALIGNED,
     JOINT_MAXIMUM,
     JOINT_SUM,
     MAXIMUM,
     NOTHING,
     ROWS,
-    STAGES,
     SUM,
     VALUES,
-    WARPS,
     Launch,
+    built,
     counted,
     dense,
     exponents,
@@ -37,7 +35,6 @@ from kernels.aft_read.triton.forward import (
     load,
     place,
     put_rows,
-    read_types,
     readable,
     row,
     tile,
@@ -242,18 +239,10 @@ def _backward_kernel(
 def _builds():
     """As the forward's."""
     launch = Launch(4, 16, 4096, 64)
-    sizes = {"BT": launch.constants["BT"], "BC": launch.constants["BC"]}
-    types = read_types() | dict.fromkeys(("d_o", "dk", "dv", "d_lam", "d_gate"), "*bf16") | {"d_beta": "*fp32"}
-    absent = {"query": None, "valid": None}
-    found = []
-    for label, more in (("mu and F", {}), ("mu", {"beta": None, "lam": None})):
-        outputs = {"d_query": None} | ({"d_beta": None, "d_lam": None} if more else {})
-        for name, kernel, given in (
-            ("backward summary", _summary_kernel, sizes | absent | more),
-            ("backward", _backward_kernel, launch.constants | absent | more | outputs),
-        ):
-            found.append(Build(f"{name}, {label}", kernel, types, given, WARPS, STAGES, aligned=ALIGNED))
-    return tuple(found)
+    absent = {"query": None, "valid": None, "d_query": None}
+    for label, more in (("mu and F", {}), ("mu", dict.fromkeys(("beta", "lam", "d_beta", "d_lam")))):
+        for name, kernel in (("backward summary", _summary_kernel), ("backward", _backward_kernel)):
+            yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
 
 
-BUILDS: tuple[Build, ...] = _builds()
+BUILDS: tuple[Build, ...] = tuple(_builds())

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.implementations import interpreted
-from kernels.tiles import Build, strides_of
+from kernels.tiles import Build, build, strides_of
 
 PROGRAMS = 528  # four for each of an H100's multiprocessors
 MOST_SEGMENTS = 64  # their summaries are joined in one block
@@ -312,30 +312,21 @@ def _forward_kernel(
         tl.store(at + JOINT_SUM * width, i, mask=last)
 
 
-def read_types():
-    """Triton's types of what both directions take: bfloat16 slices, float32 sums."""
-    types = dict.fromkeys(("k", "v", "lam", "gate", "o"), "*bf16")
-    types |= dict.fromkeys(("beta", "summary", "after", "kept"), "*fp32")
-    types |= dict.fromkeys([x + y for x in "kvlgqd" for y in "bht"] + ["wb"], "i32")
-    return types | dict.fromkeys(("batch", "heads", "tokens", "width", "each", "segments", "chunks"), "i32")
-
-
-ALIGNED = (*(x + y for x in "kvlgqd" for y in "bht"), "tokens", "width", "heads")
+def built(label, kernel, given):
+    """A kernel's `Build`: bfloat16 slices, float32 sums."""
+    return build(
+        label, kernel, given, WARPS, STAGES, even="tokens width heads", odd="wb",
+        bf16="k v lam gate o d_o dk dv d_lam d_gate", fp32="beta summary after kept d_beta",
+    )  # fmt: skip
 
 
 def _builds():
     """4096 tokens of 4 x 16 heads of 64 channels, as budget (i) of the 1.3B model has them; with and without the free energy."""
     launch = Launch(4, 16, 4096, 64)
-    sizes = {"BT": launch.constants["BT"], "BC": launch.constants["BC"]}
     absent = {"query": None, "valid": None, "state": None}
-    found = []
     for label, more in (("mu and F", {}), ("mu", {"beta": None, "lam": None})):
-        for name, kernel, given in (
-            ("summary", _summary_kernel, sizes | {"valid": None} | {x: more[x] for x in more if x == "beta"}),
-            ("forward", _forward_kernel, launch.constants | absent | more),
-        ):
-            found.append(Build(f"{name}, {label}", kernel, read_types(), given, WARPS, STAGES, aligned=ALIGNED))
-    return tuple(found)
+        for name, kernel in (("summary", _summary_kernel), ("forward", _forward_kernel)):
+            yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
 
 
-BUILDS: tuple[Build, ...] = _builds()
+BUILDS: tuple[Build, ...] = tuple(_builds())

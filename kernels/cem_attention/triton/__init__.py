@@ -23,24 +23,13 @@ class Read(torch.autograd.Function):
     """`cem_attention` of float32 or bfloat16; alone = b_self - b_cross, of no dimension, and slopes are float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor | None,
-        h: Tensor | None,
-        d: Tensor | None,
-        slopes: Tensor,
-        alone: Tensor,
-        scale: float,
-        causal: bool,
-        valid: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        q, k, u, h, d, slopes, alone, scale, causal, valid = inputs
         q, k = rows_of(q), rows_of(k)
         ctx.scale, ctx.causal = scale, causal
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for sequences, rows in diagonal_parts(len(q), 0 if d is None else len(d), q.shape[2], k.shape[2]):
-            part = _part(ctx, q, k, u, h, d, slopes, alone, valid, sequences, rows)
+            part = _part((q, k, u, h, d, slopes, alone, scale, causal, valid), sequences, rows)
             attend(part, out[sequences, :, rows], lse[sequences, :, rows])
         ctx.save_for_backward(q, k, u, h, d, slopes, alone, valid, out, lse)
         return out
@@ -61,7 +50,7 @@ class Read(torch.autograd.Function):
             du, dd = torch.empty_like(u), torch.zeros_like(d, dtype=torch.float32)
             dh = torch.zeros_like(h, dtype=torch.float32) if cut or len(d) > 1 else torch.empty_like(h)
         for sequences, rows in pieces:
-            part = _part(ctx, q, k, u, h, d, slopes, alone, valid, sequences, rows)
+            part = _part((q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid), sequences, rows)
             end = part.k.shape[2]
             given = d_out[sequences, :, rows], lse[sequences, :, rows], row_terms[sequences, :, rows]
             d_alone += d_queries(part, out[sequences, :, rows], *given, dq[sequences, :, rows])
@@ -76,26 +65,16 @@ class Read(torch.autograd.Function):
         return dq, dk.to(k.dtype), du, dh, dd, None, d_alone, None, None, None
 
 
-def _part(
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor | None,
-    h: Tensor | None,
-    d: Tensor | None,
-    slopes: Tensor,
-    alone: Tensor,
-    valid: Tensor | None,
-    sequences: slice,
-    rows: slice,
-) -> Part:
+def _part(given: tuple[Any, ...], sequences: slice, rows: slice) -> Part:
+    """Of what `Read` is given."""
+    q, k, u, h, d, slopes, alone, scale, causal, valid = given
     first = rows.start + k.shape[2] - q.shape[2]
-    end = first + rows.stop - rows.start if ctx.causal else k.shape[2]
+    end = first + rows.stop - rows.start if causal else k.shape[2]
     c = None
     if u is not None and h is not None and d is not None:
-        c = diagonal_scores(u[sequences, rows], h[sequences, :end], d, first, ctx.causal)
+        c = diagonal_scores(u[sequences, rows], h[sequences, :end], d, first, causal)
     seen = None if valid is None else valid[sequences]
-    return Part(q[sequences, :, rows], k[sequences, :, :end], c, slopes, alone, seen, first, ctx.scale, ctx.causal)
+    return Part(q[sequences, :, rows], k[sequences, :, :end], c, slopes, alone, seen, first, scale, causal)
 
 
 # Of C's terms at once: 128 MB in bfloat16, and as much for the gradient. A sequence alone may be longer than that; then rows are cut.

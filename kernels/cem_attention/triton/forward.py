@@ -14,18 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.implementations import interpreted
-from kernels.tiles import Build
+from kernels.tiles import Blocks, Build, build, padded
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-class Sizes(NamedTuple):
-    """M rows and N keys a tile, and how Triton builds the kernel."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
 
 
 class Part(NamedTuple):
@@ -61,10 +52,10 @@ class Part(NamedTuple):
         valid = 0 if self.valid is None else self.valid.stride(0)
         return (*self.q.stride()[:3], *self.k.stride()[:3], *bias, valid, *(n for other in others for n in other.stride()[:3]))
 
-    def constants(self, sizes: Sizes, *others: Tensor) -> dict[str, int | bool]:
+    def constants(self, sizes: Blocks, *others: Tensor) -> dict[str, int | bool]:
         """The compile-time arguments that every kernel has, and how it is built. ALIGN: the greatest power of 2 in all strides of rows."""
         width, strides = self.q.shape[3], [n for x in (self.q, self.k, *others) for n in x.stride()[:3]]
-        tiles = {"WIDTH": width, "PADDED": padded(width), "M": sizes.m, "N": sizes.n, "CAUSAL": self.causal}
+        tiles = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": self.causal}
         return tiles | {
             "STAGES": sizes.stages,
             "ALIGN": math.gcd(16, width, *strides),
@@ -73,20 +64,15 @@ class Part(NamedTuple):
         }
 
 
-def padded(width: int) -> int:
-    """The width of tiles in registers: a power of 2, at least what a matrix product takes."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def fitting(dtype: torch.dtype, wide: int, narrow: Sizes, middle: Sizes, broad: Sizes) -> Sizes:
+def fitting(dtype: torch.dtype, wide: int, narrow: Blocks, middle: Blocks, broad: Blocks) -> Blocks:
     """bfloat16's sizes for tiles up to 64, 128 and 256 wide; float32 multiplies without tensor cores.
 
     In Triton's interpreter tiles are small, so that a test has many.
     """
     if interpreted():
-        return Sizes(32, 16, 4, 1)
+        return Blocks(32, 16, 4, 1)
     if dtype == torch.float32:
-        return Sizes(32, 32, 4, 1) if wide <= 64 else Sizes(16, 16, 4, 1)
+        return Blocks(32, 32, 4, 1) if wide <= 64 else Blocks(16, 16, 4, 1)
     return narrow if wide <= 64 else middle if wide <= 128 else broad
 
 
@@ -147,7 +133,7 @@ def bias_tile(bias, row_stride, row, rows, key, keys):
 def built(
     label: str,
     kernel: Any,
-    sizes: Sizes,
+    sizes: Blocks,
     width: int,
     *,
     outputs: dict[str, str],
@@ -162,25 +148,17 @@ def built(
 
     outputs: its pointers after `Part.pointers`, name -> Triton type; numbers: its integers that a layer's sizes make odd.
     """
-    types = {"q": "*bf16", "k": "*bf16", "bias": "*bf16", "slopes": "*fp32", "alone": "*fp32", "valid": "*i1"} | outputs
     absent = {name: None for name, there in (("bias", bias), ("valid", valid)) if not there}
-    tiles = {
-        "WIDTH": width,
-        "PADDED": padded(width),
-        "M": sizes.m,
-        "N": sizes.n,
-        "CAUSAL": causal,
-        "STAGES": sizes.stages,
-        "ALIGN": math.gcd(16, width),
-    }
-    constants: dict[str, Any] = absent | tiles | ({} if add is None else {"ADD": add})
-    heads = {f"{name}_head" for name, kind in types.items() if kind == "*bf16" and not name.endswith("bias")}
-    odd = {"first", *numbers} | (heads if width % 16 else set())
-    integers = [name for name in kernel.arg_names if name not in types and name not in constants and name not in ("scale", "unit")]
-    types = {name: kind for name, kind in types.items() if name not in absent} | dict.fromkeys(integers, "i32")
-    types |= {name: "fp32" for name in ("scale", "unit") if name in kernel.arg_names}
-    aligned = tuple(name for name in integers if name not in odd)
-    return Build(label, kernel, types, constants, sizes.warps, sizes.stages, matrix=matrix, aligned=aligned)
+    part = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": causal}
+    constants: dict[str, Any] = absent | part | {"STAGES": sizes.stages, "ALIGN": math.gcd(16, width), "ADD": add}
+    # Of a width that is no multiple of 16 the heads' strides are none; those of C always are.
+    integers = set(kernel.arg_names) - {*constants, *outputs, "q", "k", "bias", "slopes", "alone", "valid", "scale", "unit"}
+    wide = {"q", "k", *(name for name, kind in outputs.items() if kind == "*bf16" and not name.endswith("bias"))}
+    odd = {"first", *numbers} | ({f"{name}_head" for name in wide} if width % 16 else set())
+    return build(
+        label, kernel, constants, sizes.warps, sizes.stages, bf16="q k bias", fp32="slopes alone", kinds=outputs,
+        even=" ".join(integers - odd), odd=" ".join(odd), matrix=matrix,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -261,16 +239,16 @@ def _forward_kernel(
     tl.store(lse + batch * lse_batch + head * lse_head + start + local, best + tl.log2(total), mask=start + local < rows)
 
 
-def forward_sizes(dtype: torch.dtype, width: int) -> Sizes:
+def forward_sizes(dtype: torch.dtype, width: int) -> Blocks:
     """Of the forward's tiles for heads this wide."""
-    return fitting(dtype, padded(width), Sizes(128, 64, 8, 3), Sizes(128, 64, 8, 2), Sizes(64, 32, 8, 2))
+    return fitting(dtype, padded(width), Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2))
 
 
 def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     """Write a part's out [b, heads, rows, r] and lse [b, heads, rows] (base 2, float32)."""
     b, heads, rows, width = part.q.shape
     sizes = forward_sizes(part.q.dtype, width)
-    _forward_kernel[(heads, triton.cdiv(rows, sizes.m), b)](
+    _forward_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
         *part.pointers(), out, lse, *part.numbers(), *part.strides(out), *lse.stride()[:2], **part.constants(sizes, out)
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.tiles import Blocks, Build, padded
+from kernels.tiles import Blocks, build, padded
 
 WIDEST = 256  # of a head's queries and keys, and of v
+KEYS = {"first": "*i32", "last": "*i32"}  # of documents
 HEADS = ((64, 32), (128, 64), (96, 48), (64, 64), (128, 128), (256, 128))  # (dk, dv) that the kernels are built for in the gate
 
 
@@ -92,18 +93,10 @@ def readable(position, lowest, highest, key, tk, valid):
 FLOAT32 = Blocks(16, 16, 4, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
 
 
-def build(label, kernel, blocks, constants):
-    """The `Build` of a kernel in bfloat16 with these blocks; arguments that ``constants`` leaves out have their name's type."""
-    types = {name: _TYPES.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    aligned = tuple(name for name in types if name.endswith(("_b", "_h", "_t")) or name in ("tq", "tk"))
+def built(label, kernel, blocks, constants):
+    """The `Build` of a kernel in bfloat16 with these blocks."""
     sizes = {"BDK": padded(constants["DK"]), "BDV": padded(constants["DV"]), "ROWS": blocks.rows, "KEYS": blocks.keys}
-    return Build(label, kernel, types, constants | sizes, blocks.warps, blocks.stages, matrix=True, aligned=aligned)
-
-
-_TYPES = (
-    dict.fromkeys(("q", "k", "values", "out", "lam", "gate", "d_reads", "d_q", "d_k", "d_values"), "*bf16")
-    | dict.fromkeys(("lse", "reads", "beta", "centre", "row_term"), "*fp32")
-    | dict.fromkeys(("valid", "shifted"), "*i1")
-    | dict.fromkeys(("first", "last"), "*i32")
-    | dict.fromkeys(("scale", "factor"), "fp32")
-)
+    return build(
+        label, kernel, constants | sizes, blocks.warps, blocks.stages, matrix=True, even="tq tk",
+        bf16="q k values out lam gate d_reads d_q d_k d_values", fp32="lse reads beta centre row_term", kinds=KEYS,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.fem_attention.triton import FLOAT32, HEADS, WIDEST, build, key_spans, last_key, load_tile, readable
+from kernels.fem_attention.triton import FLOAT32, HEADS, WIDEST, built, key_spans, last_key, load_tile, readable
 from kernels.fem_attention.triton.attention_backward import attention_gradients
 from kernels.fem_attention.triton.attention_epilogue import epilogue_gradients, free_energy_gap, load_channels, row_term
 from kernels.implementations import interpreted
@@ -277,7 +277,7 @@ def _builds():
     }
     for label, (dk, dv, form) in forms.items():
         constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
-        yield build(label, _forward_kernel, forward_blocks(torch.bfloat16, dk, dv, constants["HALVES"]), constants)
+        yield built(label, _forward_kernel, forward_blocks(torch.bfloat16, dk, dv, constants["HALVES"]), constants)
 
 
 BUILDS = tuple(_builds())

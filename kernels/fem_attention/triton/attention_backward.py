@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fem_attention.triton import FLOAT32, HEADS, build, key_spans, last_key, load_tile, query_span, readable
+from kernels.fem_attention.triton import FLOAT32, HEADS, built, key_spans, last_key, load_tile, query_span, readable
 from kernels.implementations import interpreted
 from kernels.tiles import LOG2E, Blocks, padded, rows_of, store_tile
 
@@ -245,7 +245,7 @@ def _builds():
     for label, (dk, dv, form) in forms.items():
         constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
         for kernel, blocks in ((_queries_kernel, queries_blocks), (_keys_kernel, keys_blocks)):
-            yield build(label, kernel, blocks(torch.bfloat16, dk, dv, 2), constants)
+            yield built(label, kernel, blocks(torch.bfloat16, dk, dv, 2), constants)
 
 
 BUILDS = tuple(_builds())

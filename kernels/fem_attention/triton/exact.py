@@ -35,7 +35,7 @@ from kernels.fem_attention.triton.exact_read import (
     _tile,
 )  # fmt: skip
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Build, padded, rows_of, strides_of
+from kernels.tiles import LOG2E, build, padded, rows_of, strides_of
 
 
 @triton.jit
@@ -362,14 +362,12 @@ def constants(width, channels, causal):
     return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "CHUNK": CHUNK}
 
 
-def _build(label, kernel, width, channels, *, rows, keys, absent=(), causal=True):
-    float32 = ("beta", "lse", "free_energy", "row_term", "d_beta")
-    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(float32, "*fp32") | {"wild": "*i1", "valid": "*i1", "scale": "fp32"}
-    types |= dict.fromkeys("q k v o d_o lam gate greatest d_lam d_gate d_q d_k d_v".split(), "*bf16")
-    types |= {"first": "*i32", "last": "*i32"}
-    given = constants(width, channels, causal) | {"group": 1, "ROWS": rows, "KEYS": keys} | dict.fromkeys(absent)
-    aligned = tuple(name for name in kernel.arg_names if name.endswith(("_b", "_h", "_t")) or name in ("tq", "tk"))
-    return Build(f"{label}, d_k {width}, d_v {channels}", kernel, types, given, WARPS, STAGES, aligned=aligned)
+def _build(label, kernel, width, channels, *, rows, keys, absent=()):
+    given = constants(width, channels, True) | {"group": 1, "ROWS": rows, "KEYS": keys} | dict.fromkeys(absent)
+    return build(
+        f"{label}, d_k {width}, d_v {channels}", kernel, given, WARPS, STAGES, even="tq tk", kinds={"first": "*i32", "last": "*i32"},
+        bf16="q k v o d_o lam gate greatest d_lam d_gate d_q d_k d_v", fp32="beta lse free_energy row_term d_beta",
+    )  # fmt: skip
 
 
 _PLAIN = ("valid", "first", "last")
@@ -381,9 +379,9 @@ _KERNELS = (
     ("dv", _dv_kernel, KEYS, ROWS),
 )
 BUILDS = tuple(
-    build
+    each
     for label, kernel, rows, keys in _KERNELS
-    for build in (
+    for each in (
         _build(label, kernel, 64, 32, rows=rows, keys=keys, absent=_PLAIN),
         _build(label, kernel, 128, 64, rows=rows, keys=keys, absent=_PLAIN),
         _build(f"{label}, documents and padding", kernel, 128, 64, rows=rows, keys=keys),

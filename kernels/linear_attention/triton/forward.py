@@ -281,51 +281,13 @@ def row_terms_kernel(
 
 
 BUILDS = (
+    *(plans.built(label, states_kernel, plan, REVERSE=reverse) for label, plan, reverse in plans.BOTH_WAYS),
     *(
-        plans.build(
-            label,
-            states_kernel,
-            plan,
-            {**plan.constants(), "REVERSE": reverse},
-            data="x v states",
-            floats="share weight first masses last",
-            strides="x v",
-            options=plans.STATES,
-        )
-        for label, plan, reverse in plans.BOTH_WAYS
-    ),
-    *(
-        plans.build(label, cumulate_kernel, plan, plan.cumulating(), data="a", strides="a", options=plans.OTHERS, matrix=False)
+        plans.built(label, cumulate_kernel, plan, matrix=False)
         for label, plan in plans.PRODUCTION.items()
         if plan.decay and plan.key_width == 64
     ),
-    *(
-        plans.build(
-            label,
-            read_kernel,
-            plan,
-            {**plan.constants(), "REVERSE": reverse},
-            data="x y v pairs states out",
-            floats="masses share",
-            strides="x y v",
-            options=plans.OTHERS,
-        )
-        for label, plan, reverse in plans.BOTH_WAYS
-    ),
-    *(
-        plans.build(label, pairs_kernel, plan, plan.pairing(), data="q k pairs", strides="q k", options=plans.OTHERS)
-        for label, plan in plans.PRODUCTION.items()
-        if plan.decay == plans.CHANNEL
-    ),
-    plans.build(
-        "d_v 128",
-        row_terms_kernel,
-        plans.Plan(128, 128, plans.NONE, True, False),
-        {"DV": 128, "BV": 64, "C": 64},
-        data="y dy",
-        floats="share terms",
-        strides="y dy",
-        options=plans.OTHERS,
-        matrix=False,
-    ),
+    *(plans.built(label, read_kernel, plan, REVERSE=reverse) for label, plan, reverse in plans.BOTH_WAYS),
+    *(plans.built(label, pairs_kernel, plan) for label, plan in plans.PRODUCTION.items() if plan.decay == plans.CHANNEL),
+    plans.built("d_v 128", row_terms_kernel, plans.Plan(128, 128, plans.NONE, True, False), matrix=False),
 )

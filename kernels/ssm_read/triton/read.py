@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.aft_read.triton.forward import counted, dense, join_one, join_two, load, place, row
-from kernels.ssm_read.triton.states import ALIGNED, STAGES, build_launch, channel, column, exponent, maxima, shared_types
+from kernels.ssm_read.triton.states import build_launch, built, channel, column, exponent, maxima
 from kernels.tiles import Build
 
 
@@ -206,20 +206,14 @@ def _gradients_kernel(
 
 def _builds():
     launch = build_launch()
-    types = shared_types() | dict.fromkeys(("lam", "gate", "o", "d_o", "d_lam", "d_gate"), "*bf16") | {"d_beta": "*fp32"}
-    strides = tuple(x + y for x in "lgo" for y in "bht")
-    types |= dict.fromkeys(strides, "i32")
     forward, backward = dict.fromkeys(("d_o", "d_lam", "d_gate", "d_sums", "d_beta")), {"o": None}
     mean = dict.fromkeys(("beta", "lam", "starts", "d_lam", "d_beta"))
     found = []
     for label, less in (("mu and F", {}), ("mu", mean)):
         for name, absent in (("read", forward), ("gradients of the sums", backward)):
             warps = launch.read_options(absent is backward, not less)["num_warps"]
-            given = launch.blocks | absent | less
-            found.append(Build(f"{name}, {label}", _read_kernel, types, given, warps, STAGES, aligned=(*ALIGNED, *strides)))
-    types = shared_types() | dict.fromkeys(("d_delta", "d_b_in", "d_c_out", "d_rate", "d_beta"), "*fp32") | {"dv": "*bf16"}
-    warps = launch.wide_options["num_warps"]
-    found.append(Build("gradients, mu and F", _gradients_kernel, types, launch.blocks, warps, STAGES, aligned=ALIGNED))
+            found.append(built(f"{name}, {label}", _read_kernel, launch.blocks | absent | less, warps))
+    found.append(built("gradients, mu and F", _gradients_kernel, launch.blocks, launch.wide_options["num_warps"]))
     return tuple(found)
 
 

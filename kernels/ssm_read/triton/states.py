@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.aft_read.triton.forward import NOTHING, exponents, load, place
 from kernels.implementations import interpreted
-from kernels.tiles import Build
+from kernels.tiles import Build, build
 
 STAGES = 1
 
@@ -241,15 +241,13 @@ def _carry_back_kernel(
             joint += new
 
 
-def shared_types():
-    """Triton's types of the arguments that all kernels have."""
-    types = {"v": "*bf16"} | dict.fromkeys(
-        "delta b_in c_out rate slow beta states_of states_out tops spans starts given given_top after gradients d_sums".split(), "*fp32"
-    )
-    return types | dict.fromkeys("db dh dt vb vh vt batch heads tokens width states chunks".split(), "i32")
-
-
-ALIGNED = ("db", "dh", "dt", "vb", "vh", "vt", "tokens", "width", "states")
+def built(label, kernel, given, warps):
+    """A kernel's `Build`: v and the read in bfloat16, all else in float32."""
+    return build(
+        f"{label}", kernel, given, warps, STAGES, even="tokens width states", bf16="v dv lam gate o d_o d_lam d_gate",
+        fp32="delta b_in c_out rate slow beta states_of states_out tops spans starts given given_top after gradients d_sums"
+        " d_delta d_b_in d_c_out d_rate d_beta",
+    )  # fmt: skip
 
 
 def build_launch(streams=3):
@@ -266,10 +264,7 @@ def _builds():
         ("states' gradients", _gradient_states_kernel, launch.blocks),
         ("gradients carried", _carry_back_kernel, carried),
     )
-    warps = launch.options["num_warps"]
-    return tuple(
-        Build(f"{label}, mu and F", kernel, shared_types(), more, warps, STAGES, aligned=ALIGNED) for label, kernel, more in kernels
-    )
+    return tuple(built(f"{label}, mu and F", kernel, more, launch.options["num_warps"]) for label, kernel, more in kernels)
 
 
 BUILDS: tuple[Build, ...] = _builds()
