@@ -18,7 +18,7 @@ import pandas as pd
 
 from fem_common.errors import ConfigError
 from fem_common.progress import Progress
-from fem_common.text import nearest
+from fem_common.text import aligned, nearest
 from tools.scaling.fits.compare import compare
 from tools.scaling.fits.isoflop import fit_isoflop
 from tools.scaling.fits.learning_rate import fit_learning_rates
@@ -66,7 +66,7 @@ def report(fit: StudyFit) -> str:
     ]
     for variant in fit.variants.values():
         rows += _rows(variant)
-    lines += _aligned(rows)
+    lines += aligned(rows)
     rates: list[tuple[str, ...]] = [("variant", "parameters", "width", "best rate", "loss", "")]
     for variant in fit.variants.values():
         for one in variant.learning_rate.optima if variant.learning_rate else []:
@@ -74,7 +74,7 @@ def report(fit: StudyFit) -> str:
             width = "–" if one.width is None else str(one.width)
             rates.append((variant.name, f"{one.parameters:.4g}", width, _number(one.rate, ".3g"), f"{one.loss:.4f}", told))
     if len(rates) > 1:
-        lines += ["", *_aligned(rates)]
+        lines += ["", *aligned(rates)]
     for variant in fit.variants.values():
         laws = (variant.learning_rate.by_parameters, variant.learning_rate.by_width) if variant.learning_rate else ()
         lines += [f"{variant.name}: best rate = {law.coefficient.value:.3g} {law.x}^{_number(law.exponent, '.3f')}" for law in laws if law]
@@ -106,11 +106,6 @@ def _number(one: Estimate, form: str) -> str:
     if one.low is None or one.high is None:
         return f"{one.value:{form}}"
     return f"{one.value:{form}} ({one.low:{form}}–{one.high:{form}})"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
+from fem_common.text import aligned
 from tools.scaling.pictures.style import legend_below, log_ticks
 
 LIMIT = 2.0
@@ -96,15 +97,10 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     found = []
     for site in dict.fromkeys(record.site for record in at_end):
         for quantity in ("scale", "change"):
-            values = tuple(mean_over_seeds(at_end, site, quantity, width) for width in widths)
+            own = {width: [record for record in at_end if (record.site, record.width) == (site, width)] for width in widths}
+            values = tuple(sum(getattr(record, quantity) for record in some) / len(some) for some in own.values())
             found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
     return found
-
-
-def mean_over_seeds(records: Iterable[Record], site: str, quantity: str, width: int) -> float:
-    """The mean of ``quantity`` of the records of a site and a width."""
-    values = [getattr(record, quantity) for record in records if (record.site, record.width) == (site, width)]
-    return sum(values) / len(values)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -118,10 +114,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         numbers = [f"{value:.4g}" for value in verdict.values]
         rows.append((verdict.site, verdict.quantity, *numbers, f"{verdict.ratio:.2f}", f"{verdict.exponent:+.2f}", verdict.words))
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(sizes) - 1
-    lines = ("  ".join(_aligned(cell, sizes[i], left=i in (0, 1, last)) for i, cell in enumerate(row)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned(rows, left=(0, 1, len(rows[0]) - 1)))
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -133,10 +126,6 @@ def summary(records: Sequence[Record]) -> str:
         ratios = [worst(judge(some)).ratio if some else math.nan for some in own]
         lines.append(f"| `{variant}` | {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |")
     return "\n".join(lines) + "\n"
-
-
-def _aligned(cell: str, size: int, *, left: bool) -> str:
-    return cell.ljust(size) if left else cell.rjust(size)
 
 
 def as_csv(records: Iterable[Record]) -> str:

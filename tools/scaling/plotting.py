@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     pictures = {name: png(figure) for name, figure in figures(fit, table).items()}
     _write(results, report, pictures)
     print(f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and report.html in {results}")
-    for statement in report.statements:
+    for statement in report["statements"]:
         print(statement)
     return 0
 
