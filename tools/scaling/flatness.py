@@ -15,7 +15,7 @@ from typing import Any
 
 from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
 from fem_common.text import aligned
-from tools.scaling.pictures.style import legend_below, log_ticks
+from tools.scaling.pictures.style import legend_below, log_ticks, marked
 
 LIMIT = 2.0
 """The greatest ratio between two widths that counts as flat."""
@@ -164,13 +164,17 @@ def coordinates(records: Sequence[Record]) -> Any:
             axes = grid[row, column]
             some = [verdict for verdict in found if verdict.quantity == quantity]
             _panel(axes, [verdict for verdict in some if verdict.site in looks], looks)
-            axes.set_title(f"{NAMES[name]}, {words}\n{_worst_words(some)}", loc="left", fontsize=9.5)
+            most = worst(some)
+            verdict = f"at most x {most.ratio:.2f}" if math.isfinite(most.ratio) else most.words
+            said = f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
+            axes.set_title(f"{NAMES[name]}, {words}\n{said}", loc="left", fontsize=9.5)
             plain_axes(axes, "width of the model" if row else "", f"over that at width {found[0].widths[0]}" if not column else "")
     bottom, top = grid[0, 0].get_ylim()
     log_ticks(grid[0, 0].yaxis, bottom, top, "number")
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
-    _legend(figure, looks)
+    labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]
+    legend_below(figure, [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()], labels, 4)
     return figure
 
 
@@ -211,17 +215,3 @@ def _panel(axes: Any, verdicts: Sequence[Verdict], looks: dict[str, dict[str, An
         if math.isfinite(verdict.ratio):
             over = [value / verdict.values[0] for value in verdict.values]
             axes.plot(verdict.widths, over, linewidth=1.4, markersize=4.5, alpha=1.0 if verdict.judged else 0.35, **looks[verdict.site])
-
-
-def _worst_words(verdicts: Sequence[Verdict]) -> str:
-    """The verdict of one quantity under one parametrization, over all sites."""
-    found = worst(verdicts)
-    most = f"at most x {found.ratio:.2f}" if math.isfinite(found.ratio) else found.words
-    return f"{'flat' if found.flat else 'not flat'}: {most} ({in_words(found.site)})"
-
-
-def _legend(figure: Any, looks: dict[str, dict[str, Any]]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], linewidth=1.4, markersize=4.5, **look) for look in looks.values()]
-    legend_below(figure, handles, [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks], 4)

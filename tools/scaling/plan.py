@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from fem_common.text import aligned
+from fem_common.text import aligned, counted
 from tools.scaling.planning import PlannedRun, plan_study, rule_words
 from tools.scaling.study import Study, load_study
 
@@ -73,13 +73,12 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
     """The total, and what the numbers rest on."""
     cluster = study.cluster
     total = sum(run.hours or 0.0 for run in runs)
-    plural = "" if len(runs) == 1 else "s"
-    notes = [f"{len(runs)} run{plural}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"]
+    notes = [f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"]
     if cluster.tflops is None:
         notes.append("hours: not said, the study states no cluster.tflops")
     else:
         where = cluster.name or "the study's machine"
-        processes = f"{cluster.processes} process{'es' if cluster.processes > 1 else ''} a run"
+        processes = f"{counted(cluster.processes, 'process')} a run"
         notes += [
             f"{_hours(total)} hours of runs on {where}, {processes}: {_hours(total / min(cluster.at_once, len(runs)))} by the clock with "
             f"{cluster.at_once} at once, {_hours(total * cluster.processes)} process hours",

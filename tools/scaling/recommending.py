@@ -94,8 +94,8 @@ def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, ex
     planner, laws = Planner(study), fit.variants[name]
     optimum = optimal(laws, flops)
     count = total_parameters if fit.parameters == "total" else non_embedding_parameters
-    example = planner.model(name, _first_size(study))
-    sizes = nearest_sizes(study.shape, example.config.model, optimum.n.value, count)
+    example = planner.model(name, (study.sizes or study.budgets[0].sizes)[0]).config.model
+    sizes = nearest_sizes(study.shape, example, optimum.n.value, count)
     model = planner.model(name, Size(width=sizes.width))
     batch = model.config.train.global_batch_size * model.config.data.seq_length
     steps = round(flops / (model.flops_per_token * batch))
@@ -106,7 +106,7 @@ def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, ex
             f"the least that will do: --flops {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
         )
     rate, rate_from = _rate(laws, model, count(model.config.model))
-    words = (*model.words, *planner.words(model, steps, rate), f"train.seed={study.seeds[0]}", f"name={_name(study, name, flops)}")
+    words = (*model.words, *planner.words(model, steps, rate), f"train.seed={study.seeds[0]}", f"name={study.name}-{name}-{short(flops)}")
     config = planner.read(f"the run for {flops:g} FLOPs", words)
     planner.prepared(f"the run for {flops:g} FLOPs", config)
     tokens = steps * batch
@@ -185,20 +185,14 @@ def _predictable(laws: VariantFit, flops: float) -> float | None:
         return None
 
 
-def _first_size(study: Study) -> Size:
-    return study.sizes[0] if study.sizes else study.budgets[0].sizes[0]
-
-
 def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
     """The learning rate and where it comes from."""
     fitted = laws.learning_rate
-    for law, size, what in (
-        (fitted.by_parameters if fitted else None, parameters, "parameters"),
-        (fitted.by_width if fitted else None, model.sizes.width, "width"),
-    ):
-        if law is not None:
-            rate = float(f"{float(law.at(size)):.3g}")
-            return rate, f"{rate:g}, the study's law of the best rate against {what}"
+    if fitted is not None:
+        for law, size in ((fitted.by_parameters, parameters), (fitted.by_width, model.sizes.width)):
+            if law is not None:
+                rate = float(f"{float(law.at(size)):.3g}")
+                return rate, f"{rate:g}, the study's law of the best rate against {law.x}"
     rate = model.config.optimizer.lr
     why = "muP keeps it over the widths" if model.config.model.parametrization == "mup" else "the study fitted no law of it"
     return rate, f"{rate:g}, that of the study's runs ({why})"
@@ -214,28 +208,16 @@ def _measured(study: Study, fit: StudyFit) -> float:
     return max(flops)
 
 
-def _name(study: Study, variant: str, flops: float) -> str:
-    return f"{study.name}-{variant}-{short(flops)}"
-
-
 def _interval(loss: Prediction) -> str:
     return f"{loss.mean:.4f}" + (f" ({loss.low:.4f}-{loss.high:.4f})" if loss.low is not None and loss.high is not None else "")
 
 
-def _count(estimate: Estimate) -> str:
-    told = f"{estimate.value:.3g}"
-    return told + (f" ({estimate.low:.3g}-{estimate.high:.3g})" if estimate.low is not None and estimate.high is not None else "")
+def _count(one: Estimate) -> str:
+    return f"{one.value:.3g}" + (f" ({one.low:.3g}-{one.high:.3g})" if one.low is not None and one.high is not None else "")
 
 
 def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """What differs from the defaults, key by key."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        default = defaults.get(key)
-        if isinstance(value, dict) and isinstance(default, dict):
-            inner = _differences(value, default)
-            if inner:
-                found[key] = inner
-        elif value != default:
-            found[key] = value
-    return found
+    changed = {key: value for key, value in values.items() if value != defaults.get(key)}
+    both = {key for key, value in changed.items() if isinstance(value, dict) and isinstance(defaults.get(key), dict)}
+    return {key: _differences(value, defaults[key]) if key in both else value for key, value in changed.items()}

@@ -19,7 +19,7 @@ from fem_common.errors import ConfigError
 from .collecting import Collected
 from .laws import Estimate
 from .results import StudyFit, optimal
-from .study import Size, Study
+from .study import Study
 
 _CAPTIONS = {
     "isoflop": "Held-out loss against model size at equal training compute. Each curve is a parabola in log N through the runs of one "
@@ -117,7 +117,7 @@ def _asked(study: Study, fit: StudyFit, final: pd.DataFrame, collected: Collecte
     yield "base run", Path(study.base).name
     if study.settings:
         yield "settings of all runs", " ".join(study.settings)
-    yield "sizes", ", ".join(_size(size) for size in study.sizes) or "given with the budgets"
+    yield "sizes", ", ".join(size.told for size in study.sizes) or "given with the budgets"
     lengths: dict[str, Sequence[float]] = {
         "training compute, FLOPs": [budget.flops for budget in study.budgets],
         "training tokens": study.tokens,
@@ -137,10 +137,6 @@ def _asked(study: Study, fit: StudyFit, final: pd.DataFrame, collected: Collecte
         yield "time in steps of all runs", f"{hours:.3g} hours"
     yield "N of the laws", "all parameters" if fit.parameters == "total" else "parameters without embedding and output layer"
     yield "data, tokenizer", f"{final['data'].iloc[0] or 'not told'}, {final['tokenizer'].iloc[0] or 'not told'}"
-
-
-def _size(size: Size) -> str:
-    return f"width {size.width}" if size.width is not None else f"{number(size.parameters or 0.0)} parameters"
 
 
 def _statements(fit: StudyFit) -> Iterator[str]:

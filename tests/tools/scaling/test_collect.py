@@ -141,19 +141,22 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, study: Made, capsys:
     path, plan, runs = study
     metrics(plan, runs[2], lambda lines: [line for line in lines if "valid_loss" not in line])
     assert f"{runs[2].name}: it has no validation at its last step, {runs[2].steps}" in refused(study, capsys)
-    for change, told in (({"tokens": 950}, "data of contents"), ({"tokenizer": "two"}, "tokenizers of sha256")):
-        other = write_folder(tmp_path / f"other_{told[:4]}", **change)  # type: ignore[arg-type]
+    for change, told in (({"tokens": 950}, "data"), ({"tokenizer": "two"}, "tokenizer")):
+        other = write_folder(tmp_path / f"other_{told}", **change)  # type: ignore[arg-type]
         write_run(plan, runs[2], words=(f"data.train.0.prefix={other / 'train'}", f"data.valid.0.prefix={other / 'valid'}"))
-        assert f"runs {runs[0].name} and {runs[2].name} cannot be compared, they read {told}" in refused(study, capsys)
+        message = refused(study, capsys)
+        assert f"{told}: runs {runs[0].name} and {runs[2].name} have " in message and "cannot be compared" in message
     write_run(plan, runs[2], words=("optimizer.weight_decay=0.3",))
     assert f"trained with optimizer.weight_decay = 0.3, and {path} plans 0.1 now" in refused(study, capsys)
-    # What changes nothing of what is learnt may differ, and two variants that differ in that alone are one run.
+    # What changes nothing of what is learnt may differ, and two variants that differ in that alone are one run; in the sequences' length
+    # they cannot be compared.
     write_run(plan, runs[2], words=("log.interval=3", "train.micro_batch_size=2", "checkpoint.interval=7", "train.recompute=full"))
     collected(study)
-    twice = make(tmp_path, variants={"a": [], "b": ["log.interval=3"]}, directory=str(tmp_path / "twice"))
-    for run in twice[2]:
-        write_run(twice[1], run)
-    assert f"runs {twice[2][0].name} and {twice[2][1].name} have the same configuration" in refused(twice, capsys)
+    for word, told in (("log.interval=3", "have the same configuration"), ("data.seq_length=32", "have data of different identity")):
+        twice = make(tmp_path, variants={"a": [], "b": [word]}, directory=str(tmp_path / word))
+        for run in twice[2]:
+            write_run(twice[1], run)
+        assert f"runs {twice[2][0].name} and {twice[2][1].name} {told}" in refused(twice, capsys)
 
 
 def test_a_checkpoint_tells_what_data_it_was_trained_on(tmp_path: Path, study: Made, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ Intervals are percentiles of a bootstrap of the runs' residuals about their budg
 drawn with replacement a third of the draws leave two or one, through which no parabola goes. A residual is relative to the loss,
 divided by ``sqrt(1 - leverage)``, which gives it a run's variance, and drawn from all budgets together. Of 12 runs in three budgets nine
 coefficients leave three residuals to tell the scatter by, so a draw is as much larger as Student's interval is than the normal one.
-Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_fits_isoflop.py): a 90% interval then holds an exponent in 90% and
+Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_laws.py): a 90% interval then holds an exponent in 90% and
 a compute multiplier in 94%; without, in 80 and 84%. Budgets with as many sizes as a parabola has coefficients leave nothing: then there is
 no interval, and a note says so.
 """

@@ -103,3 +103,10 @@ def error_bars(estimates: Sequence[Estimate]) -> Any:
 def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
     """One legend under all panels."""
     figure.legend(handles, labels, loc="outside lower left", ncols=max(1, min(columns, len(labels))), frameon=False, fontsize=9)
+
+
+def marked(**look: Any) -> Any:
+    """A legend's handle: a line, its marker or both."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **look)
