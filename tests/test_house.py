@@ -388,9 +388,9 @@ def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() ->
 
 
 def test_what_is_read_is_short() -> None:
-    words = {name: len(text.split()) for name, text in texts(".md").items()}
+    words = {name: len(re.sub(r"\||---+", " ", text).split()) for name, text in texts(".md").items()}  # a table's bars are no words
     assert words["README.md"] <= 1000
-    assert sum(words.values()) <= 26_000
+    assert sum(words.values()) <= 20_000
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:
