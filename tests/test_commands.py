@@ -94,9 +94,7 @@ def ended(command: list[str], environment: dict[str, str] | None = None) -> str 
 def _pip(words: list[str]) -> str | None:
     extras = {extra for word in words for listed in re.findall(r"^\.\[(.*)\]$", word) for extra in listed.split(",")}
     missing = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "-c" and not (ROOT / words[index + 1]).is_file()]
-    known = project()["optional-dependencies"]
-    assert isinstance(known, dict)
-    return ", ".join([*missing, *sorted(extras - set(known))]) or None
+    return ", ".join([*missing, *sorted(extras - set(project()["optional-dependencies"]))]) or None
 
 
 def _python(words: list[str], processes: int | None) -> str | None:

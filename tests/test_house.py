@@ -42,7 +42,7 @@ MODULE_LINES, FUNCTION_LINES = 400, 70
 PROSE_COLUMNS = 100
 GENERATED_PAGES = ("docs/configuration.md", "docs/kernels.md", "docs/studies/")
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
-SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # torch documents the assignment as the way to set it
+SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # the way to set it, by torch's documentation
 ADDRESSES = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
 OWN_PATHS = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|scratch|data\d*)/\w|\bfile://")
 HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.apache.org", "pypi.org", "docs.astral.sh"}
@@ -140,7 +140,7 @@ def own_exit_code(sources: Sources) -> list[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "os._exit", "SystemExit"):
             ended = node.args[:1]
         codes = [code for code in ended if isinstance(code, ast.Constant) and isinstance(code.value, int)]
-        faults += [f"{name}:{code.lineno}: {code.value}" for code in codes if code.value not in (0, 1)]
+        faults += [f"{name}:{code.lineno}: {code.value!r}" for code in codes if code.value not in (0, 1)]
     return faults
 
 
@@ -154,12 +154,13 @@ def own_list_of_secrets(sources: Sources) -> list[str]:
 def too_long(sources: Sources) -> list[str]:
     """A module of more than 400 lines or a function of more than 70 whose docstring gives no reason ("Long, because ...")."""
     faults = []
-    for name, node in nodes(sources):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) and not LONG.search(ast.get_docstring(node) or ""):
-            whole = isinstance(node, ast.Module)
-            lines = len(sources[name].splitlines()) if whole else node.end_lineno - node.lineno + 1
-            if lines > (MODULE_LINES if whole else FUNCTION_LINES):
-                faults.append(f"{name}: {'the module' if whole else node.name} has {lines} lines")
+    for name, text in sources.items():
+        tree = ast.parse(text)
+        found: list[tuple[str, Any, int, int]] = [("the module", tree, len(text.splitlines()), MODULE_LINES)]
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        found += [(node.name, node, (node.end_lineno or 0) - node.lineno + 1, FUNCTION_LINES) for node in functions]
+        long = [each for each in found if each[2] > each[3] and not LONG.search(ast.get_docstring(each[1]) or "")]
+        faults += [f"{name}: {what} has {lines} lines" for what, _, lines, _ in long]
     return faults
 
 
@@ -342,19 +343,15 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_wandb() -> No
 # --- packaging -------------------------------------------------------------------------------------------------------------------
 
 
-def project() -> dict[str, object]:
+def project() -> dict[str, Any]:
     """pyproject.toml's [project]."""
-    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert isinstance(table, dict)
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return table
 
 
 def requirements(*extras: str) -> dict[str, Requirement]:
     """Canonical name -> requirement of the project and the named extras."""
-    table = project()
-    listed = list(table["dependencies"])  # type: ignore[call-overload]
-    for extra in extras:
-        listed += table["optional-dependencies"][extra]  # type: ignore[index]
+    listed = [*project()["dependencies"], *(one for extra in extras for one in project()["optional-dependencies"][extra])]
     return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, listed)}
 
 

@@ -24,7 +24,6 @@ from tools.scaling.fits.isoflop import fit_isoflop
 from tools.scaling.fits.learning_rate import fit_learning_rates
 from tools.scaling.fits.parametric import fit_parametric, leave_out, residuals
 from tools.scaling.fits.points import NotConverged, NotIdentified, Points, best_rates, points_of
-from tools.scaling.laws import Estimate
 from tools.scaling.results import StudyFit, VariantFit, save_fit
 from tools.scaling.study import FIT, FitConfig, Study, add_study, study_of
 from tools.scaling.table import final_runs, read_table
@@ -72,12 +71,12 @@ def report(fit: StudyFit) -> str:
         for one in variant.learning_rate.optima if variant.learning_rate else []:
             told = "at the edge of the rates" if one.edge else ""
             width = "–" if one.width is None else str(one.width)
-            rates.append((variant.name, f"{one.parameters:.4g}", width, _number(one.rate, ".3g"), f"{one.loss:.4f}", told))
+            rates.append((variant.name, f"{one.parameters:.4g}", width, one.rate.text(".3g"), f"{one.loss:.4f}", told))
     if len(rates) > 1:
         lines += ["", *aligned(rates)]
     for variant in fit.variants.values():
         laws = (variant.learning_rate.by_parameters, variant.learning_rate.by_width) if variant.learning_rate else ()
-        lines += [f"{variant.name}: best rate = {law.coefficient.value:.3g} {law.x}^{_number(law.exponent, '.3f')}" for law in laws if law]
+        lines += [f"{variant.name}: best rate = {law.coefficient.value:.3g} {law.x}^{law.exponent.text('.3f')}" for law in laws if law]
     if fit.comparisons:
         lines += ["", *(comparison.words for comparison in fit.comparisons)]
     notes = [*fit.notes, *(f"{variant.name}: {note}" for variant in fit.variants.values() for note in variant.notes)]
@@ -90,22 +89,16 @@ def _rows(variant: VariantFit) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     isoflop, law = variant.isoflop, variant.parametric
     if isoflop is not None:
-        a, b = (_number(one.exponent, ".3f") if one else "–" for one in (isoflop.n_opt, isoflop.d_opt))
+        a, b = (one.exponent.text(".3f") if one else "–" for one in (isoflop.n_opt, isoflop.d_opt))
         rows.append((variant.name, str(variant.runs), "isoflop", a, b, "", "", "", ""))
     if law is not None:
         left = "–"
         if variant.left_out:
             mean = sum(one.mean_error * one.runs for one in variant.left_out) / sum(one.runs for one in variant.left_out)
             left = f"{mean:.2%} ({max(one.worst_error for one in variant.left_out):.2%})"
-        numbers = [_number(one, ".3f") for one in (law.a, law.b, law.E, law.alpha, law.beta)]
+        numbers = [one.text(".3f") for one in (law.a, law.b, law.E, law.alpha, law.beta)]
         rows.append((variant.name, str(variant.runs), "parametric", *numbers, left))
     return rows or [(variant.name, str(variant.runs), "–", "", "", "", "", "", "")]
-
-
-def _number(one: Estimate, form: str) -> str:
-    if one.low is None or one.high is None:
-        return f"{one.value:{form}}"
-    return f"{one.value:{form}} ({one.low:{form}}–{one.high:{form}})"
 
 
 def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> list[str]:

@@ -26,7 +26,7 @@ from tools.scaling.planning import nearest_sizes, non_embedding_parameters, rule
 
 from .laws import Estimate
 from .planning import Model, Planner, short
-from .results import Optimum, Prediction, StudyFit, VariantFit, load_fit, optimal, predict_loss
+from .results import Optimum, StudyFit, VariantFit, load_fit, optimal, predict_loss
 from .study import Size, Study, add_study, study_of
 
 FAR = 10.0  # times the largest measured compute: beyond, the prediction carries a warning
@@ -43,7 +43,7 @@ class Recommendation:
     optimum: Optimum
     steps: int
     tokens: int
-    loss: Prediction
+    loss: Estimate
     rate_from: str
     measured: float  # FLOPs of the largest run that was fitted
 
@@ -130,7 +130,7 @@ def summary(found: Recommendation) -> str:
     sizes = found.model.sizes
     return (
         f"{found.variant}, {sizes.layers} layers of {sizes.width}, {found.model.parameters:,} parameters, {found.tokens:,} tokens, "
-        f"predicted loss {_interval(found.loss)}"
+        f"predicted loss {found.loss.text('.4f')}"
     )
 
 
@@ -145,8 +145,9 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
     optimum, model = found.optimum, found.model
     level = f"{fit.interval:.0%} interval"
     yield f"Recommended for {optimum.flops:g} training FLOPs by `python -m tools.scaling recommend {study.path}`: {summary(found)}."
-    yield f"Predicted held-out loss: {_interval(found.loss)} nats a token ({level}), by the {optimum.method} fit of {found.variant}."
-    yield f"Optimal N ({fit.parameters}): {_count(optimum.n)}; D: {_count(optimum.d)}. The shape is the nearest by the study's rule:"
+    yield f"Predicted held-out loss: {found.loss.text('.4f')} nats a token ({level}), by the {optimum.method} fit of {found.variant}."
+    n, d = (one.text(".3g") for one in (optimum.n, optimum.d))
+    yield f"Optimal N ({fit.parameters}): {n}; D: {d}. The shape is the nearest by the study's rule:"
     yield f"  {rule_words(study.shape)}."
     batch, flops = found.tokens // found.steps, found.tokens * model.flops_per_token
     yield f"{found.steps:,} steps of {batch:,} tokens, the study's batch: {flops:.4g} FLOPs."
@@ -155,7 +156,7 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
     yield f"The largest run of the study had {found.measured:.3g} FLOPs: this is {factor:.3g} times as much. Fit: {study.fit_json}."
     for other, laws in fit.variants.items():
         if other != found.variant and _predictable(laws, optimum.flops) is not None:
-            yield f"  for comparison, {other} at its own optimum: {_interval(optimal(laws, optimum.flops).loss)}"
+            yield f"  for comparison, {other} at its own optimum: {optimal(laws, optimum.flops).loss.text('.4f')}"
     for line in warnings(study, found):
         yield f"WARNING: {line}."
     yield "Settings that are not here have their defaults (docs/configuration.md)."
@@ -180,7 +181,7 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
 def _predictable(laws: VariantFit, flops: float) -> float | None:
     """The loss at a variant's optimum; None where it has no law."""
     try:
-        return optimal(laws, flops).loss.mean
+        return optimal(laws, flops).loss.value
     except ConfigError:
         return None
 
@@ -206,14 +207,6 @@ def _measured(study: Study, fit: StudyFit) -> float:
     if not flops:
         raise ConfigError(f"{study.fit_json}: it names no run's FLOPs; write it again: python -m tools.scaling fit {study.path}")
     return max(flops)
-
-
-def _interval(loss: Prediction) -> str:
-    return f"{loss.mean:.4f}" + (f" ({loss.low:.4f}-{loss.high:.4f})" if loss.low is not None and loss.high is not None else "")
-
-
-def _count(one: Estimate) -> str:
-    return f"{one.value:.3g}" + (f" ({one.low:.3g}-{one.high:.3g})" if one.low is not None and one.high is not None else "")
 
 
 def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

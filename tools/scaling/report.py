@@ -40,7 +40,7 @@ class Listing(NamedTuple):
 
     title: str
     header: list[str]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 Report = dict[str, Any]
@@ -191,8 +191,7 @@ def _optima(fit: StudyFit, final: pd.DataFrame) -> Listing:
         for method, words in _BY.items():
             with suppress(ConfigError):  # no such law
                 best = optimal(variant, largest, method)
-                loss = Estimate(best.loss.mean, best.loss.low, best.loss.high)
-                rows.append((name, words, *(estimate(one) for one in (best.n, best.d, loss))))
+                rows.append((name, words, *(estimate(one) for one in (best.n, best.d, best.loss))))
     header = "variant|by|best N|best D, tokens|loss, nats a token"
     return Listing(f"Least loss at {number(largest)} FLOPs, the largest compute measured", header.split("|"), rows)
 

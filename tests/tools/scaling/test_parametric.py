@@ -196,7 +196,7 @@ def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
         assert best.n.low - width < best_n(flops) < best.n.high + width
     frontier = optimal(variant, 1e20, "isoflop")
     assert frontier.method == "isoflop" and frontier.n.value == pytest.approx(best_n(1e20), rel=0.1)
-    assert frontier.loss.mean == pytest.approx(float(loss(np.array(best_n(1e20)), np.array(1e20 / 6 / best_n(1e20)))), rel=0.01)
+    assert frontier.loss.value == pytest.approx(float(loss(np.array(best_n(1e20)), np.array(1e20 / 6 / best_n(1e20)))), rel=0.01)
     bare = dataclasses.replace(variant, parametric=None, notes=["6 runs are too few"])
     with pytest.raises(ConfigError, match="transformer: no parametric law.*6 runs are too few"):
         predict_loss(bare, 1e8, 1e9)
@@ -231,5 +231,5 @@ def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:
             held += (said.low or np.inf) <= seen <= (said.high or 0)
     assert 0.85 <= held / 350 <= 0.96
     near, far = (predict_loss(variant, n, n * 20) for n in (1e9, 1e13))
-    assert ((far.high or 0) - (far.low or 0)) / far.mean > ((near.high or 0) - (near.low or 0)) / near.mean
-    assert far.mean == pytest.approx(float(loss(np.array(1e13), np.array(2e14))), abs=0.05)
+    assert ((far.high or 0) - (far.low or 0)) / far.value > ((near.high or 0) - (near.low or 0)) / near.value
+    assert far.value == pytest.approx(float(loss(np.array(1e13), np.array(2e14))), abs=0.05)

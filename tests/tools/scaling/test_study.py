@@ -134,7 +134,7 @@ WRONG: list[dict[str, Any]] = [
 
 def test_a_wrong_study_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
     for changed in WRONG:
-        path = write(tmp_path, partial(dict.update, **changed))  # type: ignore[arg-type]
+        path = write(tmp_path, partial(dict.update, **changed))
         assert main(["plan", str(path)]) == 2, changed
         out, error = capsys.readouterr()
         assert out == "" and error.startswith("tools.scaling: error: ") and error.count("\n") == 1
@@ -144,7 +144,7 @@ def test_a_wrong_study_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Cap
 def test_a_short_runs_fix_is_long_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each fix suits the run that is named; the longest of them suits all."""
     budgets = TOO_SHORT
-    while main(["plan", str(write(tmp_path, partial(dict.update, budgets=budgets)))]) == 2:  # type: ignore[arg-type]
+    while main(["plan", str(write(tmp_path, partial(dict.update, budgets=budgets)))]) == 2:
         fix = float(capsys.readouterr().err.partition("long enough are ")[2].split()[0])
         assert fix > budgets[0]
         budgets = [fix]

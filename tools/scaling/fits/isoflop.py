@@ -19,7 +19,7 @@ from fem_common.errors import ConfigError
 from tools.scaling.fits.points import student_over_normal
 from tools.scaling.study import FitConfig
 
-from ..laws import FEWEST_DRAWS, FEWEST_WITH_OFFSET, Estimate, PowerLaw, percentiles, power_law, pure, with_offset
+from ..laws import FEWEST_WITH_OFFSET, Estimate, PowerLaw, power_law, pure, with_offset
 from ..results import IsoFlopFit, Parabola
 from .points import Array, NotIdentified, Points
 
@@ -136,9 +136,7 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
     shifted = (c0 - c1 * budget.center + c2 * budget.center**2, c1 - 2 * c2 * budget.center, c2)
     estimates = []
     for value, draws in zip((n, d, loss), budget.minima(drawn)[:3], strict=True):
-        good = draws[np.isfinite(draws)]
-        low_high = percentiles(good, interval) if len(good) and len(good) >= FEWEST_DRAWS * len(draws) else ()
-        estimates.append(Estimate(value, *(float(side) for side in low_high)))
+        estimates.append(Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws)))
     return Parabola(budget.flops, shifted, estimates[0], estimates[1], estimates[2], inside, [str(run) for run in points.run]), note
 
 

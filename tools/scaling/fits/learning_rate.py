@@ -10,7 +10,7 @@ from scipy.interpolate import Akima1DInterpolator
 
 from tools.scaling.study import FitConfig
 
-from ..laws import Array, Estimate, PowerLaw, percentiles, power_law, pure
+from ..laws import Array, Estimate, PowerLaw, power_law, pure
 from ..results import LearningRateFit, LearningRateOptimum
 from .points import Points, by_rate, cells
 
@@ -77,7 +77,6 @@ def _optimum(
             for _ in range(config.resamples * several)
         ]
     )
-    low_high = [float(side) for side in percentiles(drawn, config.interval)] if several else []
     x = np.linspace(np.log(rates[0]), np.log(rates[-1]), CURVE)
     curve = Akima1DInterpolator(np.log(rates), means)(x)
     width, budget = points.width[row], points.budget[row]
@@ -89,7 +88,7 @@ def _optimum(
             rates=[float(value) for value in rates],
             losses=means.tolist(),
             curve=[(float(np.exp(a)), float(b)) for a, b in zip(x, curve, strict=True)],
-            rate=Estimate(rate, *low_high),
+            rate=Estimate.of(rate, drawn, config.interval, len(drawn)),
             loss=loss,
             edge=rate in (rates[0], rates[-1]),
         ),

@@ -69,12 +69,7 @@ def flops_text(value: float) -> str:
 
 def interval_text(estimate: Estimate, digits: str = ".2f") -> str:
     """0.49 (0.45–0.53), −0.35 (−0.37 to −0.33); the value alone where nothing was resampled."""
-    value, low, high = (
-        None if one is None else format(one, digits).replace("-", "−") for one in (estimate.value, estimate.low, estimate.high)
-    )
-    if low is None or high is None:
-        return str(value)
-    return f"{value} ({low}{' to ' if estimate.value < 0 else '–'}{high})"
+    return estimate.text(digits).replace("-", "−")
 
 
 def law_text(what: str, law: PowerLaw, of: str) -> str:
