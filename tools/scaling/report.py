@@ -49,17 +49,16 @@ Report = dict[str, Any]
 def report_of(study: Study, fit: StudyFit, table: pd.DataFrame, collected: Collected | None, words: Sequence[str]) -> Report:
     """What the templates say of a fitted study; ``words``: its file and the results where they were named, as a reader would type them."""
     final = table[table["final"]]
-    laws = (_parametric(fit), _isoflop(fit), _optima(fit, final), _multipliers(fit), _left_out(fit), _rates(fit))
     commands = [(verb, words[:1]) for verb in ("plan", "run")] + [(verb, words) for verb in ("collect", "fit", "plot")]
     return {
         "study": fit.study,
         "asked": list(_asked(study, fit, final, collected)),
-        "statements": list(_statements(fit)),
-        "laws": [law for law in laws if law.rows],
+        "statements": list(statements(fit)),
+        "laws": listings(fit, final),
         "best": _best(fit, final),
         "runs": _runs(final),
         "left_out": list(collected.left_out.items()) if collected is not None else [],
-        "notes": [*fit.notes, *(f"{name}: {note}" for name, variant in fit.variants.items() for note in variant.notes)],
+        "notes": notes(fit),
         "interval": f"{fit.interval:.0%}",
         "commands": [f"python -m tools.scaling {verb} {' '.join(said)}" for verb, said in commands],
     }
@@ -139,7 +138,7 @@ def _asked(study: Study, fit: StudyFit, final: pd.DataFrame, collected: Collecte
     yield "data, tokenizer", f"{final['data'].iloc[0] or 'not told'}, {final['tokenizer'].iloc[0] or 'not told'}"
 
 
-def _statements(fit: StudyFit) -> Iterator[str]:
+def statements(fit: StudyFit) -> Iterator[str]:
     """Comparisons first, then each variant's frontier."""
     yield from (comparison.words for comparison in fit.comparisons)
     for name, variant in fit.variants.items():
@@ -156,6 +155,17 @@ def _statements(fit: StudyFit) -> Iterator[str]:
 
 def _frontier(by: str, n: Estimate, d: Estimate) -> str:
     return f"by the {by} the best size grows as C^{estimate(n, '{:.3f}'.format)}, the best tokens as C^{estimate(d, '{:.3f}'.format)}."
+
+
+def notes(fit: StudyFit) -> list[str]:
+    """What the fit says of itself and of its variants."""
+    return [*fit.notes, *(f"{name}: {note}" for name, variant in fit.variants.items() for note in variant.notes)]
+
+
+def listings(fit: StudyFit, final: pd.DataFrame | None = None) -> list[Listing]:
+    """The tables of all that was fitted; with the ``final`` runs also the optima at the largest compute measured."""
+    optima = [_optima(fit, final)] if final is not None else []
+    return [law for law in (_parametric(fit), _isoflop(fit), *optima, _multipliers(fit), _left_out(fit), _rates(fit)) if law.rows]
 
 
 def _parametric(fit: StudyFit) -> Listing:
