@@ -47,7 +47,7 @@ def published() -> Points:
 def test_exact_losses_give_the_law_back() -> None:
     """Without noise rounding is left, and the gradient's tolerance; A and B are off by the exponents' error times log N = 20."""
     law = fitted(runs(noise=0.0, seed=0))
-    for name in NAMES:
+    for name in (*NAMES, "a", "b"):
         assert getattr(law, name).value == pytest.approx(TRUTH[name], rel=2e-3)
     assert law.agreeing > law.starts / 2
     assert law.noise < 1e-5
