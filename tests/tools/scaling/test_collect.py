@@ -142,7 +142,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, study: Made, capsys:
     metrics(plan, runs[2], lambda lines: [line for line in lines if "valid_loss" not in line])
     assert f"{runs[2].name}: it has no validation at its last step, {runs[2].steps}" in refused(study, capsys)
     for change, told in (({"tokens": 950}, "data"), ({"tokenizer": "two"}, "tokenizer")):
-        other = write_folder(tmp_path / f"other_{told}", **change)  # type: ignore[arg-type]
+        other = write_folder(tmp_path / f"other_{told}", **change)
         write_run(plan, runs[2], words=(f"data.train.0.prefix={other / 'train'}", f"data.valid.0.prefix={other / 'valid'}"))
         message = refused(study, capsys)
         assert f"{told}: runs {runs[0].name} and {runs[2].name} have " in message and "cannot be compared" in message
