@@ -47,17 +47,18 @@ check-python:
 demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: four to five minutes on two cores
 	$(PYTHON) -m tools.demo
 
-test: lint  ## static checks, the tests and the compile gate: half an hour on two cores
+test: lint  ## static checks and the quick tests, before a commit
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile
 
 test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in ten minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m 'slurm and not slow' tests/slurm
 
-test-all: lint  ## the same with the slow tests
+test-all: lint  ## the night's: the slow tests too, a real Slurm, and whether the tests notice ten of the mutants
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m slurm tests/slurm
+	$(PYTHON) -m tests.mutants --sample 10 --seed 1
 
 lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy
 	$(PYTHON) -m ruff check

@@ -156,10 +156,9 @@ def verb_main(program: str, description: str, verbs: Mapping[str, Verb], argv: S
 
 @contextmanager
 def signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `Ended` meanwhile, in the main thread. They end a process that is forked meanwhile at once, as they did.
+    """SIGTERM and SIGHUP raise `Ended` meanwhile, in the main thread. They end a process that is forked meanwhile at once.
 
-    There an exception could be lost: Python swallows one that is raised before its hooks of a fork are done, and a library that ends
-    the workers of its pool by SIGTERM (lm-eval's standard errors) would wait for ever for one that it reached so early.
+    An exception could be lost there: Python swallows one that is raised before its hooks of a fork are done.
     """
     own = os.getpid()
 

@@ -55,6 +55,13 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
 
 
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
+    """Rows of cells as lines whose columns stand below each other: those of ``left`` (None: all) to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if left is None or number in left else ">" for number in range(len(widths))]
+    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip() for row in rows]
+
+
 def one_line(said: object, longest: int = 0) -> str:
     """A message on one line, cut to ``longest`` characters where that is not 0; of an error without words its type."""
     text = " ".join(str(said).split()) or (type(said).__name__ if isinstance(said, BaseException) else "")

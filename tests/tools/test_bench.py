@@ -13,6 +13,7 @@ import torch
 from kernels.implementations import operations
 from pretrain.config import load_run
 from tests.test_house import ROOT
+from tests.tools.test_bench_engines import TINY
 from tests.wording import Wording
 from tools.bench import cpu_suite, diagnostics_cost, mixers
 from tools.bench.engines import __main__ as engines
@@ -23,21 +24,15 @@ from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, LanguageModel, t
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Size
 
 ATTENTION = "attention: torch's choice"
-
-
-def test_every_operation_has_a_workload() -> None:
-    within_others = {"free_energy"}  # timed as FEM-GLA's read, a workload of linear_attention
-    assert {workload.op for workload in WORKLOADS.values()} >= set(operations()) - within_others
-    for workload in WORKLOADS.values():
-        assert set(workload.baselines) <= set(BASELINES), workload.name
+LARGE = (("1.3B", "100bt"), ("340M", "15bt"))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_is_a_call_of_its_operation(name: str) -> None:
     workload = WORKLOADS[name]
-    size = workload.small_size(24)
+    assert set(workload.baselines) <= set(BASELINES)
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = workload.inputs(Draw(torch.device("cpu"), dtype, 0), size)
+        inputs = workload.inputs(Draw(torch.device("cpu"), dtype, 0), workload.small_size(24))
         leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
         outputs = workload.call(inputs, "auto")
         gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs])
@@ -45,24 +40,26 @@ def test_a_workload_is_a_call_of_its_operation(name: str) -> None:
         assert all(output.dtype == dtype or name == "time_decay_scan" for output in outputs)
 
 
+def test_every_operation_has_a_workload() -> None:
+    within_others = {"free_energy"}  # timed as FEM-GLA's read, a workload of linear_attention
+    assert {workload.op for workload in WORKLOADS.values()} >= set(operations()) - within_others
+
+
 @pytest.mark.parametrize("name", [name for name, baseline in BASELINES.items() if baseline.lacks(torch.device("cpu")) is None])
 def test_a_baseline_takes_the_size_that_a_workload_asks_for(name: str) -> None:
     holder = next(workload for workload in WORKLOADS.values() if name in workload.baselines)
-    size = holder.baselines[name](holder.small_size(24))
-    speed = time_baseline(name, size, torch.float32, 0.0)
+    speed = time_baseline(name, holder.baselines[name](holder.small_size(12)), torch.float32, 0.0)
     assert speed.both.calls >= 2 and speed.flops[0] > 0
 
 
 def test_standard_attention_is_as_wide_as_the_free_energy_read() -> None:
-    """[v | U] is 2 d_v wide: the same pairs, the same FLOPs, the same engine's work."""
+    """[v | U] is 2 d_v wide: the same pairs and FLOPs. A head has 256 T^2 forward and 640 T^2 backward, here with its mask's diagonal."""
     workload = WORKLOADS["fem_attention"]
     size = workload.size(4096, 16384)
     standard = workload.baselines[ATTENTION](size)
     assert standard == Size(4, 4096, 16, 128, 128)
     assert workload.flops(size) == BASELINES[ATTENTION].flops(standard)
-    # 256 T^2 forward and 640 T^2 backward of a head under a causal mask (here with its diagonal).
-    forward, backward = workload.flops(replace(size, batch=1, heads=1))
-    assert (forward, backward) == (256 * 4096 * 4097, 640 * 4096 * 4097)
+    assert workload.flops(replace(size, batch=1, heads=1)) == (256 * 4096 * 4097, 640 * 4096 * 4097)
 
 
 def test_bytes_count_every_tensor_once_and_again_in_the_backward() -> None:
@@ -84,10 +81,8 @@ def test_timing_warms_up_and_makes_two_passes() -> None:
 @pytest.mark.parametrize(
     ("scale", "variant", "run"),
     [
-        ("1.3B", BASELINE, "transformer_1.3b_100bt"),
-        ("1.3B", "FEM-SM, C L T G", "fem_sm_1.3b_100bt"),
-        ("340M", BASELINE, "transformer_340m_15bt"),
-        ("340M", "FEM-SM, C L T G", "fem_sm_340m_15bt"),
+        *((size, BASELINE, f"transformer_{size.lower()}_{tokens}") for size, tokens in LARGE),
+        *((size, "FEM-SM, C L T G", f"fem_sm_{size.lower()}_{tokens}") for size, tokens in LARGE),
         *((size, "CEM", f"cem_{size.lower()}") for size in ("86M", "108M", "134M", "162M")),
         *((size, BASELINE, f"llama_{size.lower()}") for size in ("86M", "108M", "134M", "162M")),
     ],
@@ -143,14 +138,10 @@ def test_what_became_slower() -> None:
 
 # --- every benchmark, once, at toy size -------------------------------------------------------------------------------------------
 
-TINY = [
-    *("model.hidden_size=32", "model.num_layers=1", "model.num_attention_heads=2", "model.ffn_hidden_size=64", "model.vocab_size=128"),
-    *("data.seq_length=16", "train.micro_batch_size=1"),
-]
 TOYS = {
     "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
     "diagnostics_cost": (diagnostics_cost, ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"]),
-    "mixers": (mixers, ["--only", "fem_aft", "--out", "runs"]),
+    "mixers": (mixers, ["--only", "fem_aft", "--out", "OUT"]),
     "engines": (engines, [*TINY, "--ranks", "1", "--steps", "2", "--rounds", "1", "--precision", "fp32", "--variants", "megatron"]),
 }
 
@@ -164,9 +155,7 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     monkeypatch.setattr(mixers, "train", lambda name, steps, folder: {"name": name, **row})
     monkeypatch.setattr(cpu_suite, "QUICK", cpu_suite.Effort((16,), 1, 32, 16, 0.0))
     path = tmp_path / "deep" / "out.json"
-    (tmp_path / "runs").mkdir()
-    words = [str(tmp_path / word) if word == "runs" else word for word in words]
-    assert module.main([*words, "--json", str(path)]) == 0
+    assert module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)]) == 0
     out, written = capsys.readouterr().out, json.loads(path.read_text())
     assert written["machine"]["torch"] == torch.__version__
     rows = {row.get("what") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
@@ -185,26 +174,26 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
 
 
 MISTAKES = {
-    "cpu_suite": ["--only x", "--compare none.json", "--compare empty.json", "--compare list.json"],
-    "engines": [
-        *("--ranks 0", "--steps x", "--warmup 1", "--variants stage4", "--rank 2", "model.hiden_size=8", "engine.zero_stage=2"),
+    cpu_suite: ["--only x", "--compare none.json", "--compare list.json"],
+    engines: [
+        *("--ranks 0", "--warmup 1", "--variants stage4", "model.hiden_size=8", "engine.zero_stage=2"),
         *("train.global_batch_size=3", "model.vocab_size=null"),
     ],
-    "gpu_suite": ["--out OUT", "--only ops,model"],
+    suite: ["--out OUT", "--only ops,model"],
 }
 
 
-@pytest.mark.parametrize(("name", "words"), [(name, words) for name, all_of in MISTAKES.items() for words in all_of])
 def test_a_mistake_is_one_line(
-    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.json").write_text("")
     (tmp_path / "list.json").write_text("[]")
-    try:
-        code = {"cpu_suite": cpu_suite, "engines": engines, "gpu_suite": suite}[name].main(words.split())
-    except SystemExit as error:
-        code = int(str(error.code))
-    said = capsys.readouterr()
-    assert code == 2 and said.out == "" and said.err.count("\n") == 1
-    wording(said.err)
+    for module, all_of in MISTAKES.items():
+        for words in all_of:
+            try:
+                code = module.main(words.split())
+            except SystemExit as error:
+                code = int(str(error.code))
+            said = capsys.readouterr()
+            assert code == 2 and said.out == "" and said.err.count("\n") == 1, words
+            wording(said.err)

@@ -103,24 +103,17 @@ def small_scale(effort: Effort) -> Scale:
 
 def render(rows: list[dict[str, Any]]) -> str:
     """The ratios as Markdown: operations, then models."""
-    operations = []
+    operations, steps = [], []
     for row in rows:
-        if row["what"].startswith("model: "):
+        if "ours / Transformer" in row:
+            ratio = row["ours / Transformer"]["train step"]
+            steps.append([row["what"].removeprefix("model: "), str(row["tokens"]), f"{ratio:.2f}"])
             continue
-        standard, reference = row["ours / standard attention"], row.get("ours / reference")
-        cells = [f"{standard[which]:.2f}" for which in PASSES]
-        cells += [f"{reference[which]:.2f}" if reference else "" for which in PASSES]
-        operations.append([row["what"], str(row["tokens"]), *cells])
+        ratios = (row.get(f"ours / {other}", {}) for other in ("standard attention", "reference"))
+        operations.append([row["what"], str(row["tokens"]), *(f"{one[which]:.2f}" if one else "" for one in ratios for which in PASSES)])
     header = ["operation", "tokens", "forward ÷ standard", "fwd + bwd ÷ standard", "forward ÷ reference", "fwd + bwd ÷ reference"]
-    steps = [
-        [row["what"].removeprefix("model: "), str(row["tokens"]), f"{row['ours / Transformer']['train step']:.2f}"]
-        for row in rows
-        if "ours / Transformer" in row
-    ]
-    parts = [runner.table(header, operations)] if operations else []
-    if steps:
-        parts.append(runner.table(["model", "tokens", "train step ÷ Transformer"], steps))
-    return "\n\n".join(parts)
+    tables = ((header, operations), (["model", "tokens", "train step ÷ Transformer"], steps))
+    return "\n\n".join(runner.table(columns, lines) for columns, lines in tables if lines)
 
 
 def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[str]:
@@ -128,9 +121,7 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
     found = []
     before = {(row["what"], row["tokens"]): row for row in earlier}
     for row in rows:
-        old = before.get((row["what"], row["tokens"]))
-        if old is None:
-            continue
+        old = before.get((row["what"], row["tokens"]), {})
         for ratio in ("ours / standard attention", "ours / Transformer"):
             for which, now in row.get(ratio, {}).items():
                 then = old.get(ratio, {}).get(which)

@@ -9,8 +9,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -31,6 +31,7 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
     from pretrain.engines.megatron import MegatronEngine
     from pretrain.report.observer import Observer
     from pretrain.schedule import Schedule
+    from tools.bench.engines.rank import random_batches
 
     engine = MegatronEngine(config, Schedule.of(config))
     look, stream = Observer(engine.models, 1), random_batches(config)
@@ -47,15 +48,6 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
             plain.append(took[0])
             longer.append(took[1] - took[0])
     return statistics.median(plain), statistics.median(longer)
-
-
-def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless micro-batches of random tokens."""
-    shape, device = (config.train.micro_batch_size, config.data.seq_length), platform.device()
-    while True:
-        tokens = torch.randint(0, config.model.vocab_size or VOCABULARY, shape, device=device)
-        positions = torch.arange(shape[1], device=device).expand(shape)
-        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape, device=device), "position_ids": positions}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,18 +68,15 @@ def measure(options: argparse.Namespace) -> int:
     platform.initialize_distributed()
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
 
-    started, rows = False, []
+    rows: list[dict[str, Any]] = []
     try:
         for name in names:
-            overrides = [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides]
-            config = load_run(RUN, overrides)
+            config = load_run(RUN, [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides])
             validate(config, 1)
             interval = max(1, config.log.diagnostics_interval)
-            if not started:
+            if not rows:
                 initialize_model_parallel(config)
-                started = True
-                print(f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |")
-                print("|---|---|---|---|---|")
+                print(f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n|---|---|---|---|---|")
             step, look = seconds(config, options.pairs)
             share = look / step
             rows.append({"mixer": name, "step_seconds": step, "look_seconds": look, "interval": interval})

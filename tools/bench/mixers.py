@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import time
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 
 from fem_common.cli import Parser, run
@@ -79,21 +76,19 @@ def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
 def table(rows: list[dict[str, float | str]], steps: int) -> str:
     """Markdown."""
     base = next(float(row["tokens_per_second"]) for row in rows if row["name"] == BASELINE)
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core"))
-    lines = [
-        f"{date.today().isoformat()}, {os.cpu_count()} CPU cores ({platform.machine()}), one thread, Python {platform.python_version()}, "
-        f"{versions}; {steps} steps of 1,024 tokens.",
-        "",
-        "| mixer | cost in T | parameters of the layers | held-out loss, nats | tokens/s | ÷ Transformer | state of 4,096 tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        speed = float(row["tokens_per_second"])
-        lines.append(
-            f"| {row['name']} | {row['cost']} | {float(row['parameters']) / 1e6:.2f}M | {float(row['heldout_loss']):.3f} | {speed:,.0f} | "
-            f"{speed / base:.2f} | {float(row['state_bytes']) / 1024:,.0f} KiB |"
-        )
-    return "\n".join(lines) + "\n"
+        speed, numbers = float(row["tokens_per_second"]), {key: float(row[key]) for key in ("parameters", "heldout_loss", "state_bytes")}
+        cells = [
+            str(row["name"]),
+            str(row["cost"]),
+            f"{numbers['parameters'] / 1e6:.2f}M",
+            f"{numbers['heldout_loss']:.3f}",
+            f"{speed:,.0f}",
+        ]
+        lines.append([*cells, f"{speed / base:.2f}", f"{numbers['state_bytes'] / 1024:,.0f} KiB"])
+    columns = "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|state of 4,096 tokens"
+    return f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n{runner.table(columns.split('|'), lines)}\n"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -223,6 +223,9 @@ def settle(online: bool, cache: Path | None) -> None:
     cache: a folder with datasets/, hub/ and nltk_data/ in it, as ``--download --cache`` fills it; None: the libraries' own places.
     """
     os.environ["TQDM_DISABLE"] = "1"
+    # lm-eval's bootstrap forks a process that has threads, and ends its workers by SIGTERM. Python forgets a signal that reaches a child
+    # before its first instruction where SIGTERM has a handler, as it has in every command: the pool then waits for ever.
+    os.environ["DISABLE_MULTIPROC"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         os.environ[name] = "0" if online else "1"

@@ -18,13 +18,13 @@ import pandas as pd
 
 from fem_common.errors import ConfigError
 from fem_common.progress import Progress
-from fem_common.text import nearest
+from fem_common.text import aligned, nearest
 from tools.scaling.fits.compare import compare
 from tools.scaling.fits.isoflop import fit_isoflop
 from tools.scaling.fits.learning_rate import fit_learning_rates
 from tools.scaling.fits.parametric import fit_parametric, leave_out, residuals
 from tools.scaling.fits.points import NotConverged, NotIdentified, Points, best_rates, points_of
-from tools.scaling.laws import Estimate
+from tools.scaling.report import listings, notes, statements
 from tools.scaling.results import StudyFit, VariantFit, save_fit
 from tools.scaling.study import FIT, FitConfig, Study, add_study, study_of
 from tools.scaling.table import final_runs, read_table
@@ -51,66 +51,20 @@ def main(arguments: argparse.Namespace) -> int:
     progress.close()
     written = Path(study.results) / FIT
     save_fit(fit, written)
-    print(report(fit), end="")
+    print(console(fit), end="")
     print(f"\nread: {table}\nwritten: {written}")
     return 0
 
 
-def report(fit: StudyFit) -> str:
-    """The fit as a person reads it: a table of the laws, the optimal learning rates, what the comparison says, and the notes."""
+def console(fit: StudyFit) -> str:
+    """The fit as a person reads it: the report's tables of it, what the comparison says, and the notes."""
     runs = sum(variant.runs for variant in fit.variants.values())
     n_is = "all parameters" if fit.parameters == "total" else "non-embedding parameters"
-    lines = [f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are {fit.interval:.0%}", ""]
-    rows: list[tuple[str, ...]] = [
-        ("variant", "runs", "approach", "N_opt ~ C^a", "D_opt ~ C^b", "E", "alpha", "beta", "left-out error (worst)")
-    ]
-    for variant in fit.variants.values():
-        rows += _rows(variant)
-    lines += _aligned(rows)
-    rates: list[tuple[str, ...]] = [("variant", "parameters", "width", "best rate", "loss", "")]
-    for variant in fit.variants.values():
-        for one in variant.learning_rate.optima if variant.learning_rate else []:
-            told = "at the edge of the rates" if one.edge else ""
-            width = "–" if one.width is None else str(one.width)
-            rates.append((variant.name, f"{one.parameters:.4g}", width, _number(one.rate, ".3g"), f"{one.loss:.4f}", told))
-    if len(rates) > 1:
-        lines += ["", *_aligned(rates)]
-    for variant in fit.variants.values():
-        laws = (variant.learning_rate.by_parameters, variant.learning_rate.by_width) if variant.learning_rate else ()
-        lines += [f"{variant.name}: best rate = {law.coefficient.value:.3g} {law.x}^{_number(law.exponent, '.3f')}" for law in laws if law]
-    if fit.comparisons:
-        lines += ["", *(comparison.words for comparison in fit.comparisons)]
-    notes = [*fit.notes, *(f"{variant.name}: {note}" for variant in fit.variants.values() for note in variant.notes)]
-    if notes:
-        lines += ["", *(f"note: {note}" for note in notes)]
-    return "\n".join(lines) + "\n"
-
-
-def _rows(variant: VariantFit) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    isoflop, law = variant.isoflop, variant.parametric
-    if isoflop is not None:
-        a, b = (_number(one.exponent, ".3f") if one else "–" for one in (isoflop.n_opt, isoflop.d_opt))
-        rows.append((variant.name, str(variant.runs), "isoflop", a, b, "", "", "", ""))
-    if law is not None:
-        left = "–"
-        if variant.left_out:
-            mean = sum(one.mean_error * one.runs for one in variant.left_out) / sum(one.runs for one in variant.left_out)
-            left = f"{mean:.2%} ({max(one.worst_error for one in variant.left_out):.2%})"
-        numbers = [_number(one, ".3f") for one in (law.a, law.b, law.E, law.alpha, law.beta)]
-        rows.append((variant.name, str(variant.runs), "parametric", *numbers, left))
-    return rows or [(variant.name, str(variant.runs), "–", "", "", "", "", "", "")]
-
-
-def _number(one: Estimate, form: str) -> str:
-    if one.low is None or one.high is None:
-        return f"{one.value:{form}}"
-    return f"{one.value:{form}} ({one.low:{form}}–{one.high:{form}})"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are {fit.interval:.0%}"]
+    for listing in listings(fit):
+        lines += ["", listing.title, *aligned([listing.header, *listing.rows])]
+    lines += ["", *statements(fit), "", *(f"note: {note}" for note in notes(fit))]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> list[str]:

@@ -14,7 +14,8 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
-from tools.scaling.pictures.style import legend_below, log_ticks
+from fem_common.text import aligned
+from tools.scaling.pictures.style import legend_below, log_ticks, marked
 
 LIMIT = 2.0
 """The greatest ratio between two widths that counts as flat."""
@@ -96,15 +97,10 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     found = []
     for site in dict.fromkeys(record.site for record in at_end):
         for quantity in ("scale", "change"):
-            values = tuple(mean_over_seeds(at_end, site, quantity, width) for width in widths)
+            own = {width: [record for record in at_end if (record.site, record.width) == (site, width)] for width in widths}
+            values = tuple(sum(getattr(record, quantity) for record in some) / len(some) for some in own.values())
             found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
     return found
-
-
-def mean_over_seeds(records: Iterable[Record], site: str, quantity: str, width: int) -> float:
-    """The mean of ``quantity`` of the records of a site and a width."""
-    values = [getattr(record, quantity) for record in records if (record.site, record.width) == (site, width)]
-    return sum(values) / len(values)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -118,10 +114,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         numbers = [f"{value:.4g}" for value in verdict.values]
         rows.append((verdict.site, verdict.quantity, *numbers, f"{verdict.ratio:.2f}", f"{verdict.exponent:+.2f}", verdict.words))
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(sizes) - 1
-    lines = ("  ".join(_aligned(cell, sizes[i], left=i in (0, 1, last)) for i, cell in enumerate(row)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned(rows, left=(0, 1, len(rows[0]) - 1)))
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -133,10 +126,6 @@ def summary(records: Sequence[Record]) -> str:
         ratios = [worst(judge(some)).ratio if some else math.nan for some in own]
         lines.append(f"| `{variant}` | {' | '.join(f'{ratio:.{2 if ratio < 10 else 0}f}' for ratio in ratios)} |")
     return "\n".join(lines) + "\n"
-
-
-def _aligned(cell: str, size: int, *, left: bool) -> str:
-    return cell.ljust(size) if left else cell.rjust(size)
 
 
 def as_csv(records: Iterable[Record]) -> str:
@@ -175,13 +164,17 @@ def coordinates(records: Sequence[Record]) -> Any:
             axes = grid[row, column]
             some = [verdict for verdict in found if verdict.quantity == quantity]
             _panel(axes, [verdict for verdict in some if verdict.site in looks], looks)
-            axes.set_title(f"{NAMES[name]}, {words}\n{_worst_words(some)}", loc="left", fontsize=9.5)
+            most = worst(some)
+            verdict = f"at most x {most.ratio:.2f}" if math.isfinite(most.ratio) else most.words
+            said = f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
+            axes.set_title(f"{NAMES[name]}, {words}\n{said}", loc="left", fontsize=9.5)
             plain_axes(axes, "width of the model" if row else "", f"over that at width {found[0].widths[0]}" if not column else "")
     bottom, top = grid[0, 0].get_ylim()
     log_ticks(grid[0, 0].yaxis, bottom, top, "number")
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
-    _legend(figure, looks)
+    labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]
+    legend_below(figure, [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()], labels, 4)
     return figure
 
 
@@ -222,17 +215,3 @@ def _panel(axes: Any, verdicts: Sequence[Verdict], looks: dict[str, dict[str, An
         if math.isfinite(verdict.ratio):
             over = [value / verdict.values[0] for value in verdict.values]
             axes.plot(verdict.widths, over, linewidth=1.4, markersize=4.5, alpha=1.0 if verdict.judged else 0.35, **looks[verdict.site])
-
-
-def _worst_words(verdicts: Sequence[Verdict]) -> str:
-    """The verdict of one quantity under one parametrization, over all sites."""
-    found = worst(verdicts)
-    most = f"at most x {found.ratio:.2f}" if math.isfinite(found.ratio) else found.words
-    return f"{'flat' if found.flat else 'not flat'}: {most} ({in_words(found.site)})"
-
-
-def _legend(figure: Any, looks: dict[str, dict[str, Any]]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], linewidth=1.4, markersize=4.5, **look) for look in looks.values()]
-    legend_below(figure, handles, [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks], 4)

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 DRAW_DIGITS = 6  # significant digits of a kept bootstrap draw
+FEWEST_DRAWS = 0.5  # share of the resamples that must have a law, for an interval
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,20 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+    @classmethod
+    def of(cls, value: float, draws: Array, interval: float, asked: int) -> Estimate:
+        """The value and the percentiles of its draws, where at least half of those ``asked`` for are there."""
+        if not len(draws) or len(draws) < FEWEST_DRAWS * asked:
+            return cls(float(value))
+        low, high = percentiles(draws, interval)
+        return cls(float(value), float(low), float(high))
+
+    def text(self, form: str) -> str:
+        """0.49 (0.45–0.53), -0.35 (-0.37 to -0.33); the value alone where nothing was resampled."""
+        if self.low is None or self.high is None:
+            return f"{self.value:{form}}"
+        return f"{self.value:{form}} ({self.low:{form}}{' to ' if self.value < 0 else '–'}{self.high:{form}})"
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,6 @@ def rounded(rows: Array) -> list[Any]:
 
 
 FEWEST_WITH_OFFSET = 4  # points: an offset is a third parameter
-FEWEST_DRAWS = 0.5  # share of the resamples that must have a law, for an interval
 
 
 def pure(x: Array, y: Array) -> Array:
@@ -109,9 +123,6 @@ def _linear(x: Array, y: Array, grid: Array) -> tuple[Array, Array, Array]:
 
 def power_law(x_name: str, y_name: str, value: Array, draws: Array, asked: int, interval: float, offset: bool) -> PowerLaw:
     """A `PowerLaw` from its (k, s, offset) ``[3]`` and the resamples' ``[r, 3]``; too few of the ``asked`` resamples give no interval."""
-    enough = len(draws) > 0 and len(draws) >= FEWEST_DRAWS * asked
-    estimates = []
-    for column in range(3):
-        sides = percentiles(draws[:, column], interval) if enough else (None, None)
-        estimates.append(Estimate(float(value[column]), *(None if side is None else float(side) for side in sides)))
-    return PowerLaw(x_name, y_name, estimates[0], estimates[1], estimates[2] if offset else None, rounded(draws) if enough else [])
+    coefficient, exponent, level = (Estimate.of(value[column], draws[:, column], interval, asked) for column in range(3))
+    kept = rounded(draws) if coefficient.low is not None else []
+    return PowerLaw(x_name, y_name, coefficient, exponent, level if offset else None, kept)

@@ -1,6 +1,6 @@
 """``plan``: the runs of a study, one line each, and what they cost in all; refuses what would not answer the study's question. No torch.
 
-    plan STUDY.yaml [--csv FILE]
+    plan STUDY.yaml
 
 Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput.
 """
@@ -8,13 +8,10 @@ Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's o
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from fem_common.errors import files_told
+from fem_common.text import aligned, counted
 from tools.scaling.planning import PlannedRun, plan_study, rule_words
 from tools.scaling.study import Study, load_study
 
@@ -27,26 +24,18 @@ HEADER = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the plan: 0. Raises ConfigError, StorageError."""
     study = load_study(arguments.study)
-    runs = plan_study(study)
-    print(render(study, runs))
-    if arguments.csv is not None:
-        write_csv(runs, arguments.csv)
+    print(render(study, plan_study(study)))
     return 0
 
 
 def render(study: Study, runs: Sequence[PlannedRun]) -> str:
     """The plan for a console."""
-    rows = [HEADER, *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    table = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows
-    ]
+    table = aligned([HEADER, *(_row(run) for run in runs)], left=(0,))
     return "\n".join([f"{study.name}: {_question(study)}", "", *table, "", *_notes(study, runs)])
 
 
@@ -84,13 +73,12 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
     """The total, and what the numbers rest on."""
     cluster = study.cluster
     total = sum(run.hours or 0.0 for run in runs)
-    plural = "" if len(runs) == 1 else "s"
-    notes = [f"{len(runs)} run{plural}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"]
+    notes = [f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"]
     if cluster.tflops is None:
         notes.append("hours: not said, the study states no cluster.tflops")
     else:
         where = cluster.name or "the study's machine"
-        processes = f"{cluster.processes} process{'es' if cluster.processes > 1 else ''} a run"
+        processes = f"{counted(cluster.processes, 'process')} a run"
         notes += [
             f"{_hours(total)} hours of runs on {where}, {processes}: {_hours(total / min(cluster.at_once, len(runs)))} by the clock with "
             f"{cluster.at_once} at once, {_hours(total * cluster.processes)} process hours",
@@ -107,16 +95,3 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
         notes.append(f"data is read {max(known):.2f} times at most (max_epochs {study.max_epochs:g})")
     notes.append(f"run directories: {study.directory}/RUN; results: {study.results}")
     return notes
-
-
-def write_csv(runs: Sequence[PlannedRun], path: Path) -> None:
-    """The runs as CSV, a column a field; floats in full. Raises ConfigError, StorageError."""
-    names = [item.name for item in fields(runs[0])]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
-    for run in runs:
-        values = {name: getattr(run, name) for name in names} | {"settings": " ".join(run.settings)}
-        writer.writerow(["" if values[name] is None else values[name] for name in names])
-    with files_told():
-        path.write_text(text.getvalue(), encoding="utf-8")

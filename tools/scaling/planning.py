@@ -5,9 +5,11 @@ Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's o
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
@@ -15,7 +17,7 @@ from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts
 from pretrain.plan.run_plan import count_by_component, flops_per_token
 from pretrain.validate import prepare
-from tools.scaling.study import Budget, ShapeRule, Size, Study
+from tools.scaling.study import ShapeRule, Size, Study
 
 WIDEST = 1 << 17
 OUTSIDE = ("embedding", "output layer")
@@ -89,26 +91,19 @@ def nearest_sizes(
     Raises:
         ConfigError: no width of the rule reaches the target.
     """
-    best: tuple[float, Sizes] | None = None
-    low, high = 1, WIDEST // shape.head_size
+    heads = range(1, WIDEST // shape.head_size + 1)
 
-    def parameters(heads: int) -> tuple[int, Sizes]:
-        sizes = shaped(shape, heads * shape.head_size)
-        return count(sizes.of(model)), sizes
+    def parameters(number: int) -> int:
+        return count(shaped(shape, number * shape.head_size).of(model))
 
-    while low < high:  # the narrowest that has at least the target: parameters grow with the width
-        middle = (low + high) // 2
-        low, high = (low, middle) if parameters(middle)[0] >= target else (middle + 1, high)
-    for heads in (low - 1, low):
-        if heads < 1:
-            continue
-        found, sizes = parameters(heads)
-        distance = abs(math.log(found / target))
-        if best is None or distance < best[0]:
-            best = distance, sizes
-    if best is None or (low * shape.head_size >= WIDEST and best[0] > 1):
+    def away(number: int) -> float:
+        return abs(math.log(parameters(number) / target))
+
+    reached = bisect.bisect_left(heads, target, key=parameters)  # parameters grow with the width
+    best = min(heads[max(0, reached - 1) : reached + 1], key=away)
+    if reached == len(heads) and away(best) > 1:
         raise ConfigError(f"no width up to {WIDEST} has {target:g} parameters by the shape rule")
-    return best[1]
+    return shaped(shape, best * shape.head_size)
 
 
 @dataclass(frozen=True)
@@ -185,8 +180,7 @@ class Planner:
         self.study = study
         self.base = load_run(study.base)
         self._models: dict[tuple[str, Size], Model] = {}
-        self._told: dict[str, PlannedRun] = {}  # settings without names -> the run that has them
-        self._names: set[str] = set()
+        self._told: dict[str, str] = {}  # settings without names -> the run that has them
         self.read("settings", study.settings)
         for variant, words in study.variants.items():
             self.read(f"variants.{variant}", (*study.settings, *words))
@@ -227,26 +221,17 @@ class Planner:
 
     def _new_model(self, variant: str, size: Size) -> Model:
         study = self.study
-        words = (*study.settings, *study.variants[variant])
-        where = f"variants.{variant} at {_told(size)}"
+        where = f"variants.{variant} at {size.told}"
         try:
             sizes = self._sizes(size)
         except ConfigError as error:
             raise ConfigError(f"{study.path}: sizes: {error}") from None
-        words = (*words, *sizes.words)
+        words = (*study.settings, *study.variants[variant], *sizes.words)
         # The length is this run's own; one step is enough to check the shape.
         short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_no_warmup(self.base)))
         config, facts = self.prepared(where, short_run)
-        return Model(
-            config=config,
-            words=words,
-            sizes=sizes,
-            label=_label(size, sizes),
-            parameters=total_parameters(config.model),
-            non_embedding=non_embedding_parameters(config.model),
-            flops_per_token=flops_per_token(config),
-            facts=facts,
-        )
+        counts = (total_parameters(config.model), non_embedding_parameters(config.model))
+        return Model(config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts)
 
     def _sizes(self, size: Size) -> Sizes:
         if size.width is not None:
@@ -260,14 +245,10 @@ class Planner:
         study, model = self.study, self.model(variant, size)
         batch = model.config.train.global_batch_size * model.config.data.seq_length
         steps = max(1, round(self._tokens(length, size, model) / batch))
-        name = f"{variant}-{model.label}-{length.label}-lr{short(rate)}-s{seed}"
-        tokens, epochs = steps * batch, None
-        if model.facts is not None:
-            epochs = tokens / model.facts.tokens["train"]
-        cluster = study.cluster
-        flops = tokens * model.flops_per_token
+        tokens = steps * batch
+        cluster, flops = study.cluster, tokens * model.flops_per_token
         run = PlannedRun(
-            name=name,
+            name=f"{variant}-{model.label}-{length.label}-lr{short(rate)}-s{seed}",
             variant=variant,
             size=model.label,
             width=model.sizes.width,
@@ -283,7 +264,7 @@ class Planner:
             batch_tokens=batch,
             steps=steps,
             flops=flops,
-            epochs=epochs,
+            epochs=tokens / model.facts.tokens["train"] if model.facts is not None else None,
             hours=flops / (cluster.tflops * 1e12 * cluster.processes * 3600) if cluster.tflops else None,
             settings=(*model.words, *self.words(model, steps, rate), f"train.seed={seed}"),
         )
@@ -321,11 +302,10 @@ class Planner:
         config, _ = self.prepared(f"run {run.name}", self.read(f"run {run.name}", run.settings))
         told = repr(replace(config, name="", run_dir=None))
         if told in self._told:
-            raise ConfigError(f"{where} has the same settings as {self._told[told].name}; leave one of them out")
-        if run.name in self._names:
+            raise ConfigError(f"{where} has the same settings as {self._told[told]}; leave one of them out")
+        if run.name in self._told.values():
             raise ConfigError(f"{where}: two runs have this name, since their numbers differ by less than a name tells")
-        self._told[told] = run
-        self._names.add(run.name)
+        self._told[told] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
         warmup = self.study.warmup
@@ -342,13 +322,9 @@ class Planner:
 
 
 def _lengths(study: Study) -> list[_Length]:
-    budgets = [_Length("budgets", budget.flops, budget.sizes or study.sizes) for budget in sorted(study.budgets, key=_flops)]
+    budgets = [_Length("budgets", budget.flops, budget.sizes or study.sizes) for budget in sorted(study.budgets, key=attrgetter("flops"))]
     others = [_Length(kind, value, study.sizes) for kind in ("tokens", "tokens_per_parameter") for value in sorted(getattr(study, kind))]
     return budgets + others
-
-
-def _flops(budget: Budget) -> float:
-    return budget.flops
 
 
 def _no_warmup(base: RunConfig) -> tuple[str, ...]:
@@ -362,10 +338,6 @@ def _label(size: Size, sizes: Sizes) -> str:
     heads = "" if size.heads is None else f"-h{sizes.heads}"
     ffn = "" if size.ffn is None else f"-f{sizes.ffn}"
     return f"w{sizes.width}-l{sizes.layers}{heads}{ffn}"
-
-
-def _told(size: Size) -> str:
-    return f"width {size.width}" if size.width is not None else f"{size.parameters:g} parameters"
 
 
 def _up(value: float) -> float:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.config import plain
-from fem_common.errors import ConfigError, files_told, told
+from fem_common.errors import ConfigError, files_told
 from pretrain.config import RunConfig, Source, load_run, run_of
 from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
-from pretrain.plan.run_plan import count_by_component, flops_per_token
+from pretrain.plan.run_plan import flops_per_token
 from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
 from tools.demo.report import History
-from tools.scaling.planning import PlannedRun
+from tools.scaling.planning import PlannedRun, non_embedding_parameters, total_parameters
 
 DIGITS = 16  # of a hash in the table
 # What says where a run is, how it is laid out and what it tells, and changes nothing of what is learnt. A key stands for all below it.
@@ -50,16 +50,6 @@ class DataIdentity:
     def key(self) -> str:
         """Hexadecimal, of all but the tokenizer, which has a column of its own."""
         return _hash([self.contents, self.weights, self.seq_length])
-
-    def difference(self, other: DataIdentity) -> str:
-        """In words, what differs; both hold for each."""
-        if self.tokenizer != other.tokenizer:
-            return f"tokenizers of sha256 {_short(self.tokenizer)} and {_short(other.tokenizer)}"
-        if self.seq_length != other.seq_length:
-            return f"data.seq_length = {self.seq_length} and {other.seq_length}"
-        if self.contents != other.contents:
-            return f"data of contents {_short(self.contents)} and {_short(other.contents)}"
-        return f"shares {self.weights} and {other.weights} of the data's sources"
 
 
 def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
@@ -192,8 +182,6 @@ def _short(key: str) -> str:
     return key[:12] or "none"
 
 
-RUN_DIRECTORY, WANDB = "run_dir", "wandb"
-EMBEDDING = ("embedding", "output layer")  # components of pretrain.plan.run_plan
 EXPORTED_KEYS = ("_step", "loss", "step_seconds", "valid_loss")
 
 
@@ -247,12 +235,10 @@ def read_directory(folder: Path) -> Record | None:
     if not (folder / "config.yaml").is_file():
         return None
     config = load_run(folder / "config.yaml")
-    try:
+    with files_told():
         history = History.read(folder)
-    except OSError as error:
-        raise told(error) from None
     steps = tuple(Step(entry["step"], entry["loss"], entry["step_seconds"]) for entry in history.steps)
-    return Record(str(folder), RUN_DIRECTORY, config, steps, history.validations, _unfinished(folder, config), folder)
+    return Record(str(folder), "run_dir", config, steps, history.validations, _unfinished(folder, config), folder)
 
 
 def _unfinished(folder: Path, config: RunConfig) -> str:
@@ -280,9 +266,8 @@ def read_export(path: Path) -> dict[str, Record]:
     """
     records: dict[str, Record] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise told(error) from None
+        with files_told():
+            lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8; docs/scaling.md shows how the export is made") from None
     for number, line in enumerate(lines, 1):
@@ -323,7 +308,7 @@ def _exported(where: str, line: str) -> Record:
     validations = tuple({row["_step"]: row["valid_loss"] for row in rows if "valid_loss" in row}.items())
     last, wanted = (validations[-1][0] if validations else 0), Schedule.of(config).steps
     unfinished = "" if last == wanted else f"its last validation is of step {last} of {wanted}"
-    return Record(place, WANDB, config, tuple(steps), validations, unfinished)
+    return Record(place, "wandb", config, tuple(steps), validations, unfinished)
 
 
 def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
@@ -341,7 +326,7 @@ def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
 def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[dict[str, object]]:
     """The table's rows of a run, one a validation; the last of a complete run is final. Rows that have no finite loss are left out."""
     config, schedule = record.config, Schedule.of(record.config)
-    counts, per_token = count_by_component(config.model), flops_per_token(config)
+    per_token = flops_per_token(config)
     same: dict[str, object] = {
         "run": planned.name,
         "variant": planned.variant,
@@ -351,8 +336,8 @@ def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[
         "layers": config.model.num_layers,
         "heads": config.model.num_attention_heads,
         "parametrization": config.model.parametrization,
-        "parameters": sum(counts.values()),
-        "non_embedding_parameters": sum(count for name, count in counts.items() if name not in EMBEDDING),
+        "parameters": total_parameters(config.model),
+        "non_embedding_parameters": non_embedding_parameters(config.model),
         "flops_per_token": per_token,
         "batch_tokens": schedule.step_tokens,
         "learning_rate": config.optimizer.lr,

@@ -279,26 +279,17 @@ class StudyFit:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A loss and its interval."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
 class Optimum:
     """The best N and D for a number of FLOPs, by ``method`` ("parametric" or "isoflop"), and the loss there."""
 
     flops: float
     n: Estimate
     d: Estimate
-    loss: Prediction
+    loss: Estimate
     method: str
 
 
-def predict_loss(fit: VariantFit, n: float, d: float) -> Prediction:
+def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
     """The loss of one run with N parameters on D tokens by the parametric law.
 
     The interval is a run's: the law's uncertainty (percentiles over the draws) and a run's scatter about the law, both in log loss,
@@ -314,10 +305,10 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Prediction:
     mean = float(law.loss(n, d))
     band = law.band(n, d)
     if band is None:
-        return Prediction(mean, None, None)
+        return Estimate(mean)
     scatter = law.noise * NormalDist().inv_cdf(0.5 + law.interval / 2)
     below, above = (math.log(float(side[0]) / mean) for side in band)
-    return Prediction(mean, mean * math.exp(-math.hypot(min(below, 0.0), scatter)), mean * math.exp(math.hypot(max(above, 0.0), scatter)))
+    return Estimate(mean, mean * math.exp(-math.hypot(min(below, 0.0), scatter)), mean * math.exp(math.hypot(max(above, 0.0), scatter)))
 
 
 def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum:
@@ -330,16 +321,13 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
     """
     if fit.parametric is not None and method in (None, "parametric"):
         law = fit.parametric
-        n, d = (float(value[0]) for value in law.best(law.values, flops))
-        low_high: list[tuple[float | None, float | None]] = [(None, None), (None, None)]
-        if law.draws:
-            draws = law.best(law.draws, flops)
-            low_high = [typing.cast(Any, tuple(float(side) for side in percentiles(value, law.interval))) for value in draws]
-        return Optimum(flops, Estimate(n, *low_high[0]), Estimate(d, *low_high[1]), predict_loss(fit, n, d), "parametric")
+        pairs = zip(law.best(law.values, flops), law.best(law.draws, flops), strict=True)
+        n, d = (Estimate.of(value[0], draws, law.interval, len(draws)) for value, draws in pairs)
+        return Optimum(flops, n, d, predict_loss(fit, n.value, d.value), "parametric")
     if fit.isoflop is not None and fit.isoflop.n_opt and fit.isoflop.d_opt and fit.isoflop.loss and method in (None, "isoflop"):
         laws = (fit.isoflop.n_opt, fit.isoflop.d_opt, fit.isoflop.loss)
         best_n, best_d, loss = (_law_at(law, flops, fit.isoflop.interval) for law in laws)
-        return Optimum(flops, best_n, best_d, Prediction(loss.value, loss.low, loss.high), "isoflop")
+        return Optimum(flops, best_n, best_d, loss, "isoflop")
     why = f": {'; '.join(fit.notes)}" if fit.notes else ""
     raise ConfigError(f"{fit.name}: no {method or 'law'} to take an optimum from{why}")
 

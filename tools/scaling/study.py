@@ -63,16 +63,11 @@ FEWEST_SIZES = 3  # of a budget: a parabola has three coefficients
 PLANNED = {
     "name": "name",
     "run_dir": "directory",
-    "train.steps": "budgets",
-    "train.tokens": "budgets",
     "train.seed": "seeds",
     "train.eval_interval": "validations",
-    "optimizer.warmup_steps": "warmup",
-    "optimizer.warmup_tokens": "warmup",
-    "model.hidden_size": "sizes",
-    "model.num_layers": "sizes",
-    "model.num_attention_heads": "sizes",
-    "model.ffn_hidden_size": "sizes",
+    **dict.fromkeys(("train.steps", "train.tokens"), "budgets"),
+    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.warmup_tokens"), "warmup"),
+    **dict.fromkeys((f"model.{key}" for key in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")), "sizes"),
     "parallel.world_size": "cluster.processes",
 }
 
@@ -99,6 +94,11 @@ class Size:
     parameters: float | None = setting(
         None, "In place of a width: the baseline's non-embedding parameters, met by the nearest width.", above=0
     )
+
+    @property
+    def told(self) -> str:
+        """The size in words."""
+        return f"width {self.width}" if self.width is not None else f"{self.parameters:g} parameters"
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,9 @@ def load_study(path: str | Path) -> Study:
     study = load(Study, path)
     name = study.name or path.stem
     directory = study.directory or str(STUDIES / name)
-    study = replace(
-        study,
-        name=name,
-        base=os.path.normpath(path.parent / study.base) if study.base else "",
-        directory=directory,
-        results=study.results or str(Path(directory) / "results"),
-        path=str(path),
-    )
+    base = os.path.normpath(path.parent / study.base) if study.base else ""
+    results = study.results or str(Path(directory) / "results")
+    study = replace(study, name=name, base=base, directory=directory, results=results, path=str(path))
     try:
         _check(study)
     except ConfigError as error:
@@ -288,8 +283,7 @@ def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
             raise ConfigError(f"{key}.{number}: parameters asks the rule for a shape; give a width where layers, heads or ffn are given")
     repeated = _repeated(sizes)
     if repeated is not None:
-        told = f"width {repeated.width}" if repeated.width is not None else f"{repeated.parameters:g} parameters"
-        raise ConfigError(f"{key}: {told} is there twice, so two runs would be the same; give it once")
+        raise ConfigError(f"{key}: {repeated.told} is there twice, so two runs would be the same; give it once")
 
 
 def _repeated(values: Iterable[Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,23 +11,20 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from fem_common.errors import ConfigError
 from launch.verbs.sweep import read_list
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
-from tests.tools.scaling.test_study import write
+from tests.tools.scaling.studies import write
 from tools.scaling import running
 from tools.scaling.__main__ import main
 from tools.scaling.planning import plan_study
 from tools.scaling.study import load_study
 from tools.scaling.table import final_runs, read_table
 
-ENTRIES = 60  # of the vocabulary
 PATIENCE = 900.0  # seconds for anything; half a minute is usual, and a machine shared by many tests takes ten times that
 
 
@@ -129,38 +125,28 @@ def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
 # --- real training ----------------------------------------------------------------------------------------------------------------
 
 
-def real_study(folder: Path, **changed: Any) -> Path:
-    """Two sizes of one mixer, some hundred steps each, on text with something to learn: each id is followed by one of four."""
-    dice = random.Random(0)
-    follow = [[dice.randrange(ENTRIES) for _ in range(4)] for _ in range(ENTRIES)]
-    documents = []
-    for _ in range(50):
-        text = [dice.randrange(ENTRIES)]
-        while len(text) < 400:
-            text.append(follow[text[-1]][min(3, int(dice.expovariate(1.2)))])
-        documents.append(text)
-    write_folder(folder / "data", vocab_size=ENTRIES + 4, documents=documents)
-    base = {
-        "model": {"vocab_size": None, "make_vocab_size_divisible_by": 8, "init_std": 0.1},
-        "data": {"train": [{"prefix": str(folder / "data/train")}], "valid": [{"prefix": str(folder / "data/valid")}], "seq_length": 32},
-        "train": {"steps": 100, "micro_batch_size": 4, "global_batch_size": 4, "precision": "fp32", "eval_batches": 8},
-        "optimizer": {"lr": 1e-2, "min_lr": 1e-3},
-        "checkpoint": {"interval": 1000, "keep_last": 1},
-        "log": {"diagnostics_interval": 0, "straggler_interval": 0, "interval": 1000},
-    }
-    study = {
-        "base": "base.yaml",
-        "directory": str(folder / "runs"),
-        "variants": {"fem_softmax": ["model.mixer=fem_softmax"]},
-        "shape": {"head_size": 8, "aspect_ratio": 32, "min_layers": 1, "ffn_multiple": 8},
-        "sizes": [16, 8],
-        "tokens": [40_000],
-        "min_steps": 20,
-        "validations": 2,
-    } | changed
-    for name, values in (("base", base), ("study", study)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    return folder / "study.yaml"
+def real_study(folder: Path) -> Path:
+    """Two sizes of one mixer, some hundred steps each."""
+    write_folder(folder / "data", vocab_size=64, tokens=20_000)
+    shape = {"head_size": 8, "aspect_ratio": 32, "min_layers": 1, "ffn_multiple": 8}
+    changed = {"variants": {"fem_softmax": ["model.mixer=fem_softmax"]}, "shape": shape, "sizes": [16, 8], "tokens": [40_000]}
+    changed |= {"directory": str(folder / "runs"), "budgets": [], "min_steps": 20, "validations": 2}
+    return write(
+        folder,
+        lambda values: values.update(changed),
+        model={"vocab_size": None, "make_vocab_size_divisible_by": 8},
+        data={"train": [{"prefix": str(folder / "data/train")}], "valid": [{"prefix": str(folder / "data/valid")}], "seq_length": 32},
+        train={"micro_batch_size": 4, "eval_batches": 8},
+        checkpoint={"interval": 1000, "keep_last": 1},
+        log={"diagnostics_interval": 0, "straggler_interval": 0, "interval": 1000},
+    )
+
+
+def trained(folder: Path) -> list[int]:
+    """Steps whose loss is in metrics.jsonl, in its order; a line may be being written."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line]
 
 
 @pytest.mark.slow
@@ -172,38 +158,20 @@ def test_a_study_killed_on_its_way_goes_on(tmp_path: Path, capsys: pytest.Captur
     command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     began = time.monotonic()
-    while first.poll() is None and time.monotonic() - began < PATIENCE and len(_steps(folders[1])) < 20:
+    while first.poll() is None and time.monotonic() - began < PATIENCE and len(trained(folders[1])) < 20:
         time.sleep(0.05)
     if first.poll() is None:
         os.killpg(first.pid, signal.SIGTERM)
     told, _ = first.communicate(timeout=PATIENCE)
     assert first.returncode == running.INTERRUPTED and "the same command goes on" in told, told
     before = [(folder / "metrics.jsonl").read_bytes() for folder in folders]
-    assert len(_steps(folders[0])) == runs[0].steps and len(_steps(folders[1])) < runs[1].steps
+    assert len(trained(folders[0])) == runs[0].steps and len(trained(folders[1])) < runs[1].steps
 
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert second.returncode == 0, second.stdout + second.stderr
     for run, folder, text, attempts in zip(runs, folders, before, (1, 2), strict=True):
-        assert _steps(folder) == list(range(1, run.steps + 1)), run.name  # each step once: nothing was done anew
+        assert trained(folder) == list(range(1, run.steps + 1)), run.name  # each step once: nothing was done anew
         assert (folder / "metrics.jsonl").read_bytes().startswith(text)
         assert len(list((folder / "attempts").iterdir())) == attempts
     assert main(["collect", str(path)]) == 0, capsys.readouterr().err
-    # The successors' entropy is 0.85, and log 60 = 4.09 is knowing nothing.
-    assert all(0.84 < loss < 3.0 for loss in final_runs(read_table(study.runs_csv))["loss"])
-
-
-def _steps(folder: Path) -> list[int]:
-    """Steps whose loss is in metrics.jsonl, in its order."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # being written
-        if "loss" in row:
-            found.append(row["step"])
-    return found
+    assert len(final_runs(read_table(study.runs_csv))) == 2

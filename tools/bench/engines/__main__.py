@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from fem_common.cli import Parser, run
 from fem_common.errors import Fault
+from fem_common.text import duration
 from fem_megatron.megatron import platform
 from tools.bench import runner
 from tools.bench.data_prep.processes import Neighbours, load
@@ -34,46 +34,39 @@ class Bench:
     cuda: bool
     cannot: dict[str, str] = field(default_factory=dict)
     answers: dict[str, list[list[Answer]]] = field(default_factory=dict)  # variant -> of each round its ranks'
-    took: dict[str, list[float]] = field(default_factory=dict)  # seconds of a variant's launches
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """All rounds; ends early where the baseline cannot run."""
-        self.cannot |= {name: why for name in self.names if (why := lacks(replace(self.job, variant=name))) is not None}
-        for name, why in self.cannot.items():
-            self.tell(f"{name} cannot run: {why}", [])
+        for name in self.names:
+            why = lacks(replace(self.job, variant=name))
+            if why is not None:
+                self.leave_out(name, why)
         launches = [name for _ in range(self.rounds) for name in self.names]
         for number, name in enumerate(launches):
             if BASELINE in self.cannot:
                 return
             if name not in self.cannot:
-                self.once(name, launches[number + 1 :])
+                self.once(name, sum(other not in self.cannot for other in launches[number + 1 :]))
 
-    def once(self, name: str, left: list[str]) -> None:
-        """Start a variant's ranks and keep their answers."""
-        began = time.monotonic()
+    def once(self, name: str, left: int) -> None:
+        """Start a variant's ranks and keep their answers; ``left``: launches after this one."""
         try:
             answers = launch(replace(self.job, variant=name))
         except CannotRun as error:
-            self.cannot[name] = str(error)
-            self.tell(f"{name} cannot run: {error}", left)
+            self.leave_out(name, str(error))
             return
-        self.took.setdefault(name, []).append(time.monotonic() - began)
         self.answers.setdefault(name, []).append(answers)
+        done, elapsed = sum(map(len, self.answers.values())), time.monotonic() - self.began
         most = max(answer["peak_bytes"] for answer in answers)
         which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
-        self.tell(f"{which}: {step_seconds(answers):.3f} s a step, at most {most / MIB:,.0f} MiB", left)
+        told = f"{which}: {step_seconds(answers):.3f} s a step, at most {most / MIB:,.0f} MiB"
+        print(f"[{duration(elapsed)}] {told}; about {duration(elapsed / done * left)} to go", file=sys.stderr, flush=True)
 
-    def tell(self, text: str, left: list[str]) -> None:
-        """A line of progress, with the time that the launches left will take."""
-        going = [name for name in left if name not in self.cannot]
-        ahead = f"; about {self.expected(going) / 60:.1f} min to go" if going and self.took else ""
-        print(f"[{time.monotonic() - self.began:4.0f} s] {text}{ahead}", file=sys.stderr, flush=True)
-
-    def expected(self, launches: list[str]) -> float:
-        """Seconds for these launches: as long as the variant's took, or where none was seen all of them."""
-        every = [seconds for found in self.took.values() for seconds in found]
-        return sum(statistics.mean(self.took.get(name, every)) for name in launches)
+    def leave_out(self, name: str, why: str) -> None:
+        """Measure a variant no more."""
+        self.cannot[name] = why
+        print(f"{name} cannot run: {why}", file=sys.stderr, flush=True)
 
     def figures(self) -> dict[str, Figures | str]:
         """Variant -> its figures, or why there are none."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fem_common.plot import colour_of, new_figure, plain_axes, save
 from tools.bench import runner
 from tools.bench.engines import figures
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, Task
@@ -63,15 +65,10 @@ def short(results: Results) -> str:
 def targets(results: Results) -> str:
     """Each target, its bound, what was measured."""
     words = {True: "met", False: "not met", None: "not measured"}
-    rows = [
-        [
-            target.what,
-            f"{'at least' if target.at_least else 'at most'} {target.bound:.2f}",
-            "" if target.value is None else f"{target.value:.3f}",
-            words[target.met],
-        ]
-        for target in results.targets()
-    ]
+    rows = []
+    for target in results.targets():
+        bound = f"{'at least' if target.at_least else 'at most'} {target.bound:.2f}"
+        rows.append([target.what, bound, "" if target.value is None else f"{target.value:.3f}", words[target.met]])
     return runner.table(["target", "bound", "measured", ""], rows)
 
 
@@ -102,22 +99,12 @@ def operations(results: Results) -> str:
                 side, best = results.ops[name, implementation, tokens], results.best(name, tokens)
                 ratio, roofs = results.ratio(name, implementation, tokens), results.roofs
                 size = workload.size(tokens, TOKENS_A_CALL)
-                rows.append(
-                    [
-                        name,
-                        f"{size.heads} x {size.key}/{size.value}",
-                        f"{size.batch} x {tokens}",
-                        implementation,
-                        _ms(side.forward),
-                        _ms(side.both),
-                        f"{side.spread:.1%}",
-                        f"{ratio[0]:.2f}" if ratio else "",
-                        f"{ratio[1]:.2f}" if ratio else "",
-                        best[0] if best else "",
-                        f"{side.flops / side.both / roofs['matmul_flops']:.0%}" if roofs and side.flops else "",
-                        f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "",
-                    ]
-                )
+                row = [name, f"{size.heads} x {size.key}/{size.value}", f"{size.batch} x {tokens}", implementation]
+                row += [_ms(side.forward), _ms(side.both), f"{side.spread:.1%}"]
+                row += [*(f"{part:.2f}" for part in ratio), best[0]] if ratio and best else ["", "", ""]
+                row.append(f"{side.flops / side.both / roofs['matmul_flops']:.0%}" if roofs and side.flops else "")
+                row.append(f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "")
+                rows.append(row)
     columns = ["operation", "heads x d_k/d_v", "batch x tokens", "implementation", "forward, ms", "fwd + bwd, ms", "spread"]
     columns += ["forward ÷", "fwd + bwd ÷", "held against (the fastest of its kind here)", "of matmul", "of copy"]
     return runner.table(columns, rows) if rows else "Nothing was timed."
@@ -146,26 +133,16 @@ def models(results: Results) -> str:
 
 def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
     rows = []
-    for scale in scales:
-        for variant in VARIANTS:
-            for recompute in (False, True):
-                found = results.models.get((scale, variant, recompute))
-                if found is None:
-                    continue
-                ratio = results.model_ratio(scale, variant, recompute=recompute)
-                share = results.utilisation(scale, variant, recompute=recompute)
-                rows.append(
-                    [
-                        f"{scale} {variant}",
-                        f"{found['batch']} x {SCALES[scale].tokens}",
-                        _ms(found["step"]["seconds"]),
-                        f"{found['tokens'] / found['step']['seconds']:,.0f}",
-                        f"{ratio:.2f}" if ratio else "",
-                        f"{share:.1%}" if share else "",
-                        f"{found['peak_bytes'] / 1e9:.1f}",
-                        "yes" if found["recompute"] else "",
-                    ]
-                )
+    for scale, variant, recompute in itertools.product(scales, VARIANTS, (False, True)):
+        found = results.models.get((scale, variant, recompute))
+        if found is None:
+            continue
+        ratio = results.model_ratio(scale, variant, recompute=recompute)
+        share = results.utilisation(scale, variant, recompute=recompute)
+        seconds = found["step"]["seconds"]
+        row = [f"{scale} {variant}", f"{found['batch']} x {SCALES[scale].tokens}", _ms(seconds), f"{found['tokens'] / seconds:,.0f}"]
+        row += [f"{ratio:.2f}" if ratio else "", f"{share:.1%}" if share else ""]
+        rows.append([*row, f"{found['peak_bytes'] / 1e9:.1f}", "yes" if found["recompute"] else ""])
     return rows
 
 
@@ -202,20 +179,16 @@ def draw(results: Results, title: str, path: Path) -> bool:
             lines[name] = found
     if not lines or find_spec("matplotlib") is None:
         return False
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = new_figure((9, 5.5))
     axes = figure.add_subplot()
     for number, (name, found) in enumerate(lines.items()):
-        axes.plot(*zip(*found, strict=True), marker="osD^vP*X"[number % 8], label=name)
+        axes.plot(*zip(*found, strict=True), label=name, **colour_of(number))
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(LENGTHS, [f"{tokens // 1024}k" for tokens in LENGTHS])
-    axes.set_xlabel("tokens of a sequence")
-    axes.set_ylabel("forward + backward ÷ the fastest it is held against")
+    plain_axes(axes, "tokens of a sequence", "forward + backward ÷ the fastest it is held against")
     axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=130)
+    save(figure, path)
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
@@ -67,11 +68,7 @@ class Draw:
 
     def steps(self, size: Size, change: Callable[[Tensor], Tensor], *, wide: bool = False) -> Tensor:
         """[batch, heads, tokens], one number a token and head."""
-        return (
-            change(torch.randn(size.batch, size.heads, size.tokens, generator=self.rng, device=self.device))
-            .to(torch.float32 if wide else self.dtype)
-            .requires_grad_()
-        )
+        return self.normal(size.batch, size.heads, size.tokens, change=change, wide=wide)
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,6 @@ class Workload:
 
     name: str
     op: str
-    about: str
     inputs: Callable[[Draw, Size], Inputs]
     call: Callable[[Inputs, str], Outputs]
     flops: Callable[[Size], tuple[float, float]]
@@ -134,11 +130,7 @@ def per_token(products: Callable[[Size], float]) -> Callable[[Size], tuple[float
     return lambda size: (2 * size.rows * products(size), 4 * size.rows * products(size))
 
 
-SDPA = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 def attention_inputs(draw: Draw, size: Size) -> Inputs:
@@ -146,16 +138,24 @@ def attention_inputs(draw: Draw, size: Size) -> Inputs:
     return {"q": draw.heads(size, size.key), "k": draw.heads(size, size.key), "v": draw.heads(size, size.value)}
 
 
-def _sdpa(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
-    def call(inputs: Inputs) -> Outputs:
-        with sdpa_kernel(backends):
-            return (scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=True),)
+def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
+    """A call of an operation with its inputs by their names; of several results the first."""
+
+    def call(inputs: Inputs, implementation: str) -> Outputs:
+        found = op(**inputs, implementation=implementation)
+        return (found[0] if isinstance(found, tuple) else found,)
 
     return call
 
 
-def _whatever_torch_takes(inputs: Inputs) -> Outputs:
-    return (scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=True),)
+def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
+    """Plain attention by torch, by one of these backends where there are any."""
+
+    def call(inputs: Inputs) -> Outputs:
+        with sdpa_kernel(backends) if backends else nullcontext():
+            return (scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=True),)
+
+    return call
 
 
 def _by_engine(name: str) -> Callable[[Inputs], Outputs]:
@@ -190,8 +190,8 @@ def _attention(label: str, call: Callable[[Inputs], Outputs], lacks: Callable[[t
 STANDARD_ATTENTION = {
     baseline.name: baseline
     for baseline in (
-        _attention("torch's choice", _whatever_torch_takes, lambda device: None, "sdpa"),
-        *(_attention(f"SDPA {name}", _sdpa([backend]), needs_gpu, name) for name, backend in SDPA.items()),
+        _attention("torch's choice", _torchs([]), lambda device: None, "sdpa"),
+        *(_attention(f"SDPA {name}", _torchs([backend]), needs_gpu, name) for name, backend in SDPA.items()),
         *(_attention(label, _by_engine(name), ENGINES[name].lacks, name) for name, label in OTHER_ENGINES.items()),
     )
 }
@@ -202,10 +202,7 @@ STANDARD_ATTENTION = {
 
 def decaying_inputs(draw: Draw, size: Size) -> Inputs:
     """q, k, v and a log-decay a head, as gated linear attention has them."""
-    return {
-        **attention_inputs(draw, size),
-        "log_decay": draw.steps(size, lambda x: logsigmoid(x + 4)),
-    }
+    return {**attention_inputs(draw, size), "log_decay": draw.steps(size, lambda x: logsigmoid(x + 4))}
 
 
 def _fla_simple_gla(inputs: Inputs) -> Outputs:
@@ -227,9 +224,8 @@ def _fla_hgrn(inputs: Inputs) -> Outputs:
     return (chunk_hgrn(inputs["x"], inputs["a"])[0],)
 
 
+FLA_GLA, FLA_HGRN = "fla: chunk_simple_gla", "fla: chunk_hgrn"
 LINEAR = {
-    "fla: chunk_simple_gla": Baseline(
-        "fla: chunk_simple_gla", decaying_inputs, _fla_simple_gla, per_token(lambda size: 2 * size.key * size.value), needs_fla
-    ),
-    "fla: chunk_hgrn": Baseline("fla: chunk_hgrn", scan_inputs, _fla_hgrn, no_products, needs_fla),
+    FLA_GLA: Baseline(FLA_GLA, decaying_inputs, _fla_simple_gla, per_token(lambda size: 2 * size.key * size.value), needs_fla),
+    FLA_HGRN: Baseline(FLA_HGRN, scan_inputs, _fla_hgrn, no_products, needs_fla),
 }

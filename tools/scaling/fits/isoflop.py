@@ -4,7 +4,7 @@ Intervals are percentiles of a bootstrap of the runs' residuals about their budg
 drawn with replacement a third of the draws leave two or one, through which no parabola goes. A residual is relative to the loss,
 divided by ``sqrt(1 - leverage)``, which gives it a run's variance, and drawn from all budgets together. Of 12 runs in three budgets nine
 coefficients leave three residuals to tell the scatter by, so a draw is as much larger as Student's interval is than the normal one.
-Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_fits_isoflop.py): a 90% interval then holds an exponent in 90% and
+Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_laws.py): a 90% interval then holds an exponent in 90% and
 a compute multiplier in 94%; without, in 80 and 84%. Budgets with as many sizes as a parabola has coefficients leave nothing: then there is
 no interval, and a note says so.
 """
@@ -19,7 +19,7 @@ from fem_common.errors import ConfigError
 from tools.scaling.fits.points import student_over_normal
 from tools.scaling.study import FitConfig
 
-from ..laws import FEWEST_DRAWS, FEWEST_WITH_OFFSET, Estimate, PowerLaw, percentiles, power_law, pure, with_offset
+from ..laws import FEWEST_WITH_OFFSET, Estimate, PowerLaw, power_law, pure, with_offset
 from ..results import IsoFlopFit, Parabola
 from .points import Array, NotIdentified, Points
 
@@ -136,9 +136,7 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
     shifted = (c0 - c1 * budget.center + c2 * budget.center**2, c1 - 2 * c2 * budget.center, c2)
     estimates = []
     for value, draws in zip((n, d, loss), budget.minima(drawn)[:3], strict=True):
-        good = draws[np.isfinite(draws)]
-        low_high = percentiles(good, interval) if len(good) and len(good) >= FEWEST_DRAWS * len(draws) else ()
-        estimates.append(Estimate(value, *(float(side) for side in low_high)))
+        estimates.append(Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws)))
     return Parabola(budget.flops, shifted, estimates[0], estimates[1], estimates[2], inside, [str(run) for run in points.run]), note
 
 

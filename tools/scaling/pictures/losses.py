@@ -18,10 +18,11 @@ from tools.scaling.pictures.style import (
     law_text,
     legend_below,
     log_ticks,
+    marked,
     outer_labels,
     panels,
 )
-from tools.scaling.results import ParametricFit, StudyFit, VariantFit, optimal
+from tools.scaling.results import StudyFit, VariantFit, optimal
 
 
 def size_column(fit: StudyFit) -> str:
@@ -44,7 +45,9 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     figure, grid = panels(len(shown), f"{fit.study}: held-out loss against model size at equal training compute")
     for axes, (name, variant) in zip(grid, shown.items(), strict=True):
         _isoflop_panel(axes, variant, final[final["variant"] == name].set_index("run"), size_column(fit), looks)
-        axes.set_title(_minima_words(name, variant), loc="left", fontsize=9.5)
+        law = variant.isoflop.n_opt if variant.isoflop else None
+        words = law_text("best N", law, "C") if law else "no law through the minima"
+        axes.set_title(f"{name}: {words}", loc="left", fontsize=9.5)
         axes.set_xscale("log")
     outer_labels(grid, size_words(fit), "held-out loss, nats a token")
     sizes = final[final["variant"].isin(list(shown))][size_column(fit)].astype(float)
@@ -54,11 +57,6 @@ def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
         log_ticks(axes.xaxis, low, high, "count")
     _budget_legend(figure, looks, "minimum of the parabola (open: outside the sizes measured)")
     return figure
-
-
-def _minima_words(name: str, variant: VariantFit) -> str:
-    law = variant.isoflop.n_opt if variant.isoflop else None
-    return f"{name}: {law_text('best N', law, 'C')}" if law else f"{name}: no law through the minima"
 
 
 def _isoflop_panel(axes: Any, variant: VariantFit, runs: pd.DataFrame, column: str, looks: dict[float, dict[str, Any]]) -> None:
@@ -83,13 +81,11 @@ def _isoflop_panel(axes: Any, variant: VariantFit, runs: pd.DataFrame, column: s
     axes.plot(*where, color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
 
 
-def _budget_legend(figure: Any, looks: dict[float, dict[str, Any]], star: str | None) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], linestyle="-" if star else "", linewidth=1.3, markersize=5.5, **look) for look in looks.values()]
-    labels = [f"{flops_text(budget)} FLOPs" for budget in looks]
+def _budget_legend(figure: Any, looks: dict[float, dict[str, Any]], star: str = "", words: str = "FLOPs") -> None:
+    handles = [marked(**({} if star else {"linestyle": ""}), linewidth=1.3, markersize=5.5, **look) for look in looks.values()]
+    labels = [f"{flops_text(value) if words == 'FLOPs' else count(value)} {words}" for value in looks]
     if star:
-        handles.append(Line2D([], [], linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white"))
+        handles.append(marked(linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white"))
         labels.append(star)
     legend_below(figure, handles, labels, 3 if star else 4)
 
@@ -106,7 +102,7 @@ def residuals(fit: StudyFit) -> Any | None:
     figure, grid = panels(len(shown), title, panel=(4.3, 3.0))
     for axes, (name, variant) in zip(grid, shown.items(), strict=True):
         _residual_panel(axes, variant, looks)
-        axes.set_title(_law_words(name, variant.parametric), loc="left", fontsize=9.5)
+        axes.set_title(f"{name}: typical distance {100 * variant.parametric.noise:.2g}%", loc="left", fontsize=9.5)  # type: ignore[union-attr]
         axes.set_xscale("log")
     outer_labels(grid, size_words(fit), "loss over law − 1, %")
     sizes = [entry.n for variant in shown.values() for entry in variant.residuals]
@@ -116,20 +112,12 @@ def residuals(fit: StudyFit) -> Any | None:
         axes.set_ylim(-130 * worst, 130 * worst)
         log_ticks(axes.xaxis, low, high, "count")
     with_budget = all(entry.budget is not None for variant in shown.values() for entry in variant.residuals)
-    if with_budget:
-        _budget_legend(figure, looks, None)
-    else:
-        _token_legend(figure, looks)
+    _budget_legend(figure, looks, words="FLOPs" if with_budget else "tokens")
     return figure
 
 
 def _group(budget: float | None, tokens: float) -> float:
     return tokens if budget is None else budget
-
-
-def _law_words(name: str, law: ParametricFit | None) -> str:
-    assert law is not None
-    return f"{name}: typical distance {100 * law.noise:.2g}%"
 
 
 def _residual_panel(axes: Any, variant: VariantFit, looks: dict[float, dict[str, Any]]) -> None:
@@ -139,13 +127,6 @@ def _residual_panel(axes: Any, variant: VariantFit, looks: dict[float, dict[str,
     axes.axhline(0.0, color=QUIET, linewidth=1.0)
     for entry in variant.residuals:
         axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **looks[_group(entry.budget, entry.d)])
-
-
-def _token_legend(figure: Any, looks: dict[float, dict[str, Any]]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], linestyle="", markersize=5.5, **look) for look in looks.values()]
-    legend_below(figure, handles, [f"{count(tokens)} tokens" for tokens in looks], 4)
 
 
 DASHED, OTHERS = (0, (5, 2)), "#bbbbbb"
@@ -167,8 +148,10 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     for column, side in enumerate(("n", "d")):
         values: list[float] = []
         for axes, (name, variant) in zip(grid[:, column], shown.items(), strict=True):
-            for other in [other for other in shown.values() if other is not variant]:
-                _other_minima(axes, other, side, (low, high))
+            for other in shown.values():
+                law = getattr(other.isoflop, f"{side}_opt", None)
+                if other is not variant and law is not None:
+                    axes.plot((low, high), law.at((low, high)), color=OTHERS, linewidth=1.2, zorder=1)
             values += _frontier_lines(axes, variant, side, (low, high), colour_of(list(fit.variants).index(name)))
             axes.set_title(_frontier_words(name, variant, side), loc="left", fontsize=9.5)
             plain_axes(axes, "training compute C, FLOPs" if axes is grid[-1, column] else "", f"best {side.upper()}")
@@ -183,22 +166,13 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     return figure
 
 
-def _other_minima(axes: Any, variant: VariantFit, side: str, span: tuple[float, float]) -> None:
-    """Another variant's law through its minima, to compare with."""
-    law = getattr(variant.isoflop, f"{side}_opt", None)
-    if law is not None:
-        axes.plot(span, law.at(span), color=OTHERS, linewidth=1.2, zorder=1)
-
-
 def _frontier_legend(figure: Any, fit: StudyFit, shown: dict[str, VariantFit]) -> None:
-    from matplotlib.lines import Line2D
-
     handles, labels = [], []
     if any(variant.isoflop is not None for variant in shown.values()):
-        handles += [_handle({"color": QUIET, "marker": "o"}), Line2D([], [], color=OTHERS, linewidth=1.2)]
+        handles += [marked(linewidth=1.7, markersize=6, color=QUIET, marker="o"), marked(color=OTHERS, linewidth=1.2)]
         labels += [f"minima of the isoFLOP parabolas and their law, {fit.interval:.0%} intervals", "the other variants' laws of minima"]
     if any(variant.parametric is not None for variant in shown.values()):
-        handles.append(Line2D([], [], color=QUIET, linewidth=1.4, linestyle=DASHED))
+        handles.append(marked(color=QUIET, linewidth=1.4, linestyle=DASHED))
         labels.append("parametric law")
     legend_below(figure, handles, labels, 3)
 
@@ -224,20 +198,19 @@ def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float
     values: list[float] = []
     if variant.isoflop is not None:
         minima = [parabola for parabola in variant.isoflop.parabolas if parabola.inside]
-        estimates = [parabola.n_opt if side == "n" else parabola.d_opt for parabola in minima]
+        estimates = [getattr(parabola, f"{side}_opt") for parabola in minima]
         where = [parabola.budget for parabola in minima]
-        y = [estimate.value for estimate in estimates]
-        if y:
-            axes.errorbar(where, y, yerr=error_bars(estimates), linestyle="", markersize=6, capsize=2, elinewidth=1.0, **look)
-        values += y
-        law = variant.isoflop.n_opt if side == "n" else variant.isoflop.d_opt
+        values = [estimate.value for estimate in estimates]
+        if values:
+            axes.errorbar(where, values, yerr=error_bars(estimates), linestyle="", markersize=6, capsize=2, elinewidth=1.0, **look)
+        law = getattr(variant.isoflop, f"{side}_opt")
         if law is not None:
             draw_law(axes, law, *span, variant.isoflop.interval, look, "")
             values += [float(law.at(edge)) for edge in span]
     if variant.parametric is not None:
         x = np.geomspace(*span, 40)
         best = [optimal(variant, float(flops), "parametric") for flops in x]
-        estimates = [entry.n if side == "n" else entry.d for entry in best]
+        estimates = [getattr(entry, side) for entry in best]
         axes.plot(x, [entry.value for entry in estimates], color=look["color"], linewidth=1.4, linestyle=DASHED)
         bars = error_bars(estimates)
         if bars is not None and variant.isoflop is None:
@@ -263,7 +236,7 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
         ends = final[final["variant"] == name]
         axes.plot(ends["flops"], ends["loss"], linestyle="", markersize=4.5, alpha=0.75, markeredgewidth=0, **look)
         words = _least_loss(axes, variant, (ends["flops"].min(), high), look) if len(ends) else ""
-        handles.append(_handle(look))
+        handles.append(marked(linewidth=1.7, markersize=6, **look))
         labels.append(f"{name}{words}")
     plain_axes(axes, "training compute C, FLOPs", "held-out loss, nats a token")
     axes.set_xscale("log")
@@ -298,15 +271,7 @@ def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look:
 
 
 def _loss_words(law: PowerLaw) -> str:
+    value = law.coefficient.value
+    power = flops_text(value) if value > 0 and (value >= 1e3 or value < 1e-2) else f"{value:.3g}"
     offset = f"{law.offset.value:.3g} + " if law.offset is not None else ""
-    return f"= {offset}{_power_text(law.coefficient.value)} C^{law.exponent.value:.3f}".replace("-", "−")
-
-
-def _power_text(value: float) -> str:
-    return flops_text(value) if value > 0 and (value >= 1e3 or value < 1e-2) else f"{value:.3g}"
-
-
-def _handle(look: dict[str, Any]) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], linewidth=1.7, markersize=6, **look)
+    return f"= {offset}{power} C^{law.exponent.value:.3f}".replace("-", "−")

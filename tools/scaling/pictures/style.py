@@ -69,12 +69,7 @@ def flops_text(value: float) -> str:
 
 def interval_text(estimate: Estimate, digits: str = ".2f") -> str:
     """0.49 (0.45–0.53), −0.35 (−0.37 to −0.33); the value alone where nothing was resampled."""
-    value, low, high = (
-        None if one is None else format(one, digits).replace("-", "−") for one in (estimate.value, estimate.low, estimate.high)
-    )
-    if low is None or high is None:
-        return str(value)
-    return f"{value} ({low}{' to ' if estimate.value < 0 else '–'}{high})"
+    return estimate.text(digits).replace("-", "−")
 
 
 def law_text(what: str, law: PowerLaw, of: str) -> str:
@@ -103,3 +98,10 @@ def error_bars(estimates: Sequence[Estimate]) -> Any:
 def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
     """One legend under all panels."""
     figure.legend(handles, labels, loc="outside lower left", ncols=max(1, min(columns, len(labels))), frameon=False, fontsize=9)
+
+
+def marked(**look: Any) -> Any:
+    """A legend's handle: a line, its marker or both."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **look)
