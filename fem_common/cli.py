@@ -156,10 +156,18 @@ def verb_main(program: str, description: str, verbs: Mapping[str, Verb], argv: S
 
 @contextmanager
 def signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `Ended` meanwhile, in the main thread."""
+    """SIGTERM and SIGHUP raise `Ended` meanwhile, in the main thread. They end a process that is forked meanwhile at once, as they did.
 
-    def ended(number: int, _: FrameType | None) -> NoReturn:
-        raise Ended(number)
+    There an exception could be lost: Python swallows one that is raised before its hooks of a fork are done, and a library that ends
+    the workers of its pool by SIGTERM (lm-eval's standard errors) would wait for ever for one that it reached so early.
+    """
+    own = os.getpid()
+
+    def ended(number: int, _: FrameType | None) -> None:
+        if os.getpid() == own:
+            raise Ended(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -199,8 +199,11 @@ def evaluation_text(report: str) -> str:
             "",
             *lines[first:last],
             "",
-            f"*Six small questions to the demo's two models: `{COMMAND}`, {date.today().isoformat()}. ± and whiskers are",
-            "one standard error; vermilion: better by more than the standard error of the difference.*",
+            fill(
+                f"*Six small questions to the demo's two models: `{COMMAND}`, {date.today().isoformat()}. ± and whiskers are one standard "
+                "error; vermilion: better by more than the standard error of the difference.*",
+                100,
+            ),
         ]
     )
 

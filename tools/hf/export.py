@@ -39,9 +39,9 @@ from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import bundle, packages
 from .configuration_fem import FemLMConfig
-from .folder import CONFIG, TRAINING, Held, Tell, byte_count, is_folder, to_stderr, write_shards
+from .folder import CONFIG, TRAINING, Tell, byte_count, is_folder, to_stderr, write_shards
 from .model_card import data_manifests, heldout_loss, model_card, run_config, training_card, training_record
-from .recipes import VOCABULARY, Recipes, Tensors, to_fem
+from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import older_names, stock_config, to_stock, why_not_stock
 from .tokenizer import Tokenizer, special_ids
 
@@ -50,32 +50,6 @@ AUTO_MAP = {
     "AutoModel": "modeling_fem.FemLMModel",
     "AutoModelForCausalLM": "modeling_fem.FemLMForCausalLM",
 }
-
-
-def export_state_dict(
-    state: dict[str, torch.Tensor],
-    model: ModelConfig,
-    out: Path,
-    *,
-    tokenizer_dir: Path | None,
-    dtype: torch.dtype,
-    card: dict[str, Any],
-    overwrite: bool = False,
-    max_shard_size: int | str = "5GB",
-) -> None:
-    """``export`` of full tensors that are in memory under the training code's names, with the tokenizer in a folder.
-
-    Raises:
-        ConfigError: see ``export``; the tokenizer is not the model's.
-    """
-    out, tokenizer = Path(out), None
-    refuse_occupied(out, overwrite)
-    if tokenizer_dir is not None:
-        check_state(state, model)
-        tokenizer = Tokenizer.load(Path(tokenizer_dir), model)
-    export(
-        Held(state), model, out, tokenizer=tokenizer, dtype=dtype, card=card, overwrite=overwrite, shard_bytes=byte_count(max_shard_size)
-    )
 
 
 def export(
@@ -124,7 +98,7 @@ def export(
             _write_json(folder / TRAINING, training)
         text = model_card(
             model,
-            _parameters(recipes),
+            sum(math.prod(recipe.shape) for recipe in recipes.values()),
             dtype,
             card,
             architecture=(config.architectures or [""])[0],
@@ -147,11 +121,6 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
         raise ConfigError(f"{out} holds the working directory, which --overwrite does not replace: choose another folder")
 
 
-def check_state(state: dict[str, torch.Tensor], model: ModelConfig) -> None:
-    """``check_shapes`` of tensors that are in memory."""
-    check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, model)
-
-
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
     """Raises ConfigError unless ``held`` are the tensors that ``model`` has, no others, in their shapes, and their code is ours."""
     if model.vocab_size is None:
@@ -162,8 +131,7 @@ def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Non
     shapes = parameter_shapes(model)
     for complaint, names in (("lacks", shapes.keys() - held.keys()), ("holds, besides the model's,", held.keys() - shapes.keys())):
         if names:
-            first = min(names)
-            raise ConfigError(f"the checkpoint {complaint} {first}" + (f" and {len(names) - 1} more tensors" if len(names) > 1 else ""))
+            raise ConfigError(f"the checkpoint {complaint} {first_of(names)}")
     for name, shape in shapes.items():
         if held[name] != shape:
             raise ConfigError(f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration")
@@ -197,10 +165,6 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
 def _generation_config(config: PretrainedConfig) -> GenerationConfig:
     """Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``."""
     return GenerationConfig(**{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
-
-
-def _parameters(recipes: Recipes) -> int:
-    return sum(math.prod(recipe.shape) for recipe in recipes.values())
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -241,7 +205,10 @@ def export_checkpoint(
         ConfigError: see ``export``; the tokenizer that the training used is not found, or another one is given.
         ConfigError: the checkpoint cannot be read. StorageError: a file system failed.
     """
-    size = _size(max_shard_size)
+    try:
+        size = byte_count(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size {error}") from None
     _refuse(checkpoint, out, overwrite)
     found = find(checkpoint)
     _refuse_overlap(found.path, out)
@@ -284,13 +251,6 @@ def tokenizer_folder(step: Path, data: dict[str, Any]) -> Path | None:
     if not folder.is_dir():
         raise ConfigError(f"the tokenizer of the training, {folder}, is not there: name its folder with --tokenizer DIR")
     return folder
-
-
-def _size(text: str) -> int:
-    try:
-        return byte_count(text)
-    except ValueError as error:
-        raise ConfigError(f"--max-shard-size {error}") from None
 
 
 def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
