@@ -30,21 +30,22 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from fem_common.errors import ConfigError, told
+from fem_common.progress import Progress
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import Weights, find
-from pretrain.config import RunConfig
+from pretrain.checkpoint.reader import Found, Weights, find
 from pretrain.data.facts import Manifest
 from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import bundle, packages
 from .configuration_fem import FemLMConfig
-from .folder import CONFIG, TRAINING, Tell, byte_count, is_folder, to_stderr, write_shards
+from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
 from .model_card import data_manifests, heldout_loss, model_card, run_config, training_card, training_record
 from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import older_names, stock_config, to_stock, why_not_stock
-from .tokenizer import Tokenizer, special_ids
+from .tokenizer import NAME_A_TOKENIZER, SPECIAL_IDS, Tokenizer, special_ids, tokenizers_of_checkpoint
 
+QUIET_SECONDS = 5.0
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
     "AutoModel": "modeling_fem.FemLMModel",
@@ -64,7 +65,7 @@ def export(
     known_ids: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     shard_bytes: int = 5 * 10**9,
-    tell: Tell = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> None:
     """Writes weights, configuration, code, tokenizer and model card to ``out``, complete or not at all.
 
@@ -87,9 +88,10 @@ def export(
     code = {} if stock else bundle(model.blocks())
     recipes = to_stock(model) if stock else to_fem(model)
     with beside(out) as folder:
-        write_shards(source, recipes, folder, dtype, shard_bytes, tell)
+        write_shards(source, recipes, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True))
         _write_json(folder / CONFIG, _config_values(config))
-        _generation_config(config).save_pretrained(folder)
+        # Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``.
+        GenerationConfig(**{name: getattr(config, name, None) for name in SPECIAL_IDS}).save_pretrained(folder)
         for name, text in code.items():
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
@@ -162,11 +164,6 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key in ours or key in changed}
 
 
-def _generation_config(config: PretrainedConfig) -> GenerationConfig:
-    """Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``."""
-    return GenerationConfig(**{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
-
-
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=path.name == CONFIG) + "\n", encoding="utf-8")
 
@@ -217,7 +214,7 @@ def export_checkpoint(
     manifests, notes = data_manifests(config)
     for note in notes:
         print(f"tools.hf: note: {note}", file=sys.stderr)
-    used = _tokenizer(tokenizer, found.path, config, manifests)
+    used = _tokenizer(tokenizer, found, config.model, manifests)
     loss = heldout_loss(found.path, found.manifest)
     export(
         source,
@@ -230,27 +227,10 @@ def export_checkpoint(
         known_ids=found.inherited.special_ids,
         overwrite=overwrite,
         shard_bytes=size,
-        tell=to_stderr("tools.hf: export"),
+        progress=Progress(None, "bytes", "tools.hf: export", every=QUIET_SECONDS),
     )
     trust = "" if why_not_stock(config.model) is None else ", trust_remote_code=True"
     print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{trust}) loads it")
-
-
-def tokenizer_folder(step: Path, data: dict[str, Any]) -> Path | None:
-    """The tokenizer of a checkpoint: the one beside its steps (an import's), else the one that the ``data`` section names; None: none.
-
-    Raises:
-        ConfigError: the folder named is not there.
-    """
-    beside = step.parent / "tokenizer"
-    if beside.is_dir():
-        return beside
-    if data["tokenizer"] is None:
-        return None
-    folder = Path(data["tokenizer"])
-    if not folder.is_dir():
-        raise ConfigError(f"the tokenizer of the training, {folder}, is not there: name its folder with --tokenizer DIR")
-    return folder
 
 
 def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
@@ -275,13 +255,16 @@ def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None
         raise ConfigError(f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside")
 
 
-def _tokenizer(given: Path | None, step: Path, config: RunConfig, manifests: dict[str, Manifest]) -> Tokenizer | None:
-    """The tokenizer to export. Raises ConfigError where it is not the one that the training data were made with."""
-    folder = given or tokenizer_folder(step, {"tokenizer": config.data.tokenizer})
+def _tokenizer(given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]) -> Tokenizer | None:
+    """The tokenizer to export. Raises ConfigError where it is gone, or is not the one that the training data were made with."""
+    usual = tokenizers_of_checkpoint(found.path, found.manifest)
+    folder = given or next((folder for folder in usual if folder.is_dir()), None)
+    if folder is None and len(usual) > 1:
+        raise ConfigError(f"the tokenizer of the training, {usual[-1]}, is not there: {NAME_A_TOKENIZER}")
     if folder is None:
         print("tools.hf: note: the checkpoint names no tokenizer, so none is exported; name one with --tokenizer DIR", file=sys.stderr)
         return None
-    tokenizer = Tokenizer.load(folder, config.model)
+    tokenizer = Tokenizer.load(folder, model)
     for prefix, manifest in manifests.items():
         recorded = manifest.tokenizer["sha256"]
         if tokenizer.sha256 is not None and tokenizer.sha256 != recorded:

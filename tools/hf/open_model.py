@@ -33,7 +33,7 @@ from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_f
 from .modeling_fem import FemLMForCausalLM
 from .recipes import VOCABULARY, Recipes, Store, first_of, made, to_fem
 from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
-from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids
+from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids, tokenizers_of_checkpoint
 
 CACHE_LINE = 64
 
@@ -341,12 +341,6 @@ def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
     settings = asdict(ModelConfig.from_dict(found.manifest["config"]["model"]))
     del settings["attention_backend"]
     return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(checkpoint_store(found.path))])
-
-
-def tokenizers_of_checkpoint(step: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Where a checkpoint's tokenizer may be, the first that is there counts: beside the steps (an import's), where the training had it."""
-    named = manifest["config"]["data"]["tokenizer"]
-    return [step.parent / "tokenizer", *([Path(named)] if named else [])]
 
 
 def _tensors(store: Store) -> Iterable[str]:

@@ -212,7 +212,7 @@ def test_multiple_choice_and_its_standard_error(tmp_path: Path) -> None:
 def test_examples_in_the_prompt(tmp_path: Path) -> None:
     model = opened("transformer")
     _, found = asked(tmp_path, model, "task: tiny_choices, fewshot: 2", limit=3)
-    before = "".join(f"{row['text']}{row['choices'][0]}\n\n" for row in SHOWN)  # type: ignore[index]
+    before = "".join(f"{row['text']}{row['choices'][0]}\n\n" for row in SHOWN)
     assert len(before) + len("abcabcab") + 5 < CONTEXT
     assert found.scores["tiny_choices"]["acc,none"] == pytest.approx(sum(right(model, CHOICES[:3], before)) / 3)
     assert (found.fewshot, found.counts) == (2, {"tiny_choices": 3})

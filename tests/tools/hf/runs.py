@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import Progress
-from pretrain.checkpoint.store import manifest_of, publish_step
+from pretrain.checkpoint.writer import save_weights
 from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from tests.pretrain.data_folder import write_folder, write_manifest
 from tests.tools.hf.checkpoints import hf
@@ -25,30 +24,12 @@ from tools.hf.recipes import to_fem
 from tools.hf.stock import to_stock
 
 STEP, SAMPLES, LENGTH = 12, 96, 16
-RUNS = {"fem_softmax": (2, torch.float32), "transformer": (2, torch.float32), "fem_gla": (1, torch.bfloat16)}
+RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": torch.bfloat16}
 
 
-def write_checkpoint(folder: Path, config: RunConfig, state: dict[str, Tensor], parts: int = 1) -> Path:
-    """A step's folder in which every tensor whose rows divide lies in ``parts``, as that many tensor-parallel ranks write it."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-
-    final, temporary = folder / f"step_{STEP:08d}", folder / ".writing"
-    temporary.mkdir(parents=True)
-    pieces: dict[str, Any] = {}
-    for name, tensor in state.items():
-        cut = parts if tensor.shape[0] % parts == 0 else 1
-        for number, rows in enumerate(tensor.chunk(cut)):
-            pieces[f"{name}/{number}"] = ShardedTensor.from_rank_offsets(name, rows.clone(), (0, number, cut))
-    platform.import_megatron()
-    platform.initialize_distributed()
-    try:
-        dist_checkpointing.save(pieces, str(temporary), get_default_save_sharded_strategy("torch_dist"))
-        publish_step(temporary, final, manifest_of(config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key"), keep_last=None)
-    finally:
-        torch.distributed.destroy_process_group()
-    return final
+def write_checkpoint(run: Path, config: RunConfig, state: dict[str, Tensor]) -> Path:
+    """A step's folder below ``RUN/checkpoints``."""
+    return save_weights(run / "checkpoints", state, config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key")
 
 
 def model_of(name: str) -> ModelConfig:
@@ -70,7 +51,7 @@ def run_of(model: ModelConfig, data: Path) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run directories, fp32 in two parts and bf16 whole, with a log, and the data that they name."""
+    """Run directories with a log, and the data that they name."""
     root = tmp_path_factory.mktemp("runs")
     data = write_folder(root / "data", vocab_size=VOCAB)
     shutil.rmtree(data / "tokenizer")
@@ -80,9 +61,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_manifest(data, manifest)
     told = [(STEP - 1, 9.0), (STEP, 3.5), (STEP, 3.0), (STEP + 1, 1.0)]  # the step was validated twice: the run was resumed
     log = "".join(f'{{"step": {step}, "loss": 1.0}}\n{{"step": {step}, "valid_loss": {loss}}}\n' for step, loss in told)
-    for name, (parts, dtype) in RUNS.items():
+    for name, dtype in RUNS.items():
         config = run_of(model_of(name), data)
-        write_checkpoint(root / name / "checkpoints", config, random_state(config.model, dtype=dtype), parts)
+        write_checkpoint(root / name, config, random_state(config.model, dtype=dtype))
         (root / name / "metrics.jsonl").write_text(log + '{"step": 12, "valid_lo')
     return {name: root / name for name in ("data", *RUNS)}
 

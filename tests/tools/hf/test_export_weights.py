@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fem_common.progress import Progress
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import Weights
 from pretrain.config import DataConfig
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_weights_are_what_megatron_reads(runs: dict[str, Path]) -> None:
-    """Of parts and of whole tensors, the same names, types and bits; any number at a time, in any order."""
+    """The same names, types and bits; any number at a time, in any order. Those of several ranks: test_layouts.py."""
     from megatron.core import dist_checkpointing
 
     for name in ("fem_softmax", "fem_gla"):
@@ -85,7 +86,7 @@ def test_parts_that_do_not_fit_are_refused(copy: Path, raised: Refused, case: st
 def test_the_folder_holds_the_weights_bit_for_bit(runs: dict[str, Path], exports: dict[str, Path], tmp_path: Path, name: str) -> None:
     """And every file is the one that the safetensors library writes of its tensors; in another type, the same numbers rounded."""
     model, whole, many = model_of(name), exports[name], tmp_path / "many"
-    wanted = made(random_state(model, dtype=RUNS[name][1]), model)
+    wanted = made(random_state(model, dtype=RUNS[name]), model)
     equal(tensors(whole), wanted)
     save_file(wanted, tmp_path / "theirs", metadata={"format": "pt"})
     assert (whole / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -110,7 +111,7 @@ def test_large_tensors_change_their_type_in_pieces(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(shards, "PIECE", 7)
     model = small("transformer", tie_embeddings=True)
     state = random_state(model, dtype=torch.float32)
-    write_shards(Held(state), to_stock(model), tmp_path, torch.bfloat16, 10**9, lambda done, total: None)
+    write_shards(Held(state), to_stock(model), tmp_path, torch.bfloat16, 10**9, Progress(None, "", quiet=True))
     equal(tensors(tmp_path), {key: tensor.bfloat16() for key, tensor in made(state, model).items()})
 
 
@@ -135,7 +136,7 @@ def test_memory_is_a_shards(tmp_path: Path) -> None:
     model, shard = small("transformer", hidden_size=384, num_attention_heads=6, num_layers=8, ffn_hidden_size=1536, vocab_size=8000), 20e6
     config = replace(run_of(model, tmp_path / "data"), data=DataConfig(seq_length=LENGTH))
     state = {name: torch.zeros(shape).uniform_() for name, shape in parameter_shapes(model).items()}
-    step = write_checkpoint(tmp_path / "run" / "checkpoints", config, state)
+    step = write_checkpoint(tmp_path / "run", config, state)
     command = [sys.executable, "-c", MEASURE, "export", str(step), str(tmp_path / "out"), "--max-shard-size", f"{shard:.0f}"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -165,7 +166,7 @@ def test_one_source_is_held_at_a_time(tmp_path: Path, name: str) -> None:
     model = small(name)
     state = random_state(model, dtype=torch.float32)
     source, recipes = Counted(state), to_stock(model) if name == "transformer" else to_fem(model)
-    write_shards(source, recipes, tmp_path, torch.float32, 9000, lambda done, total: None)
+    write_shards(source, recipes, tmp_path, torch.float32, 9000, Progress(None, "", quiet=True))
     assert source.most == max(tensor.nbytes for tensor in state.values()) and source.reads <= len(recipes)
 
 

@@ -95,17 +95,6 @@ def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
         raised(getattr(model.new_cache().layers[0], method), *given, error=ValueError)
 
 
-def test_the_rows_of_a_cache(model: Any) -> None:
-    cache = model.new_cache()
-    cache.layers[0].state = {"a": torch.tensor([[1.0], [2.0]]), "b": torch.arange(12.0).view(2, 2, 3)}
-    cache.reorder_cache(torch.tensor([1, 1]))
-    assert cache.layers[0].state["a"].flatten().tolist() == [2.0, 2.0]
-    cache.batch_repeat_interleave(2)
-    assert cache.layers[0].state["b"].shape == (4, 2, 3) and cache.nbytes() == (4 + 24) * 4
-    cache.batch_select_indices(torch.tensor([0]))
-    assert cache.layers[0].state["b"].flatten().tolist() == [6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
-
-
 # ---------------------------------------------------------------- around generate
 
 

@@ -81,6 +81,7 @@ def check(checkpoint: Path, run_dir: Path, loss: float, tolerance: float) -> Non
 
 STILL = ("train.steps=1", "optimizer.lr=1e-30", "optimizer.min_lr=0", "optimizer.weight_decay=0")
 LAYOUTS = {
+    "DP2": "",
     "TP2": "parallel.tensor_model_parallel_size=2",
     "TP2+SP": "parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true train.precision=bf16",
     "PP2": "parallel.pipeline_model_parallel_size=2",

@@ -19,12 +19,10 @@ from tests.tools.hf.texts import save, text_model
 from tests.tools.refusals import Refused
 from tests.wording import Wording
 from tools.hf.__main__ import main
-from tools.hf.bundle import bundle
 from tools.hf.compare import LOGITS, Predictions, compare_traces, difference, layer_of, trace
 from tools.hf.export import hf_config
 from tools.hf.modeling_fem import FemLMForCausalLM
 from tools.hf.open_model import open_model
-from tools.hf.recipes import to_fem
 from tools.hf.verify import fixed_ids
 
 FEM = text_model("fem_softmax", num_layers=3)
@@ -131,25 +129,6 @@ def test_a_setting_alone_is_told_from_a_weight(verify: Verify, other: Callable[[
     assert "its weights agree, so configuration, code or rounding differs" in text
     changed(edited / "config.json", rope_parameters=rope, max_position_embeddings=512)  # nothing is computed from it
     assert "configuration: differs: max_position_embeddings 64 and 512" in verify(0, "plain", edited)[0]
-
-
-def test_our_code_and_the_stock_class_compute_the_same(folder: Path, verify: Verify, tmp_path: Path) -> None:
-    """A Transformer as our own modeling code has it, as exports were before: layers and weights correspond, under the stock names."""
-    state = random_state(PLAIN, dtype=torch.float32)
-    model = FemLMForCausalLM(hf_config(PLAIN, torch.float32, seq_length=64))
-    model.load_state_dict({name: recipe.make([state[recipe.sources[0]]]) for name, recipe in to_fem(PLAIN).items()})
-    ours = tmp_path / "ours"
-    model.save_pretrained(ours)
-    for name, code in bundle(PLAIN.blocks()).items():
-        (ours / name).write_text(code)
-    stock = exported(PLAIN, state, tmp_path / "stock", folder / "fem" / "tokenizer")
-    _, found = verify(0, stock, ours)
-    assert found["configuration"] == {} and found["weights"]["differing"] == []
-    assert found["weights"]["compared"] == 3 + 9 * PLAIN.num_layers
-    parts = {place["where"] for place in found["places"]}
-    assert {"layer 1", "layer 1, self_attn.o_proj", "layer 1, post_attention_layernorm, given", "layer 1, mlp.down_proj"} <= parts
-    rewrite(ours, lambda held: held["model.layers.1.mlp.down.weight"][0, 0].add_(0.3))
-    assert verify(1, stock, ours)[1]["first"]["where"] == "layer 1, mlp.down_proj"
 
 
 def test_other_tokenizers_are_told(verify: Verify, other: Callable[[str], Path]) -> None:
