@@ -45,7 +45,6 @@ from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import older_names, stock_config, to_stock, why_not_stock
 from .tokenizer import NAME_A_TOKENIZER, SPECIAL_IDS, Tokenizer, special_ids, tokenizers_of_checkpoint
 
-QUIET_SECONDS = 5.0
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
     "AutoModel": "modeling_fem.FemLMModel",
@@ -216,19 +215,20 @@ def export_checkpoint(
         print(f"tools.hf: note: {note}", file=sys.stderr)
     used = _tokenizer(tokenizer, found, config.model, manifests)
     loss = heldout_loss(found.path, found.manifest)
-    export(
-        source,
-        config.model,
-        out,
-        tokenizer=used,
-        dtype=source.dtypes[VOCABULARY[0]] if dtype is None else getattr(torch, dtype),
-        card=training_card(config, found, loss, manifests),
-        training=training_record(found.manifest, loss),
-        known_ids=found.inherited.special_ids,
-        overwrite=overwrite,
-        shard_bytes=size,
-        progress=Progress(None, "bytes", "tools.hf: export", every=QUIET_SECONDS),
-    )
+    with Progress(None, "bytes", "tools.hf: export") as progress:
+        export(
+            source,
+            config.model,
+            out,
+            tokenizer=used,
+            dtype=source.dtypes[VOCABULARY[0]] if dtype is None else getattr(torch, dtype),
+            card=training_card(config, found, loss, manifests),
+            training=training_record(found.manifest, loss),
+            known_ids=found.inherited.special_ids,
+            overwrite=overwrite,
+            shard_bytes=size,
+            progress=progress,
+        )
     trust = "" if why_not_stock(config.model) is None else ", trust_remote_code=True"
     print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{trust}) loads it")
 
