@@ -353,7 +353,13 @@ def test_data_and_models_that_are_none(fem: OpenModel, prefix: Path, tmp_path: P
     broken = opened()
     torch.nn.init.constant_(broken.model.model.norm.weight, math.nan)
     raised(heldout_result, broken, one(prefix, 8), None, "key")
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     llama = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=24)).eval()
     foreign = OpenModel("llama", Path(), llama, None, None, {})
     assert heldout_result(foreign, one(prefix), None, "key")["raw"]["context"] == 24

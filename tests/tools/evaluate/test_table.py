@@ -112,7 +112,7 @@ def test_best_and_second_are_marked_where_there_are_several(tmp_path: Path) -> N
 
 def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
     """MuSR: (50 + 0) / 2 = 25; IFEval's two, 40 and 20, count once, as 30; GPQA 0.4 is 20. Together 25."""
-    parts = {"murder": {"value": 0.75, "stderr": 0.04, "n": 100, "chance": 0.5}}
+    parts: dict[str, Any] = {"murder": {"value": 0.75, "stderr": 0.04, "n": 100, "chance": 0.5}}
     parts["places"] = {"value": 0.1, "stderr": 0.03, "n": 300, "chance": 0.2}
     write(tmp_path, "a", "gpqa", 0.4)
     write(tmp_path, "a", "musr", 0.2625, subtasks=parts, n=400, chance=None)
@@ -141,7 +141,12 @@ def test_rescaled_columns_and_their_average(tmp_path: Path) -> None:
 
 def test_what_the_suite_asks_otherwise_is_refused(tmp_path: Path, raised: Refused) -> None:
     write(tmp_path, "a", "arc", 0.3, settings={"task": "arc"})
-    asked = [{"metric": "acc_norm"}, {"fewshot": 5}, {"task": "arc_easy", "name": "arc"}, {"subtask_chance": {"easy": 0.5}}]
+    asked: list[dict[str, Any]] = [
+        {"metric": "acc_norm"},
+        {"fewshot": 5},
+        {"task": "arc_easy", "name": "arc"},
+        {"subtask_chance": {"easy": 0.5}},
+    ]
     for changes in asked:
         raised(table_of, tmp_path, suite("arc", **changes), error=ScoreError)
     raised(table_of, tmp_path, suite("copa"), error=ScoreError)

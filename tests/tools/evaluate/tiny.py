@@ -39,7 +39,7 @@ def opened(mixer: str = "fem_softmax", **changes: Any) -> OpenModel:
 def llama_folder(folder: Path, seed: int = 0) -> Path:
     """A Hugging Face folder of a Llama with random weights and the byte tokenizer: opened without Megatron."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=VOCAB, **sizes, max_position_embeddings=256, initializer_range=0.3, eos_token_id=256)
     LlamaForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

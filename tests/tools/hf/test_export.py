@@ -152,6 +152,11 @@ def thesis(run: Path) -> None:
     (run.parent / "thesis" / "last.tex").touch()
 
 
+def stand_in_thesis(run: Path) -> None:
+    thesis(run)
+    os.chdir(run.parent / "thesis")
+
+
 def nothing(run: Path) -> None:
     pass
 
@@ -188,7 +193,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "OUT is occupied": (nothing, "GONE RUN"),
     "OUT is no export": (thesis, "RUN TMP/thesis --overwrite"),
     "OUT under a file": (nothing, "RUN RUN/metrics.jsonl/hf"),
-    "OUT holds the working directory": (lambda run: (thesis(run), os.chdir(run.parent / "thesis")), "RUN TMP/thesis --overwrite"),
+    "OUT holds the working directory": (stand_in_thesis, "RUN TMP/thesis --overwrite"),
 }
 
 
