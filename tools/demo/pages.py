@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from fem_common.errors import ConfigError
+from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, save
 from tools.demo.report import History
 
-# Okabe and Ito's blue and vermilion: apart for every kind of colour vision, and in grey.
-FEM, TRANSFORMER, QUIET = "#0072B2", "#D55E00", "#555555"
+FEM, TRANSFORMER = COLOURS[:2]
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
@@ -36,12 +36,8 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) -> None:
     """Writes ``file`` as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6.6), sharex=True, height_ratios=(3.2, 1), layout="constrained")
+    figure = new_figure((9, 6.6))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
     width = max(1.0, fem.last_step / 40)
     curves = (("transformer", "Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))), ("fem", "FEM-softmax", fem, FEM, "o", "-"))
     for key, name, history, colour, marker, style in curves:
@@ -58,7 +54,8 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
         above.plot([1.02 * steps[-1]], [whole], linestyle="", marker=marker, markeredgewidth=1.8, markersize=8, **open_marker)
     _mark(above, below, found)
     _difference(below, fem, transformer, width)
-    above.set_ylabel("loss, nats a token")
+    plain_axes(above, "", "loss, nats a token", grid="y")
+    plain_axes(below, f"step ({found['run']['batch_tokens']:,} tokens each)", "FEM − Transformer,\nsame batch", grid="y")
     above.legend(frameon=False, loc="upper right", fontsize=9)
     models, run = found["models"], found["run"]
     above.set_title(
@@ -69,13 +66,7 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
         loc="left",
         fontsize=10.5,
     )
-    below.set_xlabel(f"step ({run['batch_tokens']:,} tokens each)")
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-        axes.set_axisbelow(True)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    save(figure, file)
 
 
 def _series(history: History) -> tuple[np.ndarray, np.ndarray]:
@@ -120,7 +111,6 @@ def _difference(axes: Any, fem: History, transformer: History, width: float) -> 
     axes.axhline(0.0, color=QUIET, linewidth=0.9)
     axes.plot(steps, gaps, color=FEM, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smooth(gaps, width), color=FEM, linewidth=1.9)
-    axes.set_ylabel("FEM − Transformer,\nsame batch")
     axes.annotate("below 0: FEM is better", (0.995, 0.04), xycoords="axes fraction", fontsize=9, color=QUIET, ha="right")
 
 
@@ -199,8 +189,11 @@ def evaluation_text(report: str) -> str:
             "",
             *lines[first:last],
             "",
-            f"*Six small questions to the demo's two models: `{COMMAND}`, {date.today().isoformat()}. ± and whiskers are",
-            "one standard error; vermilion: better by more than the standard error of the difference.*",
+            fill(
+                f"*Six small questions to the demo's two models: `{COMMAND}`, {date.today().isoformat()}. ± and whiskers are one standard "
+                "error; vermilion: better by more than the standard error of the difference.*",
+                100,
+            ),
         ]
     )
 

@@ -104,8 +104,9 @@ class Demo:
         vocabulary = ("--vocab-size", str(VOCABULARY))
         self.python("training the tokenizer", *prepare, "train-tokenizer", corpus, *vocabulary, "--out", tokenizer, "--overwrite")
         self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "2", "--overwrite")
-        self.python("checking the data", *prepare, "verify", data)
-        self.python("counting", *prepare, "stats", data, "--picture", self.path("lengths.png"))
+        python = [self.shell.python, *prepare]
+        stats = [*python, "stats", data, "--picture", self.path("lengths.png")]
+        self._together({"checking the data": [*python, "verify", data], "counting": stats})
 
     def pretrain_until_sigterm(self) -> None:
         """FEM over four ranks, stopped on the way."""
@@ -143,19 +144,16 @@ class Demo:
         self.pretrain("pretraining the Transformer", "transformer", 2, "parallel.use_distributed_optimizer=true")
 
     def export(self) -> None:
-        """Both to Hugging Face's format, compared with Megatron's logits in processes of their own; both models at once, a core each."""
-        valid, length = self.path("data", "valid.bin"), ("--length", str(self.config.data.seq_length))
-        names = ("fem", "transformer")
-        python, folders = self.shell.python, {name: self.path("hf", name) for name in names}
-        logits = {name: self.path("check", f"{name}.npy") for name in names}
-        self._together("exporting", {n: [python, "-m", "tools.hf", "export", self.path(n), folders[n]] for n in names})
-        ours = "tools.demo.megatron_logits"
-        self._together("Megatron's logits", {n: [python, "-m", ours, self.path(n), valid, logits[n], *length] for n in names})
-        stock = [python, "tools/demo/stock_transformers.py"]
-        asked = {
-            n: [folders[n], "--tokens", valid, "--megatron-logits", logits[n], "--out", self.path("check", f"{n}.json")] for n in names
-        }
-        self._together("stock transformers", {n: [*stock, *asked[n], *length, "--prompt", PROMPT] for n in names})
+        """Both to Hugging Face's format, compared with Megatron's logits in processes of their own; as many at once as there are cores."""
+        valid, length, names = self.path("data", "valid.bin"), ("--length", str(self.config.data.seq_length)), ("fem", "transformer")
+        python, check = self.shell.python, self.path("check")
+        exports = {f"exporting {name}": [python, "-m", "tools.hf", "export", self.path(name), self.path("hf", name)] for name in names}
+        ours = [python, "-m", "tools.demo.megatron_logits", check, valid, *(self.path(name) for name in names), *length]
+        self._together({**exports, "Megatron's logits": ours})
+        given = ("--tokens", valid, *length, "--prompt", PROMPT)
+        files = {name: ("--megatron-logits", f"{check}/{name}.npy", "--out", f"{check}/{name}.json") for name in names}
+        stock = {name: [python, "tools/demo/stock_transformers.py", self.path("hf", name), *given, *files[name]] for name in names}
+        self._together({f"stock transformers of {name}": command for name, command in stock.items()})
         for name in names:
             found = self.models[name] = json.loads((self.out / "check" / f"{name}.json").read_text())
             for key, what in (
@@ -165,8 +163,9 @@ class Demo:
                 if not found[key] < LOGIT_TOLERANCE:
                     raise DemoError(f"{name}: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}")
 
-    def _together(self, what: str, commands: dict[str, list[str]]) -> None:
-        self.shell.together([(command, f"{what} of {name}") for name, command in commands.items()], COMMAND_LIMIT)
+    def _together(self, commands: dict[str, list[str]]) -> None:
+        """Commands by what they do, at once."""
+        self.shell.together([(command, what) for what, command in commands.items()], COMMAND_LIMIT)
 
     def evaluate(self) -> None:
         """The quick suite's questions to both models."""

@@ -82,6 +82,7 @@ def _command(given: argparse.Namespace) -> int:
     from tools.hf.open_model import device_named, fingerprint, weights_at  # torch and transformers take seconds: not for missing data
 
     from . import run
+    from .report import report
     from .results import Settings
 
     device_named(given.device)
@@ -100,15 +101,6 @@ def _command(given: argparse.Namespace) -> int:
     options = run.Options(given.device, given.dtype, given.tokenizer, given.batch_size)
     runner = run.Runner(out, tasks, settings, options, sys.stderr)
     runner.run(plan)
-    return _end(runner, out, suite)
-
-
-def _end(runner: object, out: Path, suite: Suite) -> int:
-    """The report, and what has no result; the exit code."""
-    from .report import report
-    from .run import Runner
-
-    assert isinstance(runner, Runner)
     for line in runner.skipped:
         print(f"skipped: {line}", file=sys.stderr)
     if any(out.glob("*/*.json")):
@@ -117,8 +109,7 @@ def _end(runner: object, out: Path, suite: Suite) -> int:
         print(f"failed: {line}", file=sys.stderr)
     if runner.failed:
         print("tools.evaluate: some tasks failed; the same command asks them again", file=sys.stderr)
-        return Exit.FAULT
-    return 0
+    return Exit.FAULT if runner.failed else 0
 
 
 def named(words: list[str]) -> list[tuple[str, Path]]:

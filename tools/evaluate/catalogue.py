@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fem_common.errors import ConfigError
-from fem_common.text import nearest
+from fem_common.text import did_you_mean, nearest
 
 from .suite import Suite, SuiteTask
 
@@ -91,13 +91,9 @@ class Tasks:
                     json.dumps(leaf.config, sort_keys=True, default=str).replace(str(leaf.folder), "").replace(str(self.folder), ""),
                 ]
             )
-            content += [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files_beside(leaf.folder) if own]
+            beside = sorted(file for file in leaf.folder.iterdir() if file.is_file() and not file.name.startswith(".")) if own else []
+            content += [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in beside]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def files_beside(folder: Path) -> list[Path]:
-    """The files of a folder of tasks, hidden ones and what Python leaves there left out."""
-    return sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
 
 
 def harness_version() -> str:
@@ -129,8 +125,7 @@ def find_tasks(suite: Suite) -> Tasks:
         places = {**dict(named_in(theirs)), **places}
     for name in wanted:
         if name not in places:
-            near = nearest(name, sorted(places))
-            raise ConfigError(f"the suite {suite.name} asks for {name}, which is no task{f'; did you mean {near}?' if near else ''}")
+            raise ConfigError(f"the suite {suite.name} asks for {name}, which is no task{_meant(name, sorted(places))}")
     of_harness = {theirs / places[name].relative_to(theirs).parts[0] for name in wanted if places[name].is_relative_to(theirs)}
     manager = manager_of([*sorted(of_harness), *own])
     if any(child not in manager.task_index for name in wanted for child in children(manager.task_index, name)):
@@ -185,23 +180,25 @@ def _check(task: SuiteTask, tasks: Tasks) -> None:
         known |= leaf.metrics
     listed = [str(item["metric"]) for item in (entry.cfg.get("aggregate_metric_list") or [])] if group else list(known)
     if listed and metric not in listed:
-        near = nearest(metric, listed)
-        raise ConfigError(
-            f"{task.name}: {task.task} has no metric {metric}; {f'did you mean {near}?' if near else 'it has ' + ', '.join(listed)}"
-        )
+        raise ConfigError(f"{task.name}: {task.task} has no metric {metric}; {did_you_mean(metric, listed, 'it has')}")
     if group and not listed:
         raise ConfigError(f"{task.name}: the group {task.task} has no score of its own: name its tasks one by one")
     if known.get(metric) is not None and known[metric] != task.higher_is_better:
         raise ConfigError(f"{task.name}: {metric} of {task.task} has higher_is_better: {str(known[metric]).lower()}")
     unknown = sorted(set(task.subtask_chance) - {leaf.name for leaf in leaves})
     if unknown:
-        near = nearest(unknown[0], [leaf.name for leaf in leaves])
-        raise ConfigError(f"{task.name}: subtask_chance.{unknown[0]} is no part of {task.task}{f'; did you mean {near}?' if near else ''}")
+        meant = _meant(unknown[0], [leaf.name for leaf in leaves])
+        raise ConfigError(f"{task.name}: subtask_chance.{unknown[0]} is no part of {task.task}{meant}")
     fixed = [leaf.name for leaf in leaves if leaf.config.get("num_fewshot") == 0]
     if task.fewshot and fixed:
         raise ConfigError(
             f"{task.name}: fewshot = {task.fewshot}, but {fixed[0]} is asked without examples alone (num_fewshot: 0 in its YAML)"
         )
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 GATED = {"Idavidrein/gpqa": "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then `hf auth login` or HF_TOKEN"}
@@ -342,7 +339,7 @@ def local_files(data: DataSet) -> list[str]:
 
 def missing_sentences(tasks: Tasks) -> list[Missing]:
     """What nltk needs to count sentences, which IFEval's checks do; their module downloads it at import, so it is looked for before."""
-    names = tuple(name for name, leaves in tasks.leaves.items() if any(counts_sentences(leaf) for leaf in leaves))
+    names = tuple(name for name, leaves in tasks.leaves.items() if any(leaf.folder.name == "ifeval" for leaf in leaves))
     if not names:
         return []
     import nltk
@@ -353,11 +350,6 @@ def missing_sentences(tasks: Tasks) -> list[Missing]:
         if os.environ["HF_HUB_OFFLINE"] == "1" or not nltk.download(PUNKT_NAME, download_dir=os.environ.get("NLTK_DATA"), quiet=True):
             return [Missing(f"nltk's {PUNKT_NAME}", names, "")]
     return []
-
-
-def counts_sentences(leaf: Leaf) -> bool:
-    """Whether a task's code uses IFEval's checks."""
-    return leaf.folder.name == "ifeval"
 
 
 @contextlib.contextmanager

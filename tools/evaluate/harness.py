@@ -8,12 +8,12 @@ that a killed process left unfinished is dropped; the file goes when the task's 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,8 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from fem_common.errors import ConfigError, InUse
+from fem_common.errors import ConfigError
+from fem_common.files import locked
 
 from .catalogue import Tasks, harness_version, quiet
 from .perplexity import training_length
@@ -51,23 +52,19 @@ class Answers:
         self.known: dict[str, Any] = {}
         self.truncated: set[str] = set()
         self.told: Callable[[], None] = lambda: None
+        self._held = ExitStack()
         self._file: BinaryIO
 
     def __enter__(self) -> Answers:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise InUse(f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}: wait for it") from None
-        except OSError:
-            pass  # a file system without locks: starting the same evaluation twice is the user's to leave
+        busy = f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}: wait for it"
+        self._held.enter_context(locked(self.path, busy))
+        self._file = self._held.enter_context(open(self.path, "a+b"))
         self._read()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        self._held.close()
 
     def _read(self) -> None:
         """Takes over what an earlier process left of the same identity."""
@@ -150,9 +147,8 @@ class Adaptor(HFLM):
         if opened.config is not None:
             if not opened.config.causal:
                 raise ConfigError(f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token")
-            limits = [limit for block in opened.config.blocks() if (limit := block.mixer.max_length()) is not None]
-            if max_length is not None and limits and max_length > min(limits):
-                raise ConfigError(f"--max-length {max_length} is more than {opened.name} takes: {min(limits)} tokens at most")
+            if max_length is not None and opened.max_length is not None and max_length > opened.max_length:
+                raise ConfigError(f"--max-length {max_length} is more than {opened.name} takes: {opened.max_length} tokens at most")
         ours = bool(opened.manifest)
         with quiet():
             super().__init__(

@@ -17,39 +17,33 @@ the label ``valid @256``.
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.store.records import sha256_json
 from fem_common import cli
-from fem_common.errors import ConfigError
-from fem_common.files import write_whole
+from fem_common.errors import CommandError, ConfigError, StorageError, UserError, files_told
+from fem_common.files import json_bytes, write_whole
 from fem_common.progress import Progress
 from fem_common.text import count, duration
 
-from .heldout import Kept, Settings, Sums, Text, Window, batched, windows
+from .heldout import Kept, Settings, Sums, Text, Window, batched, check_vocabulary, open_text, windows
+from .suite import SuiteTask
 
 if TYPE_CHECKING:
     from tools.hf.open_model import OpenModel  # with torch: not for --help
-import argparse
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from fem_common.errors import CommandError, StorageError, UserError, files_told
-from fem_common.files import json_bytes
-
-from .heldout import check_vocabulary, open_text
-from .suite import SuiteTask
 
 FORMAT = 1
+METRIC = "nats_per_token"
 SAVE_SECONDS = 30.0
 _TOKENS_A_BATCH = 8192
 _LOGITS_BYTES = 1 << 28  # of a batch, in fp32; a single window may take more
@@ -152,10 +146,6 @@ def _progress(text: Text, settings: Settings, position: int, before: int, second
     rate, left = (position - before) / seconds, len(text.ids) - position
     name = f"{text.prefix.name} @{settings.context}"
     return f"{name}: {position / len(text.ids):.1%} · {count(rate)} tokens/s · {duration(left / max(rate, 1e-9))} left"
-
-
-FORMAT = 1
-METRIC = "nats_per_token"
 
 
 def heldout_result(
@@ -284,13 +274,9 @@ def _check(opened: OpenModel, settings: Settings) -> None:
         raise ConfigError(
             f"--stride {settings.stride}: must be from 1 to the context length {settings.context}, or tokens are never scored"
         )
-    if opened.config is None:
-        longest = getattr(opened.model.config, "max_position_embeddings", None)
-    elif not opened.config.causal:
+    if opened.config is not None and not opened.config.causal:
         raise ConfigError(f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token")
-    else:
-        limits = [block.mixer.max_length() for block in opened.config.blocks()]
-        longest = min((limit for limit in limits if limit is not None), default=None)
+    longest = opened.max_length
     if longest is not None and settings.context > longest:
         raise ConfigError(f"--context {settings.context} is more than {opened.name} takes: {longest} tokens at most")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure
+from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
 
 from .table import Column, Point, Table, printed
 
@@ -71,9 +71,8 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
     axes.set_yticks(range(len(order)), [_short(table.rows[index].model) for index in order] if named else [""] * len(order), fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=7.5)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
+    plain_axes(axes, grid="x")
+    axes.spines["left"].set_visible(False)
     lower = "" if column.higher_is_better else ", lower is better"
     axes.set_title(f"{column.label}\n", loc="left", fontsize=9)
     under = {"xycoords": "axes fraction", "xytext": (0, 4), "textcoords": "offset points"}
@@ -135,12 +134,8 @@ def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
-        axes.set_xlabel("context length, tokens")
-        axes.set_ylabel("nats a token")
         axes.set_title(f"Held-out loss: {text}", loc="left", fontsize=10.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-        axes.set_axisbelow(True)
+        plain_axes(axes, "context length, tokens", "nats a token", grid="y")
         axes.legend(frameon=False, fontsize=9)
     return figure
 

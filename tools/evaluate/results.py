@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from fem_common.config import build
 from fem_common.errors import ConfigError, UserError, files_told
 from fem_common.files import write_whole
+from fem_common.settings import setting
 
 from .perplexity import METRIC as HELDOUT
 from .suite import SuiteTask
@@ -30,9 +32,9 @@ class Score:
     """A measured number. stderr: None where nobody can say; n: how many examples; chance: what guessing scores, None where unknown."""
 
     value: float
-    stderr: float | None = None
-    n: int | None = None
-    chance: float | None = None
+    stderr: float | None = setting(None, "", least=0)
+    n: int | None = setting(None, "", least=0)
+    chance: float | None = setting(None, "", least=0, below=1)
 
 
 def rescale(score: Score) -> Score:
@@ -135,13 +137,6 @@ def shown(value: Any) -> str:
     return "not given" if value is None else str(value)
 
 
-def refuse_unfitting(complaints: list[str]) -> None:
-    """Raises ConfigError where results are there that answer another question."""
-    if complaints:
-        more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
-        raise ConfigError(f"{complaints[0]}{more}: --retry asks again and replaces, --out names another folder, NAME=MODEL another name")
-
-
 def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> None:
     """Writes a result, whole or not at all."""
     file = result_file(out, model, column)
@@ -200,36 +195,39 @@ def _weighted(chances: dict[str, float | None], counts: dict[str, int]) -> float
     return sum(chance * count for chance, count in known) / sum(count for _, count in known)
 
 
-FORMAT = 1
-TEXTS = ("model", "model_key", "task", "label", "metric", "version")
-
-
 class ScoreError(UserError, ValueError):
     """Results that cannot stand in one table, told in one line: which file, what is wrong."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one file says. name: the file's, which is the column's; score: a share of 1, or nats a token where lower is better.
+def _text(value: str) -> str | None:
+    return None if value else "expected a text"
 
-    settings: what the evaluation was told, as it wrote it; cut: prompts that lost their beginning since they were too long.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one file says. settings: what the evaluation was told; truncated: prompts that lost their beginning since they were too long."""
+
+    model: str = setting("", "", check=_text)
+    model_key: str = setting("", "", check=_text)
+    task: str = setting("", "", check=_text)
+    label: str = setting("", "", check=_text)
+    metric: str = setting("", "", check=_text)
+    version: str = setting("", "", check=_text)
+    fewshot: int | None = setting(None, "", least=0)
+    higher_is_better: bool = True
+    subtasks: dict[str, Score] = setting(dict, "")
+    raw: dict[str, Any] = setting(dict, "")
+    settings: dict[str, Any] = setting(dict, "")
+    truncated: int | None = setting(None, "", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Written):
+    """One file. name: the file's, which is the column's; score: a share of 1, or nats a token where lower is better."""
 
     file: Path
     name: str
-    model: str
-    model_key: str
-    task: str
-    label: str
-    metric: str
-    version: str
-    fewshot: int | None
-    higher_is_better: bool
     score: Score
-    subtasks: dict[str, Score]
-    raw: dict[str, Any]
-    settings: dict[str, Any]
-    cut: int
 
 
 def read(folders: Sequence[Path]) -> list[Result]:
@@ -274,32 +272,19 @@ def read_one(file: Path) -> Result:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         told = raw.get("format") if isinstance(raw, dict) else None
         raise ScoreError(f"{file}: not a result of an evaluation, or of another version of it (format {told!r}, expected {FORMAT})")
-    missing = [key for key in (*TEXTS, "value", "stderr", "n", "fewshot", "chance") if key not in raw]
+    scores, texts = (tuple(item.name for item in fields(kind)) for kind in (Score, Written))
+    missing = [key for key in (*texts[:7], *scores) if key not in raw]
     if missing:
         raise ScoreError(f"{file}: has no {missing[0]!r}: evaluate again")
-    for key in TEXTS:
-        if not isinstance(raw[key], str) or not raw[key]:
-            raise ScoreError(f"{file}: {key} = {raw[key]!r}: expected a text")
-    subtasks = raw.get("subtasks") or {}
-    if not isinstance(subtasks, dict) or not all(isinstance(part, dict) and "value" in part for part in subtasks.values()):
-        raise ScoreError(f"{file}: subtasks: expected a mapping of names to scores")
-    for key in ("raw", "settings"):
-        if not isinstance(raw.get(key) or {}, dict):
-            raise ScoreError(f"{file}: {key}: expected a mapping")
-    higher = raw.get("higher_is_better", True)
-    texts: dict[str, Any] = {key: raw[key] for key in TEXTS}
-    return Result(
-        file=file,
-        name=file.stem,
-        fewshot=_count(raw["fewshot"], file, "fewshot"),
-        higher_is_better=bool(higher),
-        score=_score(raw, file, "", bool(higher)),
-        subtasks={name: _score(part, file, f"subtasks.{name}.", bool(higher)) for name, part in subtasks.items()},
-        raw=raw.get("raw") or {},
-        settings=raw.get("settings") or {},
-        cut=_count(raw.get("truncated"), file, "truncated") or 0,
-        **texts,
-    )
+    try:
+        score = build(Score, {key: raw[key] for key in scores}, file)
+        said = build(Written, {key: raw[key] for key in texts if key in raw}, file)
+    except ConfigError as error:
+        raise ScoreError(f"{str(error).splitlines()[0]}: evaluate again") from None
+    for place, one in {"": score, **{f"subtasks.{name}.": part for name, part in said.subtasks.items()}}.items():
+        if said.higher_is_better and not 0.0 <= one.value <= 1.0:
+            raise ScoreError(f"{file}: {place}value = {one.value:g}: expected a share of right answers in 0 .. 1")
+    return Result(**vars(said), file=file, name=file.stem, score=score)
 
 
 def check(results: Iterable[Result]) -> None:
@@ -332,31 +317,3 @@ def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
     told = [(what, ours.settings.get(what), theirs.settings.get(what)) for what in ("task", "task_digest", "limit", "seed")]
     numbers = [("the number of examples", ours.score.n, theirs.score.n), ("what guessing scores", ours.score.chance, theirs.score.chance)]
     return [*named, *told, *numbers]
-
-
-def _score(raw: dict[str, Any], file: Path, place: str, share: bool) -> Score:
-    """The numbers of a task or sub-task. share: it lies in 0 .. 1."""
-    value, stderr, chance = (_number(raw.get(key), file, place + key) for key in ("value", "stderr", "chance"))
-    if value is None:
-        raise ScoreError(f"{file}: {place}value is null: a result has a number")
-    if share and not 0.0 <= value <= 1.0:
-        raise ScoreError(f"{file}: {place}value = {value:g}: expected a share of right answers in 0 .. 1")
-    if stderr is not None and stderr < 0.0:
-        raise ScoreError(f"{file}: {place}stderr = {stderr:g}: expected none below 0")
-    if chance is not None and not 0.0 <= chance < 1.0:
-        raise ScoreError(f"{file}: {place}chance = {chance:g}: expected a share in [0, 1)")
-    return Score(value, stderr, _count(raw.get("n"), file, f"{place}n"), chance)
-
-
-def _number(value: Any, file: Path, what: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ScoreError(f"{file}: {what} = {value!r}: expected a finite number")
-    return float(value)
-
-
-def _count(value: Any, file: Path, what: str) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ScoreError(f"{file}: {what} = {value!r}: expected a whole number")
-    return value

@@ -86,8 +86,9 @@ def plan(suite: Suite, models: list[Model], out: Path, settings: Settings, tasks
                 done += 1
             else:
                 jobs.append(Job(model, columns, wanted))
-    if not retry:
-        results.refuse_unfitting(complaints)
+    if complaints and not retry:
+        more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
+        raise ConfigError(f"{complaints[0]}{more}: --retry asks again and replaces, --out names another folder, NAME=MODEL another name")
     return Plan(tuple(jobs), done)
 
 

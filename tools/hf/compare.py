@@ -15,17 +15,12 @@ from torch import Tensor, nn
 from fem_megatron.config import ModelConfig
 
 from .folder import UNREAD
-from .recipes import Store, from_fem, made_of, to_fem
+from .recipes import Store, made_of, to_fem
 from .stock import to_stock, why_not_stock
 
 LOGITS = "logits"
 TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.(.*))?$")
-
-# Where the stock classes and our own code compute the same thing: name within a layer of ours -> of theirs. Our sub-layers add to the
-# residual stream themselves; in the stock classes the stream between them is what the second norm is given.
-FEM_TO_STOCK = {"mixer.out_proj": "self_attn.o_proj", "mixer": "post_attention_layernorm, given", "mlp.down": "mlp.down_proj", "": ""}
-STREAM = "post_attention_layernorm"
 
 Trace = dict[str, Tensor]
 """Place -> what is computed there, without dimensions of size one, on the CPU; in the order of computation."""
@@ -73,8 +68,6 @@ def trace(model: Any, ids: list[int]) -> Trace:
         if not path or path == model.base_model_prefix or isinstance(module, nn.ModuleList):
             continue
         where = place(path)
-        if path.endswith(f".{STREAM}"):
-            handles.append(module.register_forward_pre_hook(lambda _, given, where=where: keep(f"{where}, given", given)))
         handles.append(module.register_forward_hook(lambda _, __, value, where=where: keep(where, value)))
     try:
         answer = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
@@ -83,18 +76,6 @@ def trace(model: Any, ids: list[int]) -> Trace:
             handle.remove()
     seen.pop(LOGITS, None)  # last, and as the model gives them
     return {**seen, LOGITS: answer.logits[0].detach().to("cpu", copy=True)}
-
-
-def as_stock(seen: Trace) -> Trace:
-    """A trace of our code under the stock classes' names, of the places that both have."""
-    renamed = {}
-    for where, value in seen.items():
-        layer, _, rest = where.partition(", ")
-        if not layer.startswith("layer"):
-            renamed[where] = value
-        elif rest in FEM_TO_STOCK:
-            renamed[f"{layer}, {FEM_TO_STOCK[rest]}" if rest else layer] = value
-    return renamed
 
 
 def _tensor(value: Any) -> Tensor | None:
@@ -151,11 +132,6 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
 def exported(store: Store, model: ModelConfig) -> Store:
     """A checkpoint's tensors as its export names and cuts them."""
     return made_of(store, to_stock(model) if why_not_stock(model) is None else to_fem(model))
-
-
-def fem_to_stock(store: Store, model: ModelConfig) -> Store:
-    """The tensors of an exported folder with our code under the names of the stock class that computes the same."""
-    return made_of(made_of(store, from_fem(model)), to_stock(model))
 
 
 @dataclass(frozen=True)

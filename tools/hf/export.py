@@ -30,52 +30,26 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from fem_common.errors import ConfigError, told
+from fem_common.progress import Progress
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import Weights, find
-from pretrain.config import RunConfig
+from pretrain.checkpoint.reader import Found, Weights, find
 from pretrain.data.facts import Manifest
 from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import bundle, packages
 from .configuration_fem import FemLMConfig
-from .folder import CONFIG, TRAINING, Held, Tell, byte_count, is_folder, to_stderr, write_shards
+from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
 from .model_card import data_manifests, heldout_loss, model_card, run_config, training_card, training_record
-from .recipes import VOCABULARY, Recipes, Tensors, to_fem
+from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import older_names, stock_config, to_stock, why_not_stock
-from .tokenizer import Tokenizer, special_ids
+from .tokenizer import NAME_A_TOKENIZER, SPECIAL_IDS, Tokenizer, special_ids, tokenizers_of_checkpoint
 
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
     "AutoModel": "modeling_fem.FemLMModel",
     "AutoModelForCausalLM": "modeling_fem.FemLMForCausalLM",
 }
-
-
-def export_state_dict(
-    state: dict[str, torch.Tensor],
-    model: ModelConfig,
-    out: Path,
-    *,
-    tokenizer_dir: Path | None,
-    dtype: torch.dtype,
-    card: dict[str, Any],
-    overwrite: bool = False,
-    max_shard_size: int | str = "5GB",
-) -> None:
-    """``export`` of full tensors that are in memory under the training code's names, with the tokenizer in a folder.
-
-    Raises:
-        ConfigError: see ``export``; the tokenizer is not the model's.
-    """
-    out, tokenizer = Path(out), None
-    refuse_occupied(out, overwrite)
-    if tokenizer_dir is not None:
-        check_state(state, model)
-        tokenizer = Tokenizer.load(Path(tokenizer_dir), model)
-    export(
-        Held(state), model, out, tokenizer=tokenizer, dtype=dtype, card=card, overwrite=overwrite, shard_bytes=byte_count(max_shard_size)
-    )
 
 
 def export(
@@ -90,7 +64,7 @@ def export(
     known_ids: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     shard_bytes: int = 5 * 10**9,
-    tell: Tell = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> None:
     """Writes weights, configuration, code, tokenizer and model card to ``out``, complete or not at all.
 
@@ -113,9 +87,10 @@ def export(
     code = {} if stock else bundle(model.blocks())
     recipes = to_stock(model) if stock else to_fem(model)
     with beside(out) as folder:
-        write_shards(source, recipes, folder, dtype, shard_bytes, tell)
+        write_shards(source, recipes, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True))
         _write_json(folder / CONFIG, _config_values(config))
-        _generation_config(config).save_pretrained(folder)
+        # Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``.
+        GenerationConfig(**{name: getattr(config, name, None) for name in SPECIAL_IDS}).save_pretrained(folder)
         for name, text in code.items():
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
@@ -124,7 +99,7 @@ def export(
             _write_json(folder / TRAINING, training)
         text = model_card(
             model,
-            _parameters(recipes),
+            sum(math.prod(recipe.shape) for recipe in recipes.values()),
             dtype,
             card,
             architecture=(config.architectures or [""])[0],
@@ -147,11 +122,6 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
         raise ConfigError(f"{out} holds the working directory, which --overwrite does not replace: choose another folder")
 
 
-def check_state(state: dict[str, torch.Tensor], model: ModelConfig) -> None:
-    """``check_shapes`` of tensors that are in memory."""
-    check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, model)
-
-
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
     """Raises ConfigError unless ``held`` are the tensors that ``model`` has, no others, in their shapes, and their code is ours."""
     if model.vocab_size is None:
@@ -162,8 +132,7 @@ def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Non
     shapes = parameter_shapes(model)
     for complaint, names in (("lacks", shapes.keys() - held.keys()), ("holds, besides the model's,", held.keys() - shapes.keys())):
         if names:
-            first = min(names)
-            raise ConfigError(f"the checkpoint {complaint} {first}" + (f" and {len(names) - 1} more tensors" if len(names) > 1 else ""))
+            raise ConfigError(f"the checkpoint {complaint} {first_of(names)}")
     for name, shape in shapes.items():
         if held[name] != shape:
             raise ConfigError(f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration")
@@ -192,15 +161,6 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
         return changed | older_names(config)
     ours = inspect.signature(FemLMConfig.__init__).parameters
     return {key: value for key, value in config.to_dict().items() if key in ours or key in changed}
-
-
-def _generation_config(config: PretrainedConfig) -> GenerationConfig:
-    """Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``."""
-    return GenerationConfig(**{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
-
-
-def _parameters(recipes: Recipes) -> int:
-    return sum(math.prod(recipe.shape) for recipe in recipes.values())
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -241,7 +201,10 @@ def export_checkpoint(
         ConfigError: see ``export``; the tokenizer that the training used is not found, or another one is given.
         ConfigError: the checkpoint cannot be read. StorageError: a file system failed.
     """
-    size = _size(max_shard_size)
+    try:
+        size = byte_count(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size {error}") from None
     _refuse(checkpoint, out, overwrite)
     found = find(checkpoint)
     _refuse_overlap(found.path, out)
@@ -250,47 +213,24 @@ def export_checkpoint(
     manifests, notes = data_manifests(config)
     for note in notes:
         print(f"tools.hf: note: {note}", file=sys.stderr)
-    used = _tokenizer(tokenizer, found.path, config, manifests)
+    used = _tokenizer(tokenizer, found, config.model, manifests)
     loss = heldout_loss(found.path, found.manifest)
-    export(
-        source,
-        config.model,
-        out,
-        tokenizer=used,
-        dtype=source.dtypes[VOCABULARY[0]] if dtype is None else getattr(torch, dtype),
-        card=training_card(config, found, loss, manifests),
-        training=training_record(found.manifest, loss),
-        known_ids=found.inherited.special_ids,
-        overwrite=overwrite,
-        shard_bytes=size,
-        tell=to_stderr("tools.hf: export"),
-    )
+    with Progress(None, "bytes", "tools.hf: export") as progress:
+        export(
+            source,
+            config.model,
+            out,
+            tokenizer=used,
+            dtype=source.dtypes[VOCABULARY[0]] if dtype is None else getattr(torch, dtype),
+            card=training_card(config, found, loss, manifests),
+            training=training_record(found.manifest, loss),
+            known_ids=found.inherited.special_ids,
+            overwrite=overwrite,
+            shard_bytes=size,
+            progress=progress,
+        )
     trust = "" if why_not_stock(config.model) is None else ", trust_remote_code=True"
     print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{trust}) loads it")
-
-
-def tokenizer_folder(step: Path, data: dict[str, Any]) -> Path | None:
-    """The tokenizer of a checkpoint: the one beside its steps (an import's), else the one that the ``data`` section names; None: none.
-
-    Raises:
-        ConfigError: the folder named is not there.
-    """
-    beside = step.parent / "tokenizer"
-    if beside.is_dir():
-        return beside
-    if data["tokenizer"] is None:
-        return None
-    folder = Path(data["tokenizer"])
-    if not folder.is_dir():
-        raise ConfigError(f"the tokenizer of the training, {folder}, is not there: name its folder with --tokenizer DIR")
-    return folder
-
-
-def _size(text: str) -> int:
-    try:
-        return byte_count(text)
-    except ValueError as error:
-        raise ConfigError(f"--max-shard-size {error}") from None
 
 
 def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
@@ -315,13 +255,16 @@ def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None
         raise ConfigError(f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside")
 
 
-def _tokenizer(given: Path | None, step: Path, config: RunConfig, manifests: dict[str, Manifest]) -> Tokenizer | None:
-    """The tokenizer to export. Raises ConfigError where it is not the one that the training data were made with."""
-    folder = given or tokenizer_folder(step, {"tokenizer": config.data.tokenizer})
+def _tokenizer(given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]) -> Tokenizer | None:
+    """The tokenizer to export. Raises ConfigError where it is gone, or is not the one that the training data were made with."""
+    usual = tokenizers_of_checkpoint(found.path, found.manifest)
+    folder = given or next((folder for folder in usual if folder.is_dir()), None)
+    if folder is None and len(usual) > 1:
+        raise ConfigError(f"the tokenizer of the training, {usual[-1]}, is not there: {NAME_A_TOKENIZER}")
     if folder is None:
         print("tools.hf: note: the checkpoint names no tokenizer, so none is exported; name one with --tokenizer DIR", file=sys.stderr)
         return None
-    tokenizer = Tokenizer.load(folder, config.model)
+    tokenizer = Tokenizer.load(folder, model)
     for prefix, manifest in manifests.items():
         recorded = manifest.tokenizer["sha256"]
         if tokenizer.sha256 is not None and tokenizer.sha256 != recorded:

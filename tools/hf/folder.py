@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
-import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.progress import Progress
 
 from .recipes import Recipe, Recipes, Tensors, made
 
@@ -61,7 +58,7 @@ class Folder:
         try:
             with safe_open(self.tensors[name].file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
-        except Exception as error:  # the library's exception is a bare subclass of Exception
+        except Exception as error:  # also of a type of numbers that torch does not have
             raise ConfigError(f"{self.tensors[name].file}: {name} cannot be read ({error}): fetch the file again") from error
         return tensor
 
@@ -116,25 +113,13 @@ def read_folder(path: Path) -> Folder:
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """Name -> tensor of one safetensors file, whose length must be what its header says.
-
-    Raises:
-        ConfigError: it is no safetensors file, or not the whole of one.
-    """
-    with files_told():
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            text = opened.read(length) if length <= size - 8 else b""
+    """Name -> tensor of one safetensors file. Raises ConfigError: it is no safetensors file, or not the whole of one."""
     try:
-        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        tensors = {name: Stored(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, AttributeError, LookupError, TypeError):
-        raise ConfigError(f"{file} is damaged: no safetensors file starts like this; fetch it again") from None
-    if size != end:
-        raise ConfigError(f"{file} is damaged: it has {size} bytes instead of {end}; fetch it again")
-    return tensors
+        with files_told(), safe_open(file, framework="pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            return {name: Stored(file, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged ({error}): fetch it again") from None
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -156,23 +141,6 @@ UNREAD = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 PIECE = 2**22  # elements that change their type at once
-QUIET_SECONDS = 5.0
-
-Tell = Callable[[int, int], None]
-"""Takes the bytes written so far, and those there will be."""
-
-
-class Held:
-    """Tensors that are in memory anyway."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self._state = state
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in state.items()}
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names, on the CPU."""
-        return {name: self._state[name].detach().cpu() for name in names}
 
 
 def byte_count(text: str | int) -> int:
@@ -184,7 +152,7 @@ def byte_count(text: str | int) -> int:
     return size
 
 
-def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.dtype, max_shard_size: int, tell: Tell) -> None:
+def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.dtype, max_shard_size: int, progress: Progress) -> None:
     """Writes ``model*.safetensors``, and the index where there are several; a tensor larger than ``max_shard_size`` has a file alone.
 
     Raises:
@@ -196,35 +164,17 @@ def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.d
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    total: int = split.metadata["total_size"]
-    done = 0
+    progress.total = total = split.metadata["total_size"]
     for file_name, names in split.filename_to_tensors.items():
         with (folder / file_name).open("wb") as file:
             file.write(_header({name: recipes[name] for name in sorted(names)}, dtype))
             for _, tensor in made(source, {name: recipes[name] for name in sorted(names)}):
                 _write(file, tensor, dtype)
-                done += tensor.numel() * dtype.itemsize
+                progress.advance(tensor.numel() * dtype.itemsize)
                 del tensor  # before the next is read
-                tell(done, total)
     if len(split.filename_to_tensors) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def to_stderr(what: str) -> Tell:
-    """Says every few seconds how far it is and how long it will take yet; nothing where it is done before."""
-    started = said = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said < QUIET_SECONDS or done == total:
-            return
-        said = now
-        left = timedelta(seconds=round((now - started) / done * (total - done)))
-        print(f"{what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {left} left", file=sys.stderr, flush=True)
-
-    return tell
 
 
 def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:

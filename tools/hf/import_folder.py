@@ -38,7 +38,7 @@ from .export import beside, refuse_occupied
 from .folder import CONFIG, GENERATION, PICKLES, TRAINING, Folder, has_tokenizer, is_folder, json_object, read_folder
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
-from .recipes import Recipes, from_fem, to_fem
+from .recipes import Recipes, first_of, from_fem, to_fem
 from .stock import StockError, from_stock, model_of, read_stock, to_stock
 from .tokenizer import SPECIAL_IDS, Tokenizer
 
@@ -194,10 +194,10 @@ def check_tensors(source: Source) -> None:
     """Raises ConfigError unless the folder holds the tensors of its config.json, in their shapes, in a floating type, and no others."""
     tensors, path, shapes, head = source.folder.tensors, source.folder.path, source.shapes, "lm_head.weight"
     if absent := sorted(shapes.keys() - tensors.keys()):
-        raise ConfigError(f"{path} lacks {_first(absent)}, which its {CONFIG} asks for: half of a model, or another one's weights")
+        raise ConfigError(f"{path} lacks {first_of(absent)}, which its {CONFIG} asks for: half of a model, or another one's weights")
     others = sorted(name for name in tensors.keys() - shapes.keys() if not name.endswith(".rotary_emb.inv_freq") and name != head)
     if others:
-        raise ConfigError(f"{path} holds {_first(others)}, which a model of its {CONFIG} has not: another architecture's weights")
+        raise ConfigError(f"{path} holds {first_of(others)}, which a model of its {CONFIG} has not: another architecture's weights")
     for name, shape in shapes.items():
         found = tensors[name]
         if found.dtype not in STORED:
@@ -298,10 +298,6 @@ def _kept(source: Source) -> Kept:
 
 
 # --- weights -------------------------------------------------------------------------------------------------------------------
-
-
-def _first(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
 
 
 def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
+import yaml
 
 from fem_common.errors import ConfigError
-from fem_megatron.catalogue import Mixer, describe, mixer_names
+from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.reader import Found
 from pretrain.config import RunConfig, Source, run_of
@@ -23,6 +25,8 @@ from pretrain.data.facts import Manifest, read_manifest
 from pretrain.plan.run_plan import flops_per_token
 
 TESTED = ("4.57.6", "5.23.0")  # the oldest and the newest transformers that an exported folder is tested with
+TEMPLATE, PAPERS_FILE = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("model_card.md.j2", "papers.yaml"))
+PAPERS: dict[str, str] = yaml.safe_load(PAPERS_FILE)  # by the catalogue's name: BibTeX, or a line
 ROWS = {
     "data": "Data",
     "tokens": "Tokens seen",
@@ -52,73 +56,33 @@ def model_card(
 ) -> str:
     """Markdown text.
 
-    ``card``: ``name`` (the title), ``license``, the keys of ROWS, and any others, which are listed by their names. architecture: the class
-    that transformers makes of the folder. packages: what the folder's code imports besides torch and transformers; None: it has no code.
+    ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers makes of the folder. packages: what the
+    folder's code imports besides torch and transformers; None: it has no code.
     """
-    name = str(card.get("name") or "A language model")
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
-    header = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", *(f"- {mixer}" for mixer in mixers)]
-    if card.get("license"):
-        header.append(f"license: {card['license']}")
-    sections = [
-        "\n".join([*header, "---"]),
-        f"# {name}",
-        f"A decoder-only language model of {parameters:,} parameters whose token mixer is " + _mixers(mixers) + _depth(model),
-        "## Use",
-        _usage(architecture, has_tokenizer, packages),
-        "## Architecture",
-        _table(_architecture(model, dtype)),
-    ]
-    training = _training(card)
-    if training:
-        sections += ["## Training", _table(training)]
-    if has_training:
-        sections += ["The whole configuration of the training is in [training.json](training.json), under `config`."]
-    citation = _citation(mixer.paper for mixer in mixers.values())
-    return "\n\n".join(sections + citation) + "\n"
-
-
-def _mixers(mixers: dict[str, Mixer]) -> str:
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
-    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}, by layer"
-
-
-def _depth(model: ModelConfig) -> str:
-    if model.recurrence == 1:
-        return "."
-    return f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
-
-
-def _usage(architecture: str, has_tokenizer: bool, packages: list[str] | None) -> str:
-    trust = "" if packages is None else ", trust_remote_code=True"  # of the tokenizer, too: older versions look at the model first
-    prompt = (
-        'inputs = tokenizer("def read(self", return_tensors="pt")' if has_tokenizer else 'inputs = {"input_ids": torch.tensor([[1, 2, 3]])}'
+    depth = f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
+    code = f"The model is transformers' own `{architecture}`: nothing of this folder is run."
+    if packages is not None:
+        needs = f"some of it imports {', '.join(packages)}." if packages else "it needs torch and transformers alone."
+        code = f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; {needs}"
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+    text = template.render(
+        name=card.get("name", "A language model"),
+        parameters=_text(parameters),
+        mixers=mixers,
+        mixed=told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}, by layer",
+        depth="." if model.recurrence == 1 else depth,
+        has_tokenizer=has_tokenizer,
+        has_training=has_training,
+        trust="" if packages is None else ", trust_remote_code=True",  # of the tokenizer, too: older versions look at the model first
+        tested=TESTED,
+        code=code,
+        sizes=[(label, _text(value)) for label, value in _architecture(model, dtype)],
+        training=[(label, _text(card[key])) for key, label in ROWS.items() if card.get(key) is not None],
+        papers=[PAPERS[paper] for paper in dict.fromkeys(mixer.paper for mixer in mixers.values()) if paper in PAPERS],
     )
-    show = "print(tokenizer.decode(tokens[0]))" if has_tokenizer else "print(tokens[0].tolist())"
-    lines = [
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer"
-        if has_tokenizer
-        else "import torch\nfrom transformers import AutoModelForCausalLM",
-        "",
-        'folder = "."  # this folder, or the name of this repository',
-        f"model = AutoModelForCausalLM.from_pretrained(folder{trust})",
-        *([f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})"] if has_tokenizer else []),
-        prompt,
-        "tokens = model.generate(**inputs, max_new_tokens=40, do_sample=True)",
-        show,
-        "```",
-        "",
-        f"Tested with transformers {TESTED[0]} to {TESTED[1]}. " + _code(architecture, packages),
-    ]
-    return "\n".join(lines)
-
-
-def _code(architecture: str, packages: list[str] | None) -> str:
-    if packages is None:
-        return f"The model is transformers' own `{architecture}`: nothing of this folder is run."
-    needs = f"some of it imports {', '.join(packages)}." if packages else "it needs torch and transformers alone."
-    return f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; {needs}"
+    return text.rstrip("\n") + "\n"
 
 
 def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any]]:
@@ -127,8 +91,8 @@ def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any
         ("Width", model.hidden_size),
         ("Heads", model.num_attention_heads),
         ("Vocabulary", model.vocab_size),
-        ("Tied embeddings", _yes(model.tie_embeddings)),
-        ("Rotary position embedding", _yes(model.rope)),
+        ("Tied embeddings", model.tie_embeddings),
+        ("Rotary position embedding", model.rope),
         ("Weights", str(dtype).removeprefix("torch.")),
     ]
     if model.pattern:
@@ -151,74 +115,14 @@ def _changed(settings: Any, prefix: str) -> list[tuple[str, Any]]:
     return rows
 
 
-def _training(card: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    known = [(label, card[key]) for key, label in ROWS.items() if card.get(key) is not None]
-    others = [(key, card[key]) for key in sorted(card.keys() - ROWS.keys() - {"name", "license"})]
-    return known + [(key, value) for key, value in others if isinstance(value, str | int | float)]
-
-
-def _citation(names: Iterable[str]) -> list[str]:
-    """Sections that cite the papers of these names, each once, in the catalogue's order."""
-    papers = list(dict.fromkeys(names))
-    entries = [f"```bibtex\n{BIBTEX[paper]}\n```" for paper in papers if paper in BIBTEX]
-    lines = [f"- {REFERENCES[paper]}" for paper in papers if paper in REFERENCES]
-    return ["## Citation", *entries, *(["\n".join(lines)] if lines else [])] if entries or lines else []
-
-
-def _table(rows: list[tuple[str, Any]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {label} | {_text(value)} |" for label, value in rows)])
-
-
 def _text(value: Any) -> str:
     if isinstance(value, bool):
-        return _yes(value)
+        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4f}" if math.isfinite(value) and abs(value) < 1e6 else f"{value:.4g}"
     return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-# By the catalogue's name of the paper. The four that this project is about, as BibTeX.
-BIBTEX = {
-    "Free Energy Mixer": """@inproceedings{free_energy_mixer,
-  title         = {Free Energy Mixer},
-  booktitle     = {International Conference on Learning Representations (ICLR)},
-  year          = {2026},
-  eprint        = {2602.07160},
-  archivePrefix = {arXiv}
-}""",
-    "Causal Energy Minimization": """@misc{causal_energy_minimization,
-  title  = {Recasting Transformer Layers as Energy Models},
-  author = {{Anonymous authors}},
-  note   = {Causal Energy Minimization (CEM); paper under double-blind review}
-}""",
-    "Transformers as Intrinsic Optimizers": """@misc{intrinsic_optimizers,
-  title  = {Transformers as Intrinsic Optimizers: Forward Inference through the Energy Principle},
-  author = {{Anonymous authors}},
-  note   = {Paper under double-blind review}
-}""",
-    "Hyper-SET": """@misc{hyper_set,
-  title  = {Hyper-SET: Designing Transformers via Hyperspherical Energy Minimization},
-  author = {Hu, Yunzhe and Zou, Difan and Xu, Dong}
-}""",
-}
-
-# The baselines, in a line.
-REFERENCES = {
-    "Llama": "Touvron et al., 2023: LLaMA: Open and Efficient Foundation Language Models, arXiv:2302.13971",
-    "Differential Transformer": "Ye et al., 2025: Differential Transformer, ICLR 2025, arXiv:2410.05258",
-    "DeltaNet": "Yang et al., 2024: Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484",
-    "Gated DeltaNet": "Yang et al., 2024: Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464",
-    "Mamba-2": (
-        "Dao and Gu, 2024: Transformers are SSMs: Generalized Models and Efficient Algorithms through Structured State Space Duality, "
-        "arXiv:2405.21060"
-    ),
-}
 
 
 METRICS = "metrics.jsonl"

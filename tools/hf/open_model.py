@@ -31,9 +31,9 @@ from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
-from .recipes import VOCABULARY, Recipes, Store, made, to_fem
+from .recipes import VOCABULARY, Recipes, Store, first_of, made, to_fem
 from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
-from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids
+from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids, tokenizers_of_checkpoint
 
 CACHE_LINE = 64
 
@@ -207,8 +207,7 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
         ("holds, besides the model's,", unknown),
     ):
         if names:
-            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            raise ConfigError(f"{folder.path} {complaint} {min(names)}{more}: its weights and its {CONFIG} are not one model's")
+            raise ConfigError(f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} are not one model's")
     _align(model)
     return model
 
@@ -303,7 +302,7 @@ def checkpoint_model(
         built, maker = hf_config(config, kept, tokens, inherited.context_length), FemLMForCausalLM
     state = state_of(weights, to_stock(config) if stock else to_fem(config), kept, device)
     model, told = maker.from_pretrained(None, config=built, state_dict=state, output_loading_info=True, local_files_only=True)
-    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told  # check_state has seen to it
+    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told  # check_shapes has seen to it
     return model.to(device).eval()
 
 
@@ -342,12 +341,6 @@ def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
     settings = asdict(ModelConfig.from_dict(found.manifest["config"]["model"]))
     del settings["attention_backend"]
     return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(checkpoint_store(found.path))])
-
-
-def tokenizers_of_checkpoint(step: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Where a checkpoint's tokenizer may be, the first that is there counts: beside the steps (an import's), where the training had it."""
-    named = manifest["config"]["data"]["tokenizer"]
-    return [step.parent / "tokenizer", *([Path(named)] if named else [])]
 
 
 def _tensors(store: Store) -> Iterable[str]:

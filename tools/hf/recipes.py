@@ -5,7 +5,7 @@ Both directions stream over recipes, so that nobody needs to hold a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +68,11 @@ def hf_name(name: str) -> str:
     return name
 
 
+def first_of(names: Collection[str]) -> str:
+    """For a message: the first name in the alphabet, and how many more there are."""
+    return min(names) + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+
+
 def padded(tensor: Tensor, rows: int) -> Tensor:
     """The tensor with rows of zeros below it."""
     missing = rows - tensor.shape[0]
@@ -75,7 +80,7 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
 
 
 class Tensors(Protocol):
-    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint.reader.Weights``), or memory (``folder.Held``)."""
+    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint.reader.Weights``), or memory."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -79,6 +79,12 @@ def special_ids(tokenizer: PreTrainedTokenizerBase | None, known: Mapping[str, A
     return found
 
 
+def tokenizers_of_checkpoint(step: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Where a checkpoint's tokenizer may be, the first that is there counts: beside the steps (an import's), where the training had it."""
+    named = manifest["config"]["data"]["tokenizer"]
+    return [step.parent / "tokenizer", *([Path(named)] if named else [])]
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder. Raises ConfigError where it is damaged or wants to run code."""
     try:

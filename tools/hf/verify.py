@@ -27,13 +27,11 @@ from .compare import (
     Predictions,
     Trace,
     Weights,
-    as_stock,
     compare_settings,
     compare_tokenizers,
     compare_traces,
     compare_weights,
     exported,
-    fem_to_stock,
     named,
     number,
     trace,
@@ -41,7 +39,6 @@ from .compare import (
 from .folder import is_folder, read_folder
 from .open_model import OpenModel, check_there, checkpoint_store, folder_store, open_model, quiet_transformers, tokenizer_of
 from .recipes import Store
-from .stock import why_not_stock
 
 SHOWN = 8  # settings and tensors that are named before "and N more"
 
@@ -201,7 +198,7 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
     with quiet_transformers(), tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         readers = tokenizer_of(a), tokenizer_of(b)
         one, asked = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
-        two, differences, predictions, skipped = _compare(b, one, asked, Path(scratch), device)
+        two, differences, predictions, skipped = _compare(b, asked, Path(scratch), device)
     weights = _weights(one, two)
     settings = compare_settings(one.settings, two.settings)
     if one.ours != two.ours:
@@ -271,9 +268,7 @@ def _remember(path: Path, texts: list[str], reader: Any | None, scratch: Path, d
     return side, asked
 
 
-def _compare(
-    path: Path, first: Side, asked: list[list[int]], scratch: Path, device: str
-) -> tuple[Side, dict[str, Difference], Predictions, int]:
+def _compare(path: Path, asked: list[list[int]], scratch: Path, device: str) -> tuple[Side, dict[str, Difference], Predictions, int]:
     """Opens the second model and compares its traces with the first's. -> it, the worst of every place, predictions, prompts left out."""
     print(f"opening {path}", file=sys.stderr)
     opened = open_model(path, device=device)
@@ -287,30 +282,20 @@ def _compare(
         one: Trace = torch.load(scratch / f"{index}.pt", weights_only=True)
         two = trace(opened.model, ids)
         predictions = predictions.and_of(one[LOGITS], two[LOGITS])
-        if first.ours != side.ours:
-            one, two = (as_stock(seen) if ours else seen for seen, ours in ((one, first.ours), (two, side.ours)))
         for found in compare_traces(one, two):
             worst[found.where] = found.worse(worst[found.where]) if found.where in worst else found
     return side, worst, predictions, skipped
 
 
 def _weights(one: Side, two: Side) -> Weights | None:
-    """The weights' differences; None where the two have no names in common."""
-    stores = [_store(side, as_stock_class=one.ours != two.ours) for side in (one, two)]
-    if any(store is None for store in stores):
-        return None
-    found = compare_weights(*stores, tied=one.tied or two.tied)  # type: ignore[arg-type]
-    return found if found.differences else None
+    """The weights' differences; None where names have nothing, or, of our code and a stock class, little in common."""
+    found = compare_weights(_store(one), _store(two), tied=one.tied or two.tied)
+    return found if found.differences and one.ours == two.ours else None
 
 
-def _store(side: Side, *, as_stock_class: bool) -> Store | None:
-    plain = side.config is not None and why_not_stock(side.config) is None
+def _store(side: Side) -> Store:
+    """Its tensors, as its export has them."""
     if is_folder(side.source):
-        store = folder_store(read_folder(side.source))
-    else:
-        assert side.config is not None
-        store = exported(checkpoint_store(side.source), side.config)
-    if as_stock_class and side.ours:
-        assert side.config is not None
-        return fem_to_stock(store, side.config) if plain else None
-    return store
+        return folder_store(read_folder(side.source))
+    assert side.config is not None
+    return exported(checkpoint_store(side.source), side.config)

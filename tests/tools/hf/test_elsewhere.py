@@ -71,17 +71,12 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
         shutil.copytree(exported(name).folder, folder)
     tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)
     assert "pad_token" not in (tokenizer / "tokenizer_config.json").read_text()  # as data_prep trains them
-    with_words = [export(small(name), tmp_path / name, tokenizer_dir=tokenizer) for name in ("fem_softmax", "transformer")]
+    with_words = [export(small(name), tmp_path / name, tokenizer=tokenizer) for name in ("fem_softmax", "transformer")]
     home, saved = tmp_path / "home", tmp_path / "saved.pt"
     ids, mask = padded_batch()
     torch.save((ids, mask), saved)
-    env = os.environ | {
-        "HF_HOME": str(home),
-        "HF_MODULES_CACHE": str(home / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "TQDM_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = os.environ | {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
+    env |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     site = "-" if age == "newest" else str(OLDEST)
     command = [sys.executable, "-I", "-c", STRANGER, site, str(saved), *map(str, [*folders, *with_words])]
     run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)

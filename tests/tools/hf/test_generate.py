@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from tests.tools.hf.small import NAMES, PADDED, Exported, close, here, padded_batch, small, tokens
+from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM, FemStaticCache
 
@@ -32,8 +35,8 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_strategy_with_and_without_cache(exported: Callable[[str], Exported], name: str) -> None:
-    """A left-padded batch: the same tokens with each cache as with none, the prompt at once or in pieces."""
-    given, (ids, mask) = exported(name).model, padded_batch()
+    """A left-padded batch: the same tokens with each cache as with none, the prompt at once or in pieces; a row as if it were alone."""
+    given, (ids, mask), new = exported(name).model, padded_batch(), tokens(3, 4, seed=2)
     drawn, greedy = (generate(given, ids, attention_mask=mask, **strategy) for strategy in (BEAMS, GREEDY))
     assert drawn.shape == (6, 12) and not torch.equal(drawn[::2], greedy[:, :12])
     for other in ({"use_cache": False}, {"cache_implementation": "static"}):
@@ -41,14 +44,9 @@ def test_every_strategy_with_and_without_cache(exported: Callable[[str], Exporte
     pieces: dict[str, Any] = {"prefill_chunk_size": 3}
     for other in ({"use_cache": False}, pieces, pieces | {"cache_implementation": "static"}):
         assert torch.equal(greedy, generate(given, ids, attention_mask=mask, **GREEDY, **other)), other
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_left_padding_changes_nothing(exported: Callable[[str], Exported], name: str) -> None:
-    given, (ids, mask), new = exported(name).model, padded_batch(), tokens(3, 4, seed=2)
-    longer = torch.cat((mask, torch.ones_like(new)), dim=1)
     with torch.no_grad():
         batch = given(ids, attention_mask=mask, use_cache=True)
+        longer = torch.cat((mask, torch.ones_like(new)), dim=1)
         after = given(new, attention_mask=longer, past_key_values=batch.past_key_values)
         for row, length in enumerate(PADDED):
             alone = given(torch.cat((ids[row, 8 - length :], new[row]))[None], use_cache=False).logits[0]
@@ -67,8 +65,6 @@ def test_a_conversation_in_one_cache(model: Any) -> None:
         assert cache.get_seq_length() == 5 + 5 + 3 + 5 - 1
         cache.reset()
         assert cache.get_seq_length() == 0 and torch.equal(said, model.generate(first, past_key_values=cache, **GREEDY))
-    with pytest.raises(ValueError, match="room for 12 tokens, and 13 are asked for"):
-        model.generate(text, past_key_values=model.new_cache(12), max_new_tokens=2)
 
 
 def test_prompts_as_embeddings(model: Any) -> None:
@@ -79,48 +75,24 @@ def test_prompts_as_embeddings(model: Any) -> None:
         assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY, **other)[:, 8:])
 
 
-def test_refused_ways_of_generating(model: Any) -> None:
-    """In one line: what a state cannot do, other caches, a cache for nothing."""
-    from transformers import DynamicCache, StaticCache
-
-    ids = tokens(1, 4)
-    for options, message in (
-        ({"assistant_model": model}, "assisted generation|cannot go back to an earlier step"),
-        ({"prompt_lookup_num_tokens": 2}, "assisted generation|cannot go back to an earlier step"),
-        ({"cache_implementation": "quantized"}, "cache_implementation='quantized': this model has 'dynamic'"),
-        ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded': this model has 'dynamic'"),
-        ({"cache_implementation": "static", "past_key_values": model.new_cache()}, "give one of them"),
-        ({"past_key_values": DynamicCache()}, "is a DynamicCache; this model needs its own"),
-        ({"past_key_values": StaticCache(model.config, max_cache_len=9)}, "is a StaticCache; this model needs its own"),
+def test_refused_ways_of_generating(model: Any, raised: Refused) -> None:
+    """In one line: what a state cannot do, other caches, a cache for nothing or for too much."""
+    ids, long = tokens(1, 4), FemLMForCausalLM(FemLMConfig(small("mha2nd").__dict__))
+    for options in (
+        {"cache_implementation": "quantized"},
+        {"cache_implementation": "static", "past_key_values": model.new_cache()},
+        {"past_key_values": DynamicCache()},
+        {"past_key_values": StaticCache(model.config, max_cache_len=9)},
+        {"past_key_values": model.new_cache(2)},
     ):
-        with pytest.raises(ValueError, match=message) as error:
-            model.generate(ids, **GREEDY, **options)
-        assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="max_cache_len=0: at least 1"):
-        model.new_cache(0)
-    long = FemLMForCausalLM(FemLMConfig(small("mha2nd").__dict__))
-    with pytest.raises(ValueError, match="max_cache_len=5000, but this model's mixer takes 512 tokens at most"):
-        long.new_cache(5000)
-
-
-def test_the_cache() -> None:
-    cache: Any = FemCache(FemLMConfig(small().__dict__))
-    assert len(cache) == 2 and cache.get_seq_length() == 0 and not cache.is_croppable and not cache.is_compileable
-    layer = cache.layers[0]
-    layer.state, layer.tokens = {"a": torch.tensor([[1.0], [2.0]]), "b": torch.arange(12.0).view(2, 2, 3)}, 5
-    assert cache.get_seq_length() == 5 and cache.get_mask_sizes(3, 0) == (8, 0) and cache.nbytes() == 14 * 4
-    cache.reorder_cache(torch.tensor([1, 1]))
-    assert layer.state["a"].flatten().tolist() == [2.0, 2.0]
-    cache.batch_repeat_interleave(2)
-    assert layer.state["a"].shape == (4, 1) and layer.state["b"].shape == (4, 2, 3)
-    cache.batch_select_indices(torch.tensor([0]))
-    assert layer.state["b"].flatten().tolist() == [6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
-    cache.crop(0)
-    for wrong in (lambda: cache.crop(-1), lambda: layer.offload(), lambda: layer.update(None, None)):
-        with pytest.raises(ValueError, match="this model's"):
-            wrong()
-    cache.reset()
-    assert not layer.state and cache.get_seq_length() == 0
+        raised(model.generate, ids, error=ValueError, **GREEDY | options)
+    for ahead in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(ValueError, match="assisted generation|cannot go back to an earlier step"):
+            model.generate(ids, **GREEDY, **ahead)
+    raised(model.new_cache, 0, error=ValueError)
+    raised(long.new_cache, 5000, error=ValueError)
+    for method, given in (("crop", (-1,)), ("offload", ()), ("update", (None, None))):
+        raised(getattr(model.new_cache().layers[0], method), *given, error=ValueError)
 
 
 # ---------------------------------------------------------------- around generate
@@ -132,13 +104,10 @@ def test_the_cache() -> None:
 )
 def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
     """On every linear module that peft finds: a step lowers the loss, no adapter is without effect, and merged they are the same model."""
-    from peft import LoraConfig, get_peft_model
-
-    ids = tokens(2, 9)
+    ids, losses = tokens(2, 9), []
     settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     tuned: Any = get_peft_model(here(name, torch.float64), settings)
     adapters = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
-    losses = []
     for _ in range(2):
         tuned.zero_grad()
         loss = tuned(input_ids=ids, labels=ids).loss
@@ -155,24 +124,14 @@ def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
         close(tuned.merge_and_unload()(ids).logits, before, 1e-9)
 
 
-def test_a_trainer_takes_a_step(model: Any, tmp_path: Path) -> None:
+def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
     """transformers' own loop, with gradient checkpointing; what it saves loads again."""
-    from transformers import Trainer, TrainingArguments
-
     tuned = here("fem_gla")
     rows = [{"input_ids": row, "labels": row} for row in tokens(4, 9)]
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=2,
-        learning_rate=0.01,
-        report_to=[],
-        gradient_checkpointing=True,
-        use_cpu=True,
-    )
+    more: dict[str, Any] = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "report_to": [], "use_cpu": True}
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, gradient_checkpointing=True, **more)
     before = tuned.lm_head.weight.detach().clone()
-    trainer = Trainer(tuned, arguments, train_dataset=rows)
-    assert trainer.train().training_loss > 0 and not torch.equal(tuned.lm_head.weight, before)
+    assert Trainer(tuned, arguments, train_dataset=rows).train().training_loss > 0 and not torch.equal(tuned.lm_head.weight, before)
     tuned.save_pretrained(tmp_path / "saved")
     again = FemLMForCausalLM.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from fem_common.errors import StorageError
 from fem_megatron.config import ModelConfig
-from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.plan.run_plan import model_weights
 from tests.one_process import megatron_of_one_process
+from tests.tools.hf.checkpoints import rewrite
 from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, random_state, small, tokens
+from tests.tools.refusals import Refused
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemCache, FemLMForCausalLM
 from tools.hf.recipes import hf_name
@@ -31,19 +32,16 @@ from tools.hf.recipes import hf_name
 def load(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[..., Any]) -> Any:
     """Exports a state and loads it."""
 
-    def export_and_load(model: ModelConfig, state: dict[str, Tensor], **options: Any) -> Any:
-        return open_folder(export(model, tmp_path_factory.mktemp("export") / "model", state=state, **options))
+    def export_and_load(model: ModelConfig, state: dict[str, Tensor]) -> Any:
+        return open_folder(export(model, tmp_path_factory.mktemp("export") / "model", state=state))
 
     return export_and_load
 
 
 @pytest.fixture(scope="module")
 def plain(load: Any) -> Any:
-    """The default mixer's model in float64."""
+    """The default mixer's model in float64: not to be changed."""
     return load(small(), random_state(small()))
-
-
-# ---------------------------------------------------------------- every mixer
 
 
 @pytest.fixture(scope="module")
@@ -67,34 +65,24 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
         close(given.model(ids).logits, wanted, 1e-5)
 
 
-# ---------------------------------------------------------------- logits, loss, gradients
-
-
-def test_the_loss_is_of_the_next_tokens(load: Any) -> None:
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
+    """With every block recomputed, too: the same operations in the same order."""
     model, ids = load(small(), random_state(small())).train(), tokens(2, 8)
-    labels = ids.clone()
+    labels, gradients = ids.clone(), []
     labels[0, :3] = -100
     logits = model(ids).logits.log_softmax(-1)
     wanted = [logits[b, t, ids[b, t + 1]] for b in range(2) for t in range(7) if labels[b, t + 1] != -100]
-    loss = model(ids, labels=labels).loss
-    # transformers computes the loss in float32.
-    assert loss.item() == pytest.approx(-torch.stack(wanted).mean().item(), rel=1e-6)
-    loss.backward()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any() for weight in model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_training_recomputes_the_same_gradient(load: Any) -> None:
-    model, ids = load(small(), random_state(small())), tokens(2, 8)
-    gradients = []
     for recompute in (False, True):
         if recompute:
             model.gradient_checkpointing_enable()
-        model.train().zero_grad()
-        model(ids, labels=ids).loss.backward()
+        model.zero_grad()
+        loss = model(ids, labels=labels).loss
+        # transformers computes the loss in float32.
+        assert loss.item() == pytest.approx(-torch.stack(wanted).mean().item(), rel=1e-6)
+        loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    # The same operations in the same order.
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.equal(a, b) and a.isfinite().all() and a.any() for a, b in zip(*gradients, strict=True))
     assert any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
@@ -113,9 +101,6 @@ def test_other_ways_in_and_out(plain: Any) -> None:
         close(plain.lm_head(whole.hidden_states[-1]), whole.logits, 1e-12)
 
 
-# ---------------------------------------------------------------- cache, padding, generation
-
-
 def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
     """Holes and right padding show that positions are counted without them: RoPE would not notice a shift of all."""
     ids, mask = tokens(1, 10), torch.tensor([[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]])
@@ -125,81 +110,66 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
         close(plain(ids, attention_mask=mask).logits[0, kept], plain(ids[:, kept]).logits[0], 1e-10)
 
 
-def test_refused_inputs(plain: Any) -> None:
-    from transformers import DynamicCache
-
-    with pytest.raises(ValueError, match="attention_mask has shape"):
-        plain(tokens(1, 5), attention_mask=torch.ones(1, 4))
-    with pytest.raises(ValueError, match="needs its own FemCache"):
-        plain(tokens(1, 5), past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
-        plain()
-    with pytest.raises(ValueError, match="recurrence=0"):
-        FemLMForCausalLM(FemLMConfig(small().__dict__, recurrence=0))
+def test_refused_inputs(plain: Any, raised: Refused) -> None:
     encoder = FemLMForCausalLM(FemLMConfig(small(causal=False).__dict__)).eval()
     assert encoder(tokens(1, 5), use_cache=True).past_key_values is None
-    with pytest.raises(ValueError, match="no cache"):
-        encoder(tokens(1, 5), past_key_values=FemCache(encoder.config))
-
-
-# ---------------------------------------------------------------- configuration, initialisation
+    for function, given in (
+        (plain, {"input_ids": tokens(1, 5), "attention_mask": torch.ones(1, 4)}),
+        (plain, {"input_ids": tokens(1, 5), "past_key_values": DynamicCache()}),
+        (plain, {}),
+        (encoder, {"input_ids": tokens(1, 5), "past_key_values": FemCache(encoder.config)}),
+        (FemLMForCausalLM, {"config": FemLMConfig(small().__dict__, recurrence=0)}),
+        (FemLMConfig, {"num_attention_heads": 5}),
+    ):
+        raised(function, error=ValueError, **given)
+    with pytest.raises(TypeError, match="no_such"):
+        FemLMConfig({"no_such": 1})
 
 
 def test_the_configuration() -> None:
+    """transformers' names win over ``architecture``; what is changed later, and what is written and read, too."""
     config = FemLMConfig(small(init_std=0.03).__dict__, num_hidden_layers=4, tie_word_embeddings=True)
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.vocab_size) == (32, 4, 4, VOCAB)
     assert config.initializer_range == 0.03 and config.recurrence == 1
     model = ModelConfig.from_dict(config.model_fields())
     assert model == small(init_std=0.03, num_layers=4, tie_embeddings=True)
     config.vocab_size = 60
-    assert ModelConfig.from_dict(config.model_fields()).vocab_size == 60
     again = FemLMConfig(**json.loads(config.to_json_string(use_diff=True)))
     assert again.vocab_size == 60 and ModelConfig.from_dict(again.model_fields()) == replace(model, vocab_size=60)
-    with pytest.raises(ValueError, match=r"model\.num_attention_heads=5"):
-        FemLMConfig(num_attention_heads=5)
-    with pytest.raises(TypeError, match="no_such"):
-        FemLMConfig({"no_such": 1})
 
 
 def test_fresh_model_starts_as_trained_ones_do(plain: Any) -> None:
     """The code of this repository, and the same as remote code, which transformers initialises module by module."""
     config = small(hidden_size=128, init_std=0.03)
+    starts = {hf_name(name): weight.init for name, weight in model_weights(config).items()}
     for kind, settings in ((FemLMForCausalLM, FemLMConfig), (type(plain), type(plain.config))):
         torch.manual_seed(0)
         model = kind(settings(config.__dict__))
-        starts = {hf_name(name): weight for name, weight in model_weights(config).items()}
         assert starts.keys() == model.state_dict().keys()
         for name, weight in model.named_parameters():
-            start = starts[name].init
-            if isinstance(start, int | float):
+            if isinstance(start := starts[name], int | float):
                 assert not (weight - start).any(), name
             else:
                 # The standard deviation of n draws scatters by 1/sqrt(2n): five of these.
                 assert weight.std().item() == pytest.approx(0.03, rel=5 / math.sqrt(2 * weight.numel())), name
 
 
-def test_a_missing_weight_starts_anew(tmp_path: Path, open_folder: Callable[..., Any]) -> None:
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
-
+def test_a_missing_weight_starts_anew(tmp_path: Path) -> None:
     out = export(small(), tmp_path / "model")
-    weights = load_file(out / "model.safetensors")
-    del weights["model.layers.0.mixer.beta"], weights["model.layers.1.mixer.tdc.out_proj.weight"], weights["model.norm.weight"]
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    missing = "model.layers.0.mixer.beta model.layers.1.mixer.tdc.out_proj.weight model.norm.weight".split()
+    rewrite(out, lambda held: [held.pop(name) for name in missing])
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert not model.model.layers[0].mixer.beta.any() and not model.model.layers[1].mixer.tdc.out_proj.weight.any()
     assert (model.model.norm.weight == 1).all() and model.model.layers[1].mixer.beta.any()
 
 
-def test_recurrence_may_be_raised(load: Any, open_folder: Callable[..., Any]) -> None:
-    state, ids = random_state(small()), tokens(2, 6)
-    once, thrice = load(small(), state), load(small(recurrence=3), state)
-    raised = open_folder(once.config._name_or_path, recurrence=3)
+def test_recurrence_may_be_raised(plain: Any, load: Any, open_folder: Callable[..., Any]) -> None:
+    ids, thrice = tokens(2, 6), load(small(recurrence=3), random_state(small()))
+    raised = open_folder(plain.config._name_or_path, recurrence=3)
     assert raised.config.recurrence == 3 and raised.config.architecture["recurrence"] == 1
     with torch.no_grad():
         wanted = thrice(ids).logits
-        assert torch.equal(raised(ids).logits, wanted) and not torch.allclose(once(ids).logits, wanted)
-    assert "every block applied 3 times" in (Path(thrice.config._name_or_path) / "README.md").read_text()
+        assert torch.equal(raised(ids).logits, wanted) and not torch.allclose(plain(ids).logits, wanted)
     greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(raised.generate(ids, **greedy), raised.generate(ids, use_cache=False, **greedy))
 
@@ -216,27 +186,12 @@ def test_saved_again_it_is_the_same(plain: Any, tmp_path: Path, open_folder: Cal
         close(again(tokens(2, 7)).logits[..., :VOCAB], plain(tokens(2, 7)).logits, 1e-12)
 
 
-def test_two_models_stand_beside_each_other(load: Any) -> None:
+def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
     """Of different code, in folders of one name: what is loaded second does not change the first."""
     ids = tokens(1, 7)
-    first, second = (load(config, random_state(config)) for config in (small(), small("cem")))
     with torch.no_grad():
-        before = first(ids).logits
-        assert type(first) is not type(second) and type(first.model.layers[0].mixer) is not type(second.model.layers[0].mixer)
+        before = plain(ids).logits
+        second = load(small("cem"), random_state(small("cem")))
+        assert type(plain) is not type(second) and type(plain.model.layers[0].mixer) is not type(second.model.layers[0].mixer)
         second(ids)
-        assert torch.equal(first(ids).logits, before)
-        third = load(small(fem=FemConfig(gate=False)), random_state(small(fem=FemConfig(gate=False))))
-        assert torch.equal(first(ids).logits, before) and third(ids).logits.isfinite().all()
-
-
-# ---------------------------------------------------------------- the folder
-
-
-def test_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("tools.hf.export.model_card", fail)
-    with pytest.raises(StorageError, match="disk full"):
-        export(small(), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+        assert torch.equal(plain(ids).logits, before)
