@@ -1,10 +1,9 @@
-"""Arrays against a real Slurm: a sweep of training runs, a data_prep array with a task killed; what is done is not done again."""
+"""An array against a real Slurm, of data_prep, with a task killed and one cancelled; what is done is not done again."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 from launch.job import attempts, launch_folder, read_json, read_json_lines
 from tests.launch.supervised import wait_for
 from tests.slurm.mini import MiniSlurm
-from tests.slurm.training import DEMO, call, losses, overrides, prepare_data, profile
-
-AT_ONCE = 2
+from tests.slurm.training import call, prepare_data, profile
 
 
 @pytest.fixture(scope="module")
@@ -40,46 +37,6 @@ def submissions(directory: Path) -> list[dict[str, Any]]:
 def child_of(item: Path) -> int:
     """The process of an item's command in its first attempt; 0 before it starts."""
     return int((read_json(item / "attempts" / "0001" / "ranks" / "rank_00000.json") or {}).get("child") or 0)
-
-
-def most_at_once(spans: Sequence[tuple[float, float]]) -> int:
-    """How many spans of time overlap at most."""
-    return max(sum(start <= moment < end for start, end in spans) for moment, _ in spans)
-
-
-def test_a_sweep_of_four_two_at_once(cluster: MiniSlurm, data: Path, tmp_path: Path) -> None:
-    directory, cluster_file = tmp_path / "sweep", profile(tmp_path, "slurm", {"health": {"check": False}})
-    common = [
-        DEMO,
-        *(word for word in overrides(data, tmp_path) if not word.startswith("run_dir=")),
-        "train.steps=3",
-        "optimizer.warmup_steps=1",
-    ]
-    words: list[str | Path] = ["sweep", *common, "--cluster", cluster_file, "--directory", directory, "--at-once", str(AT_ONCE)]
-    four = ["--grid", "train.seed=1,2", "optimizer.lr=1e-3,5e-4"]
-
-    job = call("launch", *words, *four, "--parsable", env=cluster.environment).strip()
-    waiting = cluster.run("squeue", "--noheader", "--array", f"--jobs={job}", "--format=%i").stdout.split()
-    assert sorted(waiting) == [f"{job}_{index}" for index in range(4)]
-    runs = [directory / f"train.seed={seed},optimizer.lr={rate}" for seed in (1, 2) for rate in ("1e-3", "5e-4")]
-    wait_for(lambda: all(state(run) == "finished" for run in runs), 500)
-    wait_for(lambda: not cluster.run("squeue", "--noheader", f"--jobs={job}", check=False).stdout, 500)
-
-    assert [len(attempt_records(run)) for run in runs] == [1] * 4
-    spans = [(record["started"], record["ended"]) for run in runs for record in attempt_records(run)]
-    assert most_at_once(spans) == AT_ONCE
-    curves = [tuple(losses(run)[0].values()) for run in runs]
-    assert {len(curve) for curve in curves} == {3}
-    assert len(set(curves)) == 4  # each its own settings
-
-    again = call("launch", *words, *four, env=cluster.environment)
-    assert "nothing to do: 4 finished" in again
-    assert [line["items"] for line in submissions(directory)] == [list(range(4))]
-    # A run that was lost, and one more.
-    (launch_folder(runs[2]) / "state.json").unlink()
-    more = call("launch", *words, "--grid", "train.seed=1,2,3", "optimizer.lr=1e-3,5e-4", "--dry-run", env=cluster.environment)
-    assert "3 of 6 items" in more and "#SBATCH --array=2,4-5%2" in more
-    assert not (directory / "train.seed=3,optimizer.lr=1e-3").exists()
 
 
 def test_a_data_prep_array_with_a_task_killed(cluster: MiniSlurm, data: Path, tmp_path: Path) -> None:

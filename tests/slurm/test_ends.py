@@ -108,13 +108,3 @@ def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: 
     cluster.run("scontrol", "release", str(case.id))
     case.completed("misplaced", "finished")
     assert [attempt["nodes"] for attempt in case.attempts] == [["node1"], ["node2"]] and cluster.job(case.id)["ExcNodeList"] == "node1"
-
-
-def test_an_exclusion_that_leaves_too_few_nodes_is_dropped(cluster: MiniSlurm, tmp_path: Path) -> None:
-    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}], nodes=2)
-    cordon(case.cordon, ["node1"], "by hand", "")
-    case.submit()
-    case.running()
-    cluster.run("scancel", "--batch", "--signal=USR1", str(case.id))
-    case.completed("saved", "finished")
-    assert "too few nodes are left without node1" in case.said and cluster.job(case.id)["ExcNodeList"] == "(null)"

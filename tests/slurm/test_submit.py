@@ -186,6 +186,29 @@ def test_requeue_and_cancel_of_one_that_runs(login: Login) -> None:
     assert login.file("state.json")["state"] == "finished"
 
 
+def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
+    """An array, what follows its directory, and a run without data, which is accepted since another job may make it."""
+    first = login.submit(*HELD, *HELP, options=("--tasks", "2"))
+    second = login.launch(*HELP, options=("--parsable", "--directory", "second", "--dependency", "job")).strip()
+    run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "run", "--parsable")
+    third = login.launch(*run, "--dependency", second).strip()
+    fourth = login.launch(*HELP, options=("--parsable", "--directory", "fourth", "--dependency", "run")).strip()
+    waiting = dict(line.split("|") for line in login.cluster.run("squeue", "--noheader", "--format=%A|%r").stdout.splitlines())
+    assert [waiting[job] for job in (first, second, third, fourth)] == ["JobHeldUser", *["Dependency"] * 3]
+    login.cluster.run("scontrol", "release", first)
+    assert [login.cluster.wait(job, timeout=200) for job in (second, third, fourth)] == ["COMPLETED", "FAILED", "CANCELLED"]
+    assert attempts(login.folder / "fourth") == []
+    assert read_json(login.folder / "run" / "launch" / "stop.json") is None, "whoever mends the input gives the same command again"
+    for named, told in (
+        ("run", "is not under way (the input is wrong, and stays so: "),
+        (third, "that job is FAILED"),
+        ("99999", "knows no such"),
+    ):
+        assert told in login.launch(*HELP, options=("--directory", "fourth", "--dependency", named), code=2)
+    dry = login.launch(*HELP, options=("--directory", "fifth", "--dependency", "second", "--dry-run"))
+    assert "--dependency" not in dry and "after      nothing" in dry
+
+
 def test_the_users_variables_change_no_job(login: Login) -> None:
     strange = {
         "SBATCH_PARTITION": "urgent",
@@ -240,19 +263,6 @@ def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) 
     assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [["node2"]]
     told = "[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"
     assert told in login.launch("logs", "job")
-
-
-def test_a_task_leaves_a_node_by_itself_and_tells_where(login: Login) -> None:
-    """A sweep's task is named by its array: the others stay."""
-    bad = "setup.lines=['[ $SLURMD_NODENAME,$SLURM_ARRAY_TASK_ID != node1,0 ] || exit 1']"
-    run = ("sweep", DEMO, "--grid", "train.seed=1,2", "--cluster", "mini.yaml", "--directory", "job", "--set", bad)
-    job = login.launch(*run, "--dependency", login.job_that_is_over(), "--parsable").strip()
-    assert [login.cluster.wait(f"{job}_{task}") for task in (0, 1)] == ["FAILED", "FAILED"]
-    shown = [login.cluster.job(f"{job}_{task}") for task in (0, 1)]
-    assert [(task["Restarts"], task["ExcNodeList"]) for task in shown] == [("1", "node1"), ("0", "(null)")]
-    told = [line for line in login.launch("logs", "job", "--item", "0").splitlines() if "did not start on node1" in line]
-    assert told == ["[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"]
-    assert "did not start" not in login.launch("logs", "job", "--item", "1")
 
 
 def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -121,15 +118,6 @@ def test_a_preempted_killed_and_cancelled_run_goes_on_each_time(
     assert losses(run.directory) == reference
 
 
-def test_a_cancelled_job_stays_cancelled(cluster: MiniSlurm, make_run: MakeRun) -> None:
-    run = make_run(cluster)
-    run.submit()
-    run.until("rank", run.rank_pids)
-    cluster.run("scancel", str(run.job))
-    run.wait("CANCELLED")
-    assert run.state()["state"] == "cancelled" and cluster.job(run.job)["Restarts"] == "0"
-
-
 def test_a_hang_is_dumped_and_restarted(
     cluster: MiniSlurm, make_run: MakeRun, reference: tuple[dict[int, float], dict[int, float]]
 ) -> None:
@@ -145,18 +133,6 @@ def test_a_hang_is_dumped_and_restarted(
     stacks = [(dumps / "rank_00000.txt").read_text(), run.launch("logs", run.directory, "--attempt", "1", "--rank", "0")]
     assert any("train_step" in text for text in stacks) and "stopped" in (dumps / "rank_00001.txt").read_text()
     assert losses(run.directory) == reference
-
-
-def test_a_crash_loop_stops_with_the_diagnosis(cluster: MiniSlurm, make_run: MakeRun) -> None:
-    run, diagnosis = make_run(cluster, restarts={"same_failure": 2}), "the same failure 2 times in a row"
-    run.submit()
-    for attempt in (1, 2):
-        run.signal(run.started(attempt, rank=1), signal.SIGXCPU)
-    run.wait("FAILED")
-    assert run.outcomes() == ["failed", "failed"] and run.attempts()[-1]["decision"]["action"] == "stop"
-    stop = json.loads((run.directory / "launch" / "stop.json").read_text())
-    assert stop["why"] == "gave up" and diagnosis in stop["message"] and "node2" in stop["message"]
-    assert diagnosis in run.launch("status", run.directory) and "rank 1" in run.launch("logs", "--errors", run.directory)
 
 
 @pytest.mark.parametrize("node", ["node1", pytest.param("node2", marks=pytest.mark.slow)], ids=["batch host", "other"])
@@ -189,13 +165,12 @@ def test_a_node_that_fails_twice_is_cordoned_and_left(make_cluster: MakeCluster,
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", [0])
-def test_twenty_random_kills(make_cluster: MakeCluster, data: Path, tmp_path: Path, seed: int) -> None:
+def test_twenty_random_kills(cluster: MiniSlurm, data: Path, tmp_path: Path) -> None:
     longer = ("train.steps=2000", "train.eval_interval=500", "checkpoint.interval=50")
     (tmp_path / "local").mkdir()
     local = overrides(data, tmp_path / "local" / "run")
     call("launch", "local", DEMO, *local, *longer, "--cluster", profile(tmp_path / "local", "local", {}), "--processes", "2", timeout=1800)
-    chance, cluster = random.Random(seed), make_cluster(nodes=3)
+    chance = random.Random(0)
     run = Run(cluster, data, tmp_path, restarts={"max_failures": 100, "same_failure": 0, "node_failures": 0})
     run.submit(*longer)
     killed: list[str] = []
@@ -203,17 +178,11 @@ def test_twenty_random_kills(make_cluster: MakeCluster, data: Path, tmp_path: Pa
         run.until("rank", run.rank_pids, 600)
         if chance.random() < 0.7:  # else while the ranks start
             run.until_further(chance.randrange(1, 60))
-        what = chance.choice(["rank", "rank", "batch script", *cluster.nodes])
-        killed.append(what)
-        if what in cluster.nodes:
-            cluster.kill_slurmd(what)
-            time.sleep(chance.choice([0, 0, 45]))  # after half a minute the node counts as down, and its ranks live on
-            cluster.start_node(what)
-        else:
-            before = len(run.attempts())
-            run.kill_one(what, chance)
-            run.until("next attempt", functools.partial(run.has_attempts, before + 1), 600)
+        killed.append(chance.choice(["rank", "rank", "batch script"]))
+        before = len(run.attempts())
+        run.kill_one(killed[-1], chance)
+        run.until("next attempt", lambda: len(run.attempts()) > before, 600)  # noqa: B023
     run.wait("COMPLETED", timeout=1800)
     print(killed, run.outcomes())
     assert losses(run.directory) == losses(tmp_path / "local" / "run") and len(losses(run.directory)[0]) == 2000
-    assert len(run.attempts()) > killed.count("rank") + killed.count("batch script")
+    assert len(run.attempts()) > len(killed)

@@ -176,10 +176,6 @@ class Run:
         """Every attempt.json, oldest first."""
         return [_json(path) for path in sorted((self.directory / "attempts").glob("*/attempt.json"))]
 
-    def has_attempts(self, count: int) -> bool:
-        """Whether so many attempts were begun."""
-        return len(self.attempts()) >= count
-
     def outcomes(self) -> list[str | None]:
         """How the attempts ended."""
         return [attempt.get("outcome") for attempt in self.attempts()]
