@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fem_common.errors import UserError
 from launch.job import read_json
 from launch.verbs import local
-from tests.launch.supervised import ROOT, clean_up, end, wait_for
+from tests.launch.supervised import ROOT, clean_up, wait_for
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
 
 __all__ = ["tiny_data"]
@@ -123,37 +122,11 @@ def test_a_killed_rank_leaves_no_trace_in_the_losses(reference: LocalRun, tmp_pa
     assert run.losses == reference.losses
 
 
-@pytest.mark.slow
-def test_an_interruption_saves_and_the_same_command_goes_on(reference: LocalRun, tmp_path: Path, tiny_data: Path) -> None:
-    run = LocalRun(tmp_path / "here", tiny_data)
-    process = run.start()
-    wait_for(lambda: run.is_at(15, attempt=1), 120)
-    code, said = end(process, signal.SIGINT, 120)
-    assert code == 0 and "the same command continues" in said, said
-    assert run.outcomes == ["saved"] and run.attempts[0]["checkpoint_end"] == run.attempts[0]["step_end"]
-    assert f"from step {run.attempts[0]['step_end']}" in finish(run.start())
-    assert run.outcomes == ["saved", "finished"]
-    assert run.losses == reference.losses
-
-
 def test_a_finished_run_is_not_run_again(reference: LocalRun) -> None:
     assert "nothing to do: finished" in finish(reference.start())
     assert len(reference.attempts) == 1
     said = finish(launch(reference.folder, *reference.words, "train.seed=7"), code=2)
     assert said.startswith("launch: error: ") and "train.seed" in said and "--update" in said
-
-
-@pytest.mark.slow
-def test_a_hang_of_one_rank_is_dumped_and_restarted(reference: LocalRun, tmp_path: Path, tiny_data: Path) -> None:
-    run = LocalRun(tmp_path / "here", tiny_data, "--set", "watchdog.step_minutes=0.2")
-    process = run.start()
-    wait_for(lambda: run.is_at(15, attempt=1), 120)
-    os.kill(run.child(1, attempt=1), signal.SIGSTOP)
-    finish(process)
-    assert run.outcomes == ["hang", "finished"]
-    dumps = [(run.directory / f"attempts/0001/dumps/rank_0000{rank}.txt").read_text() for rank in (0, 1)]
-    assert all("train_step" in dump or "trainer.py" in dump for dump in dumps[:1])
-    assert run.losses == reference.losses
 
 
 def test_a_command_of_several_tasks_is_run_side_by_side(tmp_path: Path, tiny_data: Path) -> None:
@@ -195,9 +168,3 @@ def test_the_profile_is_that_of_the_machine(tmp_path: Path, monkeypatch: pytest.
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         assert Path(local.default_profile()).stem == name
-
-
-def test_a_profile_that_is_not_shipped_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "SHIPPED", tmp_path)
-    with pytest.raises(UserError, match="--cluster PROFILE.yaml"):
-        local.default_profile()
