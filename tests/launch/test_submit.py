@@ -293,6 +293,8 @@ sweep DEMO --cluster local.yaml --list nowhere.txt
 local DEMO --cluster slurm.yaml
 local DEMO --cluster local.yaml --nodes 2
 local DEMO --cluster local.yaml --processes 3
+local DEMO --cluster local.yaml --processes 0
+local DEMO --cluster local.yaml --set watchdog.step_minute=1
 local DEMO --cluster local.yaml train.stepz=1
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -184,6 +185,34 @@ def test_requeue_and_cancel_of_one_that_runs(login: Login) -> None:
     login.feed()
     assert login.cluster.wait(login.submissions()[-1]) == "COMPLETED"
     assert login.file("state.json")["state"] == "finished"
+
+
+def test_an_array_starts_what_is_left(login: Login) -> None:
+    """Three tasks, two at once: one is killed, and started again by its supervisor; one is cancelled, and by nobody."""
+    job = login.submit(*login.waiting_command(), options=("--tasks", "3", "--at-once", "2"))
+    tasks = [login.job / "tasks" / f"000{index}" for index in range(3)]
+
+    def child(task: int, attempt: int) -> int:
+        path = tasks[task] / f"attempts/000{attempt}/ranks/rank_00000.json"
+        return int(wait_for(lambda: (read_json(path) or {}).get("child")))
+
+    os.kill(child(0, 1), signal.SIGKILL)
+    child(1, 1)
+    assert attempts(tasks[2]) == []
+    login.cluster.run("scancel", f"{job}_1")
+    child(0, 2)
+    child(2, 1)
+    (login.folder / "config.yaml").unlink()
+    login.feed()  # a file from now on
+    os.kill(child(0, 2), signal.SIGINT)
+    os.kill(child(2, 1), signal.SIGINT)
+    assert [login.cluster.wait(f"{job}_{task}", timeout=120) for task in range(3)] == ["COMPLETED", "CANCELLED", "COMPLETED"]
+    assert read_json(tasks[1] / "launch" / "state.json")["state"] == "cancelled"
+    second = login.submit("--", "pretrain", "config.yaml", "--plan", options=("--tasks", "3", "--at-once", "2"))
+    assert login.cluster.wait(f"{second}_1") == "COMPLETED"
+    assert [len(attempts(task)) for task in tasks] == [3, 2, 2]
+    sent = read_json_lines(launch_folder(login.job) / "submissions.jsonl")
+    assert [line["items"] for line in sent] == [[0, 1, 2], [1]]
 
 
 def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
