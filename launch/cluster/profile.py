@@ -226,7 +226,10 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
         path = SHIPPED / f"{path}.yaml"
     profile = config.load(Profile, path, overrides, shipped=SHIPPED)
     if profile.nodes.gpus is None and profile.scheduler == "local":
-        profile = replace(profile, nodes=replace(profile.nodes, gpus=_gpus_here()))
+        # As many as nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])]) or 1
+        profile = replace(profile, nodes=replace(profile.nodes, gpus=gpus))
     fault = next(_contradictions(profile), None)
     if fault:
         raise UserError(f"{path}: {fault}")
@@ -274,12 +277,6 @@ def _contradictions(profile: Profile) -> Iterator[str]:
     fault = _bash_fault(profile.setup.lines)
     if fault:
         yield f"setup.lines: {fault}"
-
-
-def _gpus_here() -> int:
-    """GPUs that nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])]) or 1
 
 
 def _bash_fault(lines: tuple[str, ...]) -> str | None:

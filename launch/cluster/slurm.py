@@ -108,22 +108,15 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
     for start in range(0, len(wanted), CHUNK):
         found |= _squeue(wanted[start : start + CHUNK])
     if past:
-        found |= _sacct([job for job in wanted if not _has(found, job)])
+        arrays = {name.partition("_")[0] for name in found}
+        found |= _sacct([job for job in wanted if job not in found and job not in arrays])
+    # An array as one job.
+    ways = (lambda task: task.active and task.state != "PENDING", lambda task: task.active, lambda task: task.state != "COMPLETED")
     for job in wanted:
         tasks = [state for name, state in found.items() if name.startswith(f"{job}_")]
         if tasks and job not in found:
-            found[job] = _whole(tasks)
+            found[job] = next((task for way in ways for task in tasks if way(task)), tasks[-1])
     return found
-
-
-def _has(found: Mapping[str, QueueState], job: str) -> bool:
-    return job in found or any(name.startswith(f"{job}_") for name in found)
-
-
-def _whole(tasks: Sequence[QueueState]) -> QueueState:
-    """An array as one job."""
-    ways = (lambda task: task.active and task.state != "PENDING", lambda task: task.active, lambda task: task.state != "COMPLETED")
-    return next((task for way in ways for task in tasks if way(task)), tasks[-1])
 
 
 def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:

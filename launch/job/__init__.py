@@ -117,6 +117,15 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def last_lines(path: Path, count: int = 1) -> list[str]:
+    """The last lines of a file that say something; none where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
 def append_json(path: Path, value: Any) -> None:
     """Add a line to a JSON-lines file; lines of several writers stay whole."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.job import read_json, write_json
+from launch.job import last_lines, read_json, write_json
 from launch.node import hardware
 
 REMEDY = "tell the administrators, and meanwhile name it in slurm.exclude"
@@ -152,7 +152,8 @@ def read_reports(folder: Path, nodes: Sequence[str], began: float | None = None,
     """
     reports = {}
     for node in nodes:
-        report = read_report(folder / f"{node}.json") or Report(node, (_silence(folder / f"{node}.log"),))
+        why = last_lines(folder / f"{node}.log") or ["it hangs, or cannot see this folder"]
+        report = read_report(folder / f"{node}.json") or Report(node, (f"{NO_ANSWER}: {why[0]}",))
         if began is not None and skew_seconds > 0 and report.time:
             off = min(report.time - began, 0) or max(report.time - time.time(), 0)
             if abs(off) > skew_seconds:
@@ -160,16 +161,6 @@ def read_reports(folder: Path, nodes: Sequence[str], began: float | None = None,
                 report = Report(node, (*report.faults, fault), report.warnings, report.facts, report.time)
         reports[node] = report
     return reports
-
-
-def _silence(log: Path) -> str:
-    """The fault of a node without a report."""
-    try:
-        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
-    why = lines[-1] if lines else "it hangs, or cannot see this folder"
-    return f"{NO_ANSWER}: {why}"
 
 
 # --- on the node -----------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from launch.cluster import checks, trial
 from launch.cluster.checks import LISTED
 from launch.cluster.profile import Profile, load_profile
 from launch.cluster.trial import Outcome
-from launch.job import attempts
+from launch.job import attempts, launch_folder
+from launch.job.render import render
 from launch.job.request import work_directory
 from launch.node.checks import Check, Report, read_reports
 from launch.node.hardware import probe_folder
@@ -195,19 +198,21 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
     """Make the trial, say what came of it, and remove its files where all was well."""
     base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
-    directory = trial.new_directory(base)
+    directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    launch_folder(directory).mkdir(parents=True)
     well = False
     try:
         nodes = trial_nodes(profile, arguments.nodes)
         job, mine = trial.make(profile, arguments.cluster, nodes, directory)
         if profile.scheduler == "slurm":
-            script = trial.write_script(job, mine)
+            script = launch_folder(directory) / "job.sh"
+            script.write_text(render(job, mine), encoding="utf-8")
             yield (taken := checks.would_take(script))
             if taken.level == "FAILED":
                 return
-            outcome = trial.on_slurm(job, script, arguments.wait, Progress())
+            outcome = trial.on_slurm(job, script, arguments.wait, progress)
         else:
-            outcome = trial.here(job, Progress())
+            outcome = trial.here(job, progress)
         found = list(findings(profile, outcome))
         well = all(check.level != "FAILED" for check in found)
         yield from found
@@ -218,16 +223,10 @@ def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]
             print(f"{'':<23} the trial's files: {directory}")
 
 
-class Progress:
-    """What the trial is doing, on a terminal: each thing once."""
-
-    def __init__(self) -> None:
-        self.said = ""
-
-    def __call__(self, text: str) -> None:
-        if text != self.said and sys.stderr.isatty():
-            print(f"... {text}", file=sys.stderr)
-        self.said = text
+def progress(text: str) -> None:
+    """Say on a terminal what the trial is doing, in place of what it did before."""
+    if sys.stderr.isatty():
+        print(f"{CLEAR}... {text}", end="", file=sys.stderr, flush=True)
 
 
 def trial_nodes(profile: Profile, wanted: int | None) -> int:
@@ -262,16 +261,11 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
         )
         return
     yield Check("ok", "trial", f"ran on {', '.join(outcome.nodes)}")
-    yield from of_folders(outcome.result)
+    yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in outcome.result["shared"])
+    if not outcome.result["shared"]:
+        yield Check("ok", "shared folders", "every node writes into them and sees what the others wrote")
     yield of_bandwidth(profile, outcome.result)
     yield from of_clocks(profile, outcome)
-
-
-def of_folders(result: dict[str, Any]) -> Iterator[Check]:
-    """Whether the shared folders are one for all nodes."""
-    yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in result["shared"])
-    if not result["shared"]:
-        yield Check("ok", "shared folders", "every node writes into them and sees what the others wrote")
 
 
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:

