@@ -19,6 +19,7 @@ from fem_common.errors import UserError
 from fem_common.settings import setting, spec
 from launch.cluster import profile_values
 from launch.node import hardware
+from launch.supervise.policy import Limits
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "cluster"
@@ -124,18 +125,6 @@ class PathsProfile:
 
 
 @dataclass(frozen=True)
-class RestartsProfile:
-    """When a run that failed starts again."""
-
-    max_failures: int = setting(5, "Failures without a new checkpoint in between before giving up.", least=0)
-    max_attempts: int = setting(500, "Attempts of a run, the ones that were stopped by a signal included.", least=1)
-    same_failure: int = setting(2, "The same failure at the same step this often in a row: gives up with a diagnosis; 0: never.", least=0)
-    node_failures: int = setting(2, "Failures of the same node before runs keep away from it; 0: never.", least=0)
-    back_off_seconds: float = setting(30.0, "Wait before the first restart; doubles with every failure without progress.", least=0)
-    back_off_max_seconds: float = setting(900.0, "Longest wait before a restart.", least=0)
-
-
-@dataclass(frozen=True)
 class WatchdogProfile:
     """How long without progress a run is taken for hung; then every rank's stacks are written and the run restarts."""
 
@@ -193,7 +182,7 @@ class Profile:
     logs: str | None = setting(
         None, "Folder of what Slurm and the supervisor say; null: the run's launch folder.", check=profile_values.path
     )
-    restarts: RestartsProfile = setting(RestartsProfile, "When a run that failed starts again.")
+    restarts: Limits = setting(Limits, "When a run that failed starts again.")
     watchdog: WatchdogProfile = setting(WatchdogProfile, "How long without progress a run is taken for hung.")
     health: HealthProfile = setting(HealthProfile, "What a node must pass before ranks start on it.")
     notify: NotifyProfile = setting(NotifyProfile, "Who is told what.")

@@ -53,7 +53,6 @@ class Wanted:
     job: Job
     configs: Mapping[str, str]  # an item's directory -> its run's whole configuration as YAML; empty for commands
     again: Callable[[Path], Mapping[str, str]]  # `configs` as the code in another folder resolves them
-    tell: str  # the words, as people would repeat them
 
 
 def wanted(request: Request) -> Wanted:
@@ -162,7 +161,7 @@ def _run(request: Request) -> Wanted:
     values = read_config(text)
     directory, name = absolute(values["run_dir"]), request.name or str(values["name"])
     job = new_job(request, name, directory, [run_item(directory, name)], array=False)
-    return Wanted(job, {directory: text}, lambda code: {directory: resolved(code)}, " ".join(request.words))
+    return Wanted(job, {directory: text}, lambda code: {directory: resolved(code)})
 
 
 def _command(request: Request) -> Wanted:
@@ -183,7 +182,7 @@ def _command(request: Request) -> Wanted:
         told = [{**every, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)]
         items = [Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", told[i]) for i in range(tasks)]
     job = new_job(request, name, directory, items, tasks is not None)
-    return Wanted(job, {}, lambda code: {}, " ".join(request.words))
+    return Wanted(job, {}, lambda code: {})
 
 
 def command_name(words: Sequence[str]) -> str:

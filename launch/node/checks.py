@@ -114,18 +114,9 @@ def check_command(
     health, nodes = profile.get("health") or {}, profile.get("nodes") or {}
     shared = [*((profile.get("paths") or {}).get("shared") or ()), *folders]
     seconds = float(health.get("timeout_seconds") or 180)
-    command = [
-        host_python,
-        "-m",
-        "launch.node.checks",
-        str(out),
-        f"--seconds={SHARE * seconds:g}",
-        f"--expect-gpus={int(nodes.get('gpus') or 0)}",
-    ]
-    command += [
-        f"--free-memory-gb={float(health.get('free_memory_gb') or 0):g}",
-        f"--free-disk-gb={float(health.get('free_disk_gb') or 0):g}",
-    ]
+    command = [host_python, "-m", "launch.node.checks", str(out), f"--seconds={SHARE * seconds:g}"]
+    command += [f"--{name.replace('_', '-')}={float(health.get(name) or 0):g}" for name in ("free_memory_gb", "free_disk_gb")]
+    command.append(f"--expect-gpus={int(nodes.get('gpus') or 0)}")
     if python:
         command += [f"--python={python}", *(["--matmul"] if nodes.get("gpus") and health.get("matmul", True) else [])]
     contained = (profile.get("container") or {}).get("runtime", "none") != "none"
@@ -328,12 +319,9 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
         result = json.loads(said)
     except ValueError:
         result = None
-    lines = answer.errors.strip().splitlines()
-    return (
-        result
-        if isinstance(result, dict)
-        else {"error": f"a product ended with {answer.code}: {lines[-1] if lines else 'it says nothing'}"}
-    )
+    if isinstance(result, dict):
+        return result
+    return {"error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'it says nothing'}"}
 
 
 def main(argv: list[str] | None = None) -> int:

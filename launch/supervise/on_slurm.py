@@ -250,7 +250,11 @@ class SlurmRunning:
         now = time.monotonic()
         first, self._over = self._over is None, self._over or now
         if not self._gone:
-            self._gone = now - self._over > END_SECONDS or not self._left(certain=code >= 0)
+            try:
+                left = bool(self._steps())
+            except SlurmError as error:  # where Slurm does not answer, srun's own code says that the step is over
+                left = code < 0 and "Invalid job id" not in str(error)
+            self._gone = now - self._over > END_SECONDS or not left
         if not self._gone:
             if first and code >= 0:  # the step's end is on its way to slurmctld
                 time.sleep(0.2)
@@ -296,13 +300,6 @@ class SlurmRunning:
         answer = call("squeue", "--steps", "--noheader", f"--jobs={self._job}", "--format=%i|%j", timeout=ANSWER_SECONDS)
         rows = (line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)
         return [step for step, name in rows if name == self._name and step.startswith(f"{self._job}.")]
-
-    def _left(self, certain: bool) -> bool:
-        """Whether the step is still there; certain: whether it is over where Slurm does not answer."""
-        try:
-            return bool(self._steps())
-        except SlurmError as error:
-            return not certain and "Invalid job id" not in str(error)
 
 
 def beside(nodes: Sequence[str], name: str, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

@@ -98,18 +98,12 @@ def _end_local(pids: Sequence[int], *, save: bool) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1 if save else signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    while not save and (left := [pid for pid, birth in born.items() if _is_still(pid, birth)]):
+    while not save and (left := [pid for pid, birth in born.items() if birth is not None and abs((start_time(pid) or 0.0) - birth) < 1.0]):
         if time.monotonic() > deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
-
-
-def _is_still(pid: int, birth: float | None) -> bool:
-    """Whether the process of that number is the one that began then."""
-    now = start_time(pid)
-    return birth is not None and now is not None and abs(now - birth) < 1.0
 
 
 def _launch(job: Job, standing: Standing) -> Path:

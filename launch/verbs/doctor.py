@@ -31,7 +31,7 @@ from launch.job import attempts, launch_folder
 from launch.job.render import render
 from launch.job.request import work_directory
 from launch.node.checks import Check, Report, read_reports
-from launch.node.hardware import probe_folder
+from launch.node.hardware import last_line, probe_folder
 from launch.supervise.journal import cordon_path, cordoned
 
 CLEAR = "\r\033[K"
@@ -140,33 +140,32 @@ def described(profile: Profile) -> str:
 def interpreters(profile: Profile) -> Iterator[Check]:
     """The ranks' interpreter, which needs torch, and the supervisor's. One inside a container is left to the trial."""
     ranks, host = profile.interpreters(sys.executable)
-    wanted = {"host_python": (host, False)} | ({} if profile.container.runtime != "none" else {"python": (ranks, True)})
-    for key, (path, torch) in wanted.items():
-        if key == "host_python" and host == ranks and "python" in wanted:
-            continue
-        try:
-            done = subprocess.run(
-                [path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, check=True, stdin=subprocess.DEVNULL
-            )
-            *version, has_torch = done.stdout.split()
-        except OSError as error:
-            yield Check(
-                "FAILED", key, f"{path} cannot be started here: {error.strerror}", f"{key}: the path of an interpreter, null for this one"
-            )
-            continue
-        except subprocess.TimeoutExpired:
-            yield Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
-            continue
-        except subprocess.CalledProcessError as error:
-            yield Check("FAILED", key, f"{path} ended with {error.returncode}: {(error.stderr.strip().splitlines() or [''])[-1]}")
-            continue
-        text = f"{path}: Python {'.'.join(version)}"
-        if tuple(map(int, version)) < PYTHON:
-            yield Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
-        elif torch and has_torch != "True":
-            yield Check("FAILED", key, f"{text} has no torch", f"{key}: the environment that the project is installed in")
-        else:
-            yield Check("ok", key, text)
+    inside = profile.container.runtime != "none"
+    if inside or host != ranks:
+        yield interpreter("host_python", host, torch=False)
+    if not inside:
+        yield interpreter("python", ranks, torch=True)
+
+
+def interpreter(key: str, path: str, *, torch: bool) -> Check:
+    """An interpreter of the profile: whether it starts here, is new enough, and has torch."""
+    try:
+        done = subprocess.run([path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return Check(
+            "FAILED", key, f"{path} cannot be started here: {error.strerror}", f"{key}: the path of an interpreter, null for this one"
+        )
+    except subprocess.TimeoutExpired:
+        return Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
+    if done.returncode:
+        return Check("FAILED", key, f"{path} ended with {done.returncode}: {last_line(done.stderr)}")
+    *version, has_torch = done.stdout.split()
+    text = f"{path}: Python {'.'.join(version)}"
+    if tuple(map(int, version)) < PYTHON:
+        return Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
+    if torch and has_torch != "True":
+        return Check("FAILED", key, f"{text} has no torch", f"{key}: the environment that the project is installed in")
+    return Check("ok", key, text)
 
 
 def shared_folders(profile: Profile) -> Iterator[Check]:
@@ -253,12 +252,8 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     if outcome.result is None:
         unfit = any(not report.ok for report in reports.values())
         lines = "".join(f"\n{'':<23} | {line}" for line in ([] if unfit else outcome.tail))
-        yield Check(
-            "FAILED",
-            "trial",
-            f"{outcome.trouble}{lines}",
-            "" if unfit else f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}",
-        )
+        see = f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}"
+        yield Check("FAILED", "trial", f"{outcome.trouble}{lines}", "" if unfit else see)
         return
     yield Check("ok", "trial", f"ran on {', '.join(outcome.nodes)}")
     yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in outcome.result["shared"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -140,7 +141,7 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
 
     def resolved(code: Path) -> Mapping[str, str]:
         def one(index: int) -> str:
-            words = [*request.words, *overrides[index], f"name={_quoted(f'{name}-{items[index].name}')}"]
+            words = [*request.words, *overrides[index], f"name={json.dumps(f'{name}-{items[index].name}', ensure_ascii=False)}"]
             try:
                 return pretrain(words, world_size, "--resolve", code, items[index].directory)
             except UserError as error:
@@ -149,11 +150,7 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return dict(zip((item.directory for item in items), pool.map(one, range(len(items))), strict=True))
 
-    return Wanted(job, resolved(ROOT), resolved, " ".join(request.words))
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return Wanted(job, resolved(ROOT), resolved)
 
 
 def _here(asked: Wanted, arguments: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -312,10 +311,3 @@ def test_a_clock_that_is_certainly_off_is_a_fault(tmp_path: Path, off: float, sa
     found = read_reports(tmp_path, ["n"], began=time.time() - 5, skew_seconds=2)["n"]
     assert found.ok if said is None else f"s {said}, at least" in found.faults[0]
     assert read_reports(tmp_path, ["n"], began=time.time() - 5)["n"].ok, "not asked for"
-
-
-def test_by_hand_it_prints_the_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "launch.node.checks"]
-    for folder, code in ((tmp_path, 0), (tmp_path / "missing", 1)):
-        done = subprocess.run([*command, f"--folder={folder}"], capture_output=True, text=True, timeout=60)
-        assert done.returncode == code and json.loads(done.stdout)["ok"] is (code == 0)
