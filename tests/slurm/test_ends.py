@@ -29,7 +29,7 @@ exec {python} -m launch.supervise {directory}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MiniSlurm]:
-    with MiniSlurm(nodes=2) as running:
+    with MiniSlurm(nodes=2, grace_seconds=60) as running:
         yield running
 
 
@@ -56,7 +56,7 @@ class Submitted(Case):
 
     def completed(self, *outcomes: str) -> None:
         """Wait for the end: a run that is finished, after attempts that ended so."""
-        self.cluster.wait(self.id, "COMPLETED")
+        self.cluster.wait(self.id, "COMPLETED", timeout=240)
         assert self.outcomes == list(outcomes), self.said
 
     @property
@@ -82,9 +82,10 @@ def test_a_requeue_by_someone_is_no_failure(cluster: MiniSlurm, tmp_path: Path) 
 def test_the_time_limit_and_a_preemption_save_and_requeue(cluster: MiniSlurm, tmp_path: Path) -> None:
     waits_twice = [{"to": 3, "end": "wait"}, {"to": 5, "end": "wait"}, {"to": 7}]
     case = Submitted(cluster, tmp_path / "run", waits_twice, nodes=2, torchrun=True, restarts=NOT_ONE)
-    case.submit("--signal=B:USR1@30", "--time=1")
+    case.submit("--signal=B:USR1@30", "--time=30")
     case.ready()
-    wait_for(lambda: cluster.state(case.id) == "PENDING", 120)
+    cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=1")  # Slurm looks every half a minute
+    wait_for(lambda: cluster.state(case.id) == "PENDING", 150)
     cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=30")
     case.ready(2)
     urgent = cluster.sbatch("-p", "urgent", "-N2", "--exclusive", "--mem=1000", "-o", os.devnull, "--wrap", "sleep 1")
@@ -156,5 +157,5 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(m
     assert [attempt["nodes"] for attempt in case.attempts] == [["node1", "node2"], ["node1", "node2"], ["node1", "node3"]]
     assert cluster.job(case.id)["ExcNodeList"] == "node2" and list(cordoned(case.cordon)) == ["node2"]
     cluster.kill_node("node1")  # the batch host
-    cluster.wait(case.id, "COMPLETED", timeout=180)
+    cluster.wait(case.id, "COMPLETED", timeout=300)
     assert case.attempts[-1]["nodes"] == ["node3", "node4"] and case.outcomes[-1] == "finished", case.said
