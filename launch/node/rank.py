@@ -250,12 +250,17 @@ def _die_with_parent() -> None:
         sys.exit(1)
 
 
+def die_with(parent: int, number: int) -> None:
+    """Between fork and exec: be sent a signal when the parent dies; end at once where it has died already."""
+    _prctl(_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _in_the_command(keeper: int) -> None:
     """Between fork and exec: die with the keeper, let the keeper's py-spy look, take signals again."""
-    _prctl(_PDEATHSIG, signal.SIGKILL)
+    die_with(keeper, signal.SIGKILL)
     _prctl(_PTRACER, keeper)
-    if os.getppid() != keeper:
-        os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 

@@ -6,7 +6,7 @@ Standard library alone: it runs inside jobs, from the snapshot. The loop decides
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import re
 import signal
@@ -22,6 +22,7 @@ from fem_common.errors import reason
 from launch.cluster.slurm import SlurmError, call
 from launch.job import Item, Job, read_json
 from launch.node.checks import check_command, node_name, read_reports
+from launch.node.rank import die_with
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,7 @@ def address(node: str) -> str:
     return node
 
 
-_PDEATHSIG = 1  # of <linux/prctl.h>
 _GONE_SECONDS = 60.0
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalPlace(Place):
@@ -197,25 +196,18 @@ class LocalPlace(Place):
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_Child(os.getpid()),
+                    preexec_fn=functools.partial(_in_the_agent, os.getpid()),
                 )
         except OSError as error:
             raise PlaceError(f"cannot start the ranks: {reason(error)}") from None
         return LocalRanks(attempt, agent)
 
 
-class _Child:
-    """What the agent's process does between fork and exec: die with the supervisor; the ranks' signals are not its own."""
-
-    def __init__(self, supervisor: int) -> None:
-        self._supervisor = supervisor
-
-    def __call__(self) -> None:
-        _LIBC.prctl(ctypes.c_int(_PDEATHSIG), ctypes.c_ulong(signal.SIGKILL), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
-        if os.getppid() != self._supervisor:
-            os._exit(1)
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
+def _in_the_agent(supervisor: int) -> None:
+    """Between fork and exec: die with the supervisor; the ranks' signals are not the agent's own."""
+    die_with(supervisor, signal.SIGKILL)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class LocalRanks:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -159,3 +162,25 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(m
     cluster.kill_node("node1")  # the batch host
     cluster.wait(case.id, "COMPLETED", timeout=300)
     assert case.attempts[-1]["nodes"] == ["node3", "node4"] and case.outcomes[-1] == "finished", case.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_random_kills(cluster: MiniSlurm, tmp_path: Path) -> None:
+    """Of a rank or of the supervisor, at any moment: each is survived, and no step of the last checkpoint is lost."""
+    chance, never = random.Random(0), {"max_failures": 100, "same_failure": 0, "node_failures": 0}
+    script = [{"to": 3000, "checkpoint": list(range(50, 3000, 50))}]
+    case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, restarts=never)
+    case.submit()
+    for _ in range(20):
+        before = len(case.attempts)
+        time.sleep(chance.choice((0.0, 2 * chance.random())))
+        while len(case.attempts) == before and cluster.state(case.id) != "COMPLETED":
+            with contextlib.suppress(LookupError, ProcessLookupError):  # between two attempts
+                folders = sorted(case.directory.glob("attempts/*"))
+                number = int(folders[-1].name) if folders else 1
+                os.kill(chance.choice((case.child(chance.randrange(2), number), cluster.batch_pid(case.id))), signal.SIGKILL)
+            time.sleep(0.5)
+    cluster.wait(case.id, "COMPLETED", timeout=600)
+    starts = [attempt["checkpoint_start"] or 0 for attempt in case.attempts]
+    assert starts == sorted(starts) and case.outcomes[-1] == "finished" and len(starts) > 10, case.said
