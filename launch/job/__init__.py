@@ -83,14 +83,9 @@ def launch_folder(directory: Path) -> Path:
     return directory / "launch"
 
 
-def attempts_folder(directory: Path) -> Path:
-    """The folder of an item's attempts."""
-    return directory / "attempts"
-
-
 def attempts(directory: Path) -> list[Path]:
     """An item's attempt folders, oldest first."""
-    return sorted(path for path in attempts_folder(directory).glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+    return sorted(path for path in (directory / "attempts").glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
 
 
 def rank_log(attempt: Path, rank: int) -> Path:

@@ -45,7 +45,8 @@ class SlurmPlace(Place):
         self._environ = dict(environ)
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         # The bare number of an array's last task is the whole array's as well: commands take ARRAY_TASK.
-        self.job_id = self._job = f"{array}_{task}" if array and task is not None else raw
+        self._job = f"{array}_{task}" if array and task is not None else raw
+        self.job_id = self._job
         self._number = int(raw)
         self.restart_count = int(environ.get("SLURM_RESTART_COUNT") or 0)
         self._own = tuple(exclude)
