@@ -21,7 +21,23 @@ BASE: dict[str, dict[str, Any]] = {"restarts": {"back_off_seconds": 0.05, "back_
 PLAIN = Job("case", "run", "", "", str(ROOT), sys.executable, 1, 1, False, (), {}, "")
 
 
-class Case:
+class Attempts:
+    """What an item's attempts left."""
+
+    directory: Path
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """attempt.json of each attempt."""
+        return [read_json(path) for path in sorted(self.directory.glob("attempts/*/attempt.json"))]
+
+    @property
+    def outcomes(self) -> list[str]:
+        """How the attempts ended."""
+        return [attempt["outcome"] for attempt in self.attempts]
+
+
+class Case(Attempts):
     """A job of one item that runs `tests.launch.stand_in`, or another program, in a directory."""
 
     def __init__(self, directory: Path, script: list[dict[str, Any]] | None = None, **changes: Any) -> None:
@@ -46,16 +62,6 @@ class Case:
     def run(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
         """Run the supervisor to its end: its exit code and what it said."""
         return end(self.start(*options, environment=environment))
-
-    @property
-    def attempts(self) -> list[dict[str, Any]]:
-        """attempt.json of each attempt."""
-        return [read_json(path) for path in sorted(self.directory.glob("attempts/*/attempt.json"))]
-
-    @property
-    def outcomes(self) -> list[str]:
-        """How the attempts ended."""
-        return [attempt["outcome"] for attempt in self.attempts]
 
     @property
     def state(self) -> dict[str, Any]:

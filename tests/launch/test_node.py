@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from launch.node import checks, hardware, measure
 from launch.node.checks import check_command, node_name, read_report, read_reports
 from tests.launch import smi
+from tests.launch.hostile import program
 
 PROFILE: dict[str, Any] = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 20, "matmul": False}}
 
@@ -181,7 +182,7 @@ def interpreter(folder: Path, **answers: str) -> Path:
     """A stand-in for the ranks' interpreter: what it does for the GPU of a number, else a sound product at 650 TFLOP/s."""
     cases = "\n".join(f"GPU-0000000{number[1:]}-*) {line} ;;" for number, line in answers.items())
     sound = """echo '{"wrong": 0, "tflops": 650.0}'"""
-    return smi.script(folder / "python", f'#!/bin/bash\ncase "$CUDA_VISIBLE_DEVICES" in\n{cases}\n*) {sound} ;;\nesac\n')
+    return program(folder / "python", f'#!/bin/bash\ncase "$CUDA_VISIBLE_DEVICES" in\n{cases}\n*) {sound} ;;\nesac\n')
 
 
 def test_a_product_that_is_wrong_slow_broken_or_hangs_is_the_fault_of_its_gpu(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(tmp
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     lines = [line.format(at=max(0, uptime - 60)) for line in [*XIDS, XIDS[0]]]
     text = "\n".join(["[    0.000000] Linux version 6.8.0", *lines])
-    smi.script(tmp_path / "bin" / "dmesg", f'#!/bin/sh\ncat << "END"\n{text}\nEND\n')
+    program(tmp_path / "bin" / "dmesg", f'#!/bin/sh\ncat << "END"\n{text}\nEND\n')
     report = run(tmp_path, environment)
     assert [fault.split(" ")[1] for fault in report.faults] == ["79", "48", "119"]
     assert [warning.split(" ")[1] for warning in report.warnings] == ["31", "63"]
@@ -248,7 +249,7 @@ def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(tmp
 
 
 def test_errors_of_long_ago_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi.script(tmp_path / "dmesg", f"#!/bin/sh\necho '{XIDS[0].format(at=1000)}'\n")
+    program(tmp_path / "dmesg", f"#!/bin/sh\necho '{XIDS[0].format(at=1000)}'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS + 1) == []
     assert [xid.number for xid in hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS - 1) or ()] == [79]

@@ -8,10 +8,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from launch.job import read_json
-from tests.launch.supervised import ROOT
+from tests.launch.supervised import ROOT, Attempts
 from tests.pretrain.conftest import DEMO, SMALL
 
 STEPS = 60
@@ -24,7 +23,7 @@ LONGER = [
 ]
 
 
-class Training:
+class Training(Attempts):
     """A run in a directory of its own, with a working directory that is no checkout."""
 
     def __init__(self, folder: Path, data: Path, steps: int = STEPS) -> None:
@@ -43,16 +42,6 @@ class Training:
         text = (self.directory / "metrics.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
-
-    @property
-    def attempts(self) -> list[dict[str, Any]]:
-        """attempt.json of each attempt."""
-        return [read_json(path) for path in sorted(self.directory.glob("attempts/*/attempt.json"))]
-
-    @property
-    def outcomes(self) -> list[str]:
-        """How the attempts ended."""
-        return [attempt["outcome"] for attempt in self.attempts]
 
     def is_at(self, step: int, attempt: int) -> bool:
         """Whether this attempt is in its training, past this step."""
