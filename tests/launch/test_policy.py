@@ -142,9 +142,9 @@ def an_end(draw: random.Random) -> End:
 
 def a_situation(draw: random.Random) -> Situation:
     """Any situation."""
-    some = {name: {node: "ECC" for node in NODES if draw.random() < 0.1} for name in ("down", "unhealthy")}
+    some: dict[str, Any] = {name: {node: "ECC" for node in NODES if draw.random() < 0.1} for name in ("down", "unhealthy")}
     flags = {"ending": draw.random() < 0.2, "restart": draw.random() < 0.5, "can_requeue": draw.random() < 0.5}
-    return Situation(**some, **flags, nodes=draw.choice((1, 2, 4)), checkpoints=draw.random() < 0.8)
+    return Situation(**{**some, **flags}, nodes=draw.choice((1, 2, 4)), checkpoints=draw.random() < 0.8)
 
 
 def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Situation) -> None:
@@ -193,7 +193,8 @@ def test_whatever_happens_a_run_ends_within_its_limits() -> None:
         draw, past = random.Random(seed), list[End]()
         numbers = (draw.randrange(6), draw.randrange(1, 40), draw.choice((0, 2, 3)), draw.choice((0, 2, 3)), draw.uniform(0, 60))
         limits = Limits(*numbers, 600.0)
-        while not past or decision.action != "stop":  # noqa: F821
+        decision = Decision("restart", "")
+        while decision.action != "stop":
             past.append(an_end(draw))
             situation = a_situation(draw)
             decision = decide(past, limits, situation)

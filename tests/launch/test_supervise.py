@@ -110,8 +110,9 @@ def test_a_crash_loop_stops_until_a_person_starts_it_again(tmp_path: Path, wordi
     assert case.state["message"].startswith("the same failure 2 times in a row")
 
 
-WAITS, DEAF = [{"to": 3, "end": "wait"}, {"to": 5}], [{"to": 3, "checkpoint": [3], "end": "deaf"}]
-LATE = [{"to": 3, "checkpoint": [3], "end": "exit 1"}, {"end": "wait"}]
+WAITS: Script = [{"to": 3, "end": "wait"}, {"to": 5}]
+DEAF: Script = [{"to": 3, "checkpoint": [3], "end": "deaf"}]
+LATE: Script = [{"to": 3, "checkpoint": [3], "end": "exit 1"}, {"end": "wait"}]
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 # What each attempt does, what the job is, whether someone asked it to stop, the signals; exit code and outcomes.
 SIGNALLED: dict[str, tuple[Script, dict[str, Any], bool, Sequence[int], int, str]] = {

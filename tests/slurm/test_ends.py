@@ -68,13 +68,15 @@ class Submitted(Case):
         return "".join(path.read_text() for path in launch_folder(self.directory).glob("slurm-*.out"))
 
 
+Script = list[dict[str, Any]]
 NOT_ONE = {"max_failures": 0, "same_failure": 1}
-WAITS = [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}]
+DEAF: Script = [{"to": 3, "checkpoint": [3], "end": "deaf"}, {"to": 5}]
+WAITS: Script = [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}]
 
 
 def test_a_requeue_by_someone_is_no_failure(cluster: MiniSlurm, tmp_path: Path) -> None:
     """Ranks that cannot save in time, and not one failure is allowed."""
-    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [3], "end": "deaf"}, {"to": 5}], restarts=NOT_ONE)
+    case = Submitted(cluster, tmp_path / "run", DEAF, restarts=NOT_ONE)
     case.submit()
     case.ready()
     cluster.run("scontrol", "requeue", str(case.id))
@@ -83,7 +85,7 @@ def test_a_requeue_by_someone_is_no_failure(cluster: MiniSlurm, tmp_path: Path) 
 
 
 def test_the_time_limit_and_a_preemption_save_and_requeue(cluster: MiniSlurm, tmp_path: Path) -> None:
-    waits_twice = [{"to": 3, "end": "wait"}, {"to": 5, "end": "wait"}, {"to": 7}]
+    waits_twice: Script = [{"to": 3, "end": "wait"}, {"to": 5, "end": "wait"}, {"to": 7}]
     case = Submitted(cluster, tmp_path / "run", waits_twice, nodes=2, torchrun=True, restarts=NOT_ONE)
     case.submit("--signal=B:USR1@30", "--time=30")
     case.ready()
@@ -126,7 +128,7 @@ def test_a_supervisor_that_is_killed_is_requeued(cluster: MiniSlurm, tmp_path: P
 
 
 def test_a_hang_of_two_nodes_is_dumped_and_restarted(cluster: MiniSlurm, tmp_path: Path) -> None:
-    script = [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 5}]
+    script: Script = [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 5}]
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, watchdog={"step_minutes": 0.1})
     case.submit()
     os.kill(case.child(1, 1), signal.SIGSTOP)
@@ -150,7 +152,7 @@ def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: 
 
 def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster(nodes=4, slurmd_timeout=5)
-    script = [*[{"to": 3, "checkpoint": [3], "end": "wait"}] * 3, {"to": 5}]
+    script: Script = [*[{"to": 3, "checkpoint": [3], "end": "wait"}] * 3, {"to": 5}]
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True)
     case.submit()
     for attempt in (1, 2):
@@ -169,7 +171,7 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(m
 def test_twenty_random_kills(cluster: MiniSlurm, tmp_path: Path) -> None:
     """Of a rank or of the supervisor, at any moment: each is survived, and no step of the last checkpoint is lost."""
     chance, never = random.Random(0), {"max_failures": 100, "same_failure": 0, "node_failures": 0}
-    script = [{"to": 3000, "checkpoint": list(range(50, 3000, 50))}]
+    script: Script = [{"to": 3000, "checkpoint": list(range(50, 3000, 50))}]
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, restarts=never)
     case.submit()
     for _ in range(20):
