@@ -40,7 +40,11 @@ class Node:
 def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
     """All but the trial: what Slurm says of the profile, without a job. nodes_wanted: of a job, None: not said."""
     try:
-        yield Check("ok", "Slurm", f"{slurm.version().split('-wlm ')[-1]}; {controller()}")
+        version = slurm.version().split("-wlm ")[-1]
+        said = [line.strip() for line in slurm.call("scontrol", "ping").splitlines() if line.strip()]
+        if not any(line.endswith("UP") for line in said):
+            raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or come back later")
+        yield Check("ok", "Slurm", f"{version}; {'; '.join(said)}")
     except slurm.SlurmError as error:
         yield Check("FAILED", "Slurm", str(error))
         return
@@ -57,14 +61,6 @@ def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
         yield from preemption(configuration)
     except slurm.SlurmError as error:
         yield Check("FAILED", "Slurm", str(error))
-
-
-def controller() -> str:
-    """How the controllers stand, in Slurm's words. Raises SlurmError when none is up."""
-    said = [line.strip() for line in slurm.call("scontrol", "ping").splitlines() if line.strip()]
-    if not any(line.endswith("UP") for line in said):
-        raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or come back later")
-    return "; ".join(said)
 
 
 def partition(profile: Profile, known: Mapping[str, Mapping[str, str]]) -> tuple[list[Check], list[str]]:

@@ -19,6 +19,7 @@ from fem_common.errors import UserError
 from fem_common.settings import setting, spec
 from launch.cluster import profile_values
 from launch.node import hardware
+from launch.supervise.policy import Limits
 
 EVENTS = ("started", "finished", "saved", "failed", "hang", "stopped", "cordoned")
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "cluster"
@@ -124,18 +125,6 @@ class PathsProfile:
 
 
 @dataclass(frozen=True)
-class RestartsProfile:
-    """When a run that failed starts again."""
-
-    max_failures: int = setting(5, "Failures without a new checkpoint in between before giving up.", least=0)
-    max_attempts: int = setting(500, "Attempts of a run, the ones that were stopped by a signal included.", least=1)
-    same_failure: int = setting(2, "The same failure at the same step this often in a row: gives up with a diagnosis; 0: never.", least=0)
-    node_failures: int = setting(2, "Failures of the same node before runs keep away from it; 0: never.", least=0)
-    back_off_seconds: float = setting(30.0, "Wait before the first restart; doubles with every failure without progress.", least=0)
-    back_off_max_seconds: float = setting(900.0, "Longest wait before a restart.", least=0)
-
-
-@dataclass(frozen=True)
 class WatchdogProfile:
     """How long without progress a run is taken for hung; then every rank's stacks are written and the run restarts."""
 
@@ -193,7 +182,7 @@ class Profile:
     logs: str | None = setting(
         None, "Folder of what Slurm and the supervisor say; null: the run's launch folder.", check=profile_values.path
     )
-    restarts: RestartsProfile = setting(RestartsProfile, "When a run that failed starts again.")
+    restarts: Limits = setting(Limits, "When a run that failed starts again.")
     watchdog: WatchdogProfile = setting(WatchdogProfile, "How long without progress a run is taken for hung.")
     health: HealthProfile = setting(HealthProfile, "What a node must pass before ranks start on it.")
     notify: NotifyProfile = setting(NotifyProfile, "Who is told what.")
@@ -226,7 +215,10 @@ def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
         path = SHIPPED / f"{path}.yaml"
     profile = config.load(Profile, path, overrides, shipped=SHIPPED)
     if profile.nodes.gpus is None and profile.scheduler == "local":
-        profile = replace(profile, nodes=replace(profile.nodes, gpus=_gpus_here()))
+        # As many as nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])]) or 1
+        profile = replace(profile, nodes=replace(profile.nodes, gpus=gpus))
     fault = next(_contradictions(profile), None)
     if fault:
         raise UserError(f"{path}: {fault}")
@@ -274,12 +266,6 @@ def _contradictions(profile: Profile) -> Iterator[str]:
     fault = _bash_fault(profile.setup.lines)
     if fault:
         yield f"setup.lines: {fault}"
-
-
-def _gpus_here() -> int:
-    """GPUs that nvidia-smi lists for this process; 1 where it lists none, for the check before the run to miss it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return min([hardware.listed(SMI_SECONDS), *([len(visible.split(","))] if visible else [])]) or 1
 
 
 def _bash_fault(lines: tuple[str, ...]) -> str | None:

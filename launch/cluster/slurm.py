@@ -35,18 +35,11 @@ class QueueState:
     state: str  # PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, ...
     reason: str = ""  # why it waits: Resources, Priority, Dependency, BeginTime, ...; "" where it does not
     nodes: str = ""  # as Slurm writes them: node[1-4]
-    start: str = ""  # when it started, or is expected to; "" unknown
-    exit_code: str = ""  # "1:0" is code 1, "0:9" signal 9, where accounting told
 
     @property
     def active(self) -> bool:
         """Whether it is in the queue or on nodes."""
         return self.state in ACTIVE
-
-
-def available() -> bool:
-    """Whether Slurm's commands are installed here."""
-    return shutil.which("sbatch") is not None
 
 
 def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -108,38 +101,31 @@ def queue(job_ids: Iterable[str], *, past: bool = True) -> dict[str, QueueState]
     for start in range(0, len(wanted), CHUNK):
         found |= _squeue(wanted[start : start + CHUNK])
     if past:
-        found |= _sacct([job for job in wanted if not _has(found, job)])
+        arrays = {name.partition("_")[0] for name in found}
+        found |= _sacct([job for job in wanted if job not in found and job not in arrays])
+    # An array as one job.
+    ways = (lambda task: task.active and task.state != "PENDING", lambda task: task.active, lambda task: task.state != "COMPLETED")
     for job in wanted:
         tasks = [state for name, state in found.items() if name.startswith(f"{job}_")]
         if tasks and job not in found:
-            found[job] = _whole(tasks)
+            found[job] = next((task for way in ways for task in tasks if way(task)), tasks[-1])
     return found
-
-
-def _has(found: Mapping[str, QueueState], job: str) -> bool:
-    return job in found or any(name.startswith(f"{job}_") for name in found)
-
-
-def _whole(tasks: Sequence[QueueState]) -> QueueState:
-    """An array as one job."""
-    ways = (lambda task: task.active and task.state != "PENDING", lambda task: task.active, lambda task: task.state != "COMPLETED")
-    return next((task for way in ways for task in tasks if way(task)), tasks[-1])
 
 
 def _squeue(job_ids: Sequence[str]) -> dict[str, QueueState]:
     """The jobs that the controller still knows, over or not."""
     try:
-        answer = call("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", "--format=%i|%T|%r|%N|%S")
+        answer = call("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}", "--format=%i|%T|%r|%N")
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
         return {}  # the only one of a question is unknown; of several, the unknown are passed over
-    return dict(_parse(line) for line in answer.splitlines() if line.count("|") >= 4)
+    return dict(_parse(line) for line in answer.splitlines() if line.count("|") >= 3)
 
 
 def _parse(line: str) -> tuple[str, QueueState]:
-    name, state, reason, nodes, start = (field.strip() for field in line.split("|", 4))
-    return name, QueueState(state, "" if reason in ("None", "(null)") else reason, nodes, "" if start in ("N/A", "Unknown") else start)
+    name, state, reason, nodes = (field.strip() for field in line.split("|")[:4])
+    return name, QueueState(state, "" if reason in ("None", "(null)") else reason, nodes)
 
 
 def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
@@ -147,22 +133,21 @@ def _sacct(job_ids: Sequence[str]) -> dict[str, QueueState]:
     if not job_ids or shutil.which("sacct") is None:
         return {}
     try:
-        fields = "JobID,State,NodeList,Start,ExitCode"
-        answer = call("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}", f"--format={fields}")
+        answer = call("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(job_ids)}", "--format=JobID,State,NodeList")
     except SlurmError:
         return {}
     found = {}
     for line in answer.splitlines():
-        name, state, nodes, start, code = line.split("|")
-        found[name] = QueueState(state.split(" ")[0], "", "" if nodes == "None assigned" else nodes, start, code)
+        name, state, nodes = line.split("|")
+        found[name] = QueueState(state.split(" ")[0], "", "" if nodes == "None assigned" else nodes)
     return found
 
 
 def jobs_of(script: Path) -> dict[str, QueueState]:
     """The jobs and array tasks in the queue that run this batch script, whoever noted their ids. Raises SlurmError."""
-    answer = call("squeue", "--noheader", "--array", "--format=%i|%T|%r|%N|%S|%o")
-    rows = [line.split("|", 5) for line in answer.splitlines() if line.count("|") >= 5]
-    return dict(_parse("|".join(row[:5])) for row in rows if row[5].strip() == str(script))
+    answer = call("squeue", "--noheader", "--array", "--format=%i|%T|%r|%N|%o")
+    rows = [line for line in answer.splitlines() if line.count("|") >= 4 and line.split("|", 4)[4].strip() == str(script)]
+    return dict(map(_parse, rows))
 
 
 def cancel(job_ids: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ afterwards is what it left in its directory. It is cancelled when it waits or ru
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -17,8 +16,7 @@ from typing import Any
 
 from launch.cluster import slurm
 from launch.cluster.profile import Profile
-from launch.job import Item, Job, attempts, launch_folder, rank_log, read_json, snapshot, write_json
-from launch.job.render import render
+from launch.job import Item, Job, attempts, last_lines, launch_folder, rank_log, read_json, snapshot, write_json
 
 RUN_SECONDS = 300.0  # of the ranks: their start on a cold file system, and the measurements
 POLL_SECONDS = 0.5
@@ -57,14 +55,8 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
     snapshot.take(directory)
     backend = "nccl" if profile.nodes.gpus else "gloo"
     floor = profile.health.all_reduce_gb_per_second
-    arguments = [
-        "-m",
-        "launch.node.measure",
-        "all-reduce",
-        str(directory),
-        f"--backend={backend}",
-        *([] if floor is None else [f"--floor={floor:g}"]),
-    ]
+    arguments = ["-m", "launch.node.measure", "all-reduce", str(directory), f"--backend={backend}"]
+    arguments += [] if floor is None else [f"--floor={floor:g}"]
     arguments += [f"--shared={folder}" for folder in dict.fromkeys([*profile.paths.shared, str(directory)])]
     job = Job(
         name="launch-doctor",
@@ -84,13 +76,6 @@ def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tu
     return job, mine
 
 
-def write_script(job: Job, profile: Profile) -> Path:
-    """The batch script, written. Raises UserError."""
-    script = launch_folder(Path(job.directory)) / "job.sh"
-    script.write_text(render(job, profile), encoding="utf-8")
-    return script
-
-
 def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
     """Submit the trial and see it through; it is cancelled where it waits in the queue, or runs, too long. Raises SlurmError."""
     outcome, limit = Outcome(Path(job.directory)), RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
@@ -101,9 +86,10 @@ def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], N
             look(outcome)
             state = slurm.queue([job_id]).get(job_id)
             # COMPLETING can last: a node that hangs is waited for by Slurm, and not here.
-            if state is None or not state.active or state.state == "COMPLETING" or settled(outcome):
+            if state is None or not state.active or state.state == "COMPLETING" or (last_attempt(outcome) or {}).get("decision"):
                 over = over or time.monotonic()
-                if outcome.result or unfinished(outcome):
+                told = last_attempt(outcome) or {}
+                if outcome.result or (told.get("decision") and told.get("outcome") != "finished"):
                     break
             elif state.state == "PENDING":
                 say(f"job {job_id} waits in the queue ({state.reason})")
@@ -141,19 +127,14 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
                     break
                 time.sleep(POLL_SECONDS)
         finally:
-            stop(supervisor)
+            supervisor.terminate()
+            try:
+                supervisor.wait(60)
+            except subprocess.TimeoutExpired:
+                supervisor.kill()
+                supervisor.wait()
     look(outcome)
     return explained(outcome, "the trial")
-
-
-def stop(supervisor: subprocess.Popen[bytes]) -> None:
-    """End a supervisor, with its ranks: politely, then not."""
-    supervisor.terminate()
-    try:
-        supervisor.wait(60)
-    except subprocess.TimeoutExpired:
-        supervisor.kill()
-        supervisor.wait()
 
 
 def look(outcome: Outcome) -> None:
@@ -177,16 +158,6 @@ def logs(outcome: Outcome) -> list[Path]:
     return sorted(launch_folder(outcome.directory).glob("slurm-*.out"))
 
 
-def settled(outcome: Outcome) -> bool:
-    """Whether the supervisor has said how it ended, and what it does about it."""
-    return bool((last_attempt(outcome) or {}).get("decision"))
-
-
-def unfinished(outcome: Outcome) -> bool:
-    """Whether the supervisor has said that it came to nothing."""
-    return settled(outcome) and (last_attempt(outcome) or {}).get("outcome") != "finished"
-
-
 def explained(outcome: Outcome, name: str) -> Outcome:
     """The outcome of a trial that is over, with the reason where it left no result."""
     if outcome.result is not None:
@@ -203,21 +174,5 @@ def explained(outcome: Outcome, name: str) -> Outcome:
     elif not outcome.trouble:
         outcome.trouble = f"{name} ended before its ranks were started"
     for log in [*logs(outcome)[-1:], *(rank_log(folder, 0) for folder in attempts(outcome.directory)[-1:])]:
-        outcome.tail += tail(log)
+        outcome.tail += last_lines(log, 5)
     return outcome
-
-
-def tail(path: Path, lines: int = 5) -> list[str]:
-    """The last lines of a file, those that say something; none where there is no file."""
-    try:
-        text = path.read_bytes()[-65536:].decode(errors="replace")
-    except OSError:
-        return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
-
-
-def new_directory(base: Path) -> Path:
-    """A folder of its own for a trial, made. Raises OSError."""
-    directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    launch_folder(directory).mkdir(parents=True)
-    return directory

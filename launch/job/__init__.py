@@ -83,14 +83,9 @@ def launch_folder(directory: Path) -> Path:
     return directory / "launch"
 
 
-def attempts_folder(directory: Path) -> Path:
-    """The folder of an item's attempts."""
-    return directory / "attempts"
-
-
 def attempts(directory: Path) -> list[Path]:
     """An item's attempt folders, oldest first."""
-    return sorted(path for path in attempts_folder(directory).glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+    return sorted(path for path in (directory / "attempts").glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
 
 
 def rank_log(attempt: Path, rank: int) -> Path:
@@ -115,6 +110,15 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+
+
+def last_lines(path: Path, count: int = 1) -> list[str]:
+    """The last lines of a file that say something; none where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
 
 
 def append_json(path: Path, value: Any) -> None:

@@ -81,18 +81,13 @@ def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueSta
     pid = process_of(state)
     if pid is not None and state.get("state") in AT_WORK:
         return Standing(index, "active", state="local", pid=pid)
-    if state.get("state") in AT_WORK and not state.get("job_id") and _elsewhere(state):
+    if state.get("state") in AT_WORK and not state.get("job_id") and state.get("host") not in (None, "", socket.gethostname()):
         told = f"process {state.get('pid')} of host {state.get('host')} (if that is gone, remove {launch / 'state.json'})"
         return Standing(index, "active", state="local", message=told)
     stop = read_json(launch / "stop.json")
     if stop is not None:
         return Standing(index, "stopped", message=f"{stop.get('why', 'stopped')}: {stop.get('message') or 'no reason given'}")
     return Standing(index, "idle", message=str(state.get("message") or "") if state.get("state") == "stopped" else "")
-
-
-def _elsewhere(state: Mapping[str, Any]) -> bool:
-    """Whether a state was written on another machine, whose processes cannot be seen from here."""
-    return bool(state.get("host")) and state["host"] != socket.gethostname()
 
 
 def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:

@@ -59,7 +59,13 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     job, directory = wanted.job, Path(wanted.job.directory)
     before = load_job(directory)
     known = standings(before, ask=ask) if before else []
-    if before is None or not _begun(before, known):
+    # One that Slurm refused at once was never more than a description, and binds nobody to its settings.
+    begun = before is not None and (
+        (launch_folder(directory) / "submissions.jsonl").exists()
+        or any(item.kind != "idle" for item in known)
+        or any(attempts(Path(item.directory)) for item in before.items)
+    )
+    if before is None or not begun:
         every = tuple(range(len(job.items)))
         return Draft(job, wanted.configs, None, every, tuple(Standing(index, "idle") for index in every))
     merged = replace(job, items=_merged_items(before, job))
@@ -67,7 +73,12 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     now = [replace(was.get(item.directory, Standing(0, "idle")), index=index) for index, item in enumerate(merged.items)]
     place = {item.directory: index for index, item in enumerate(merged.items)}
     asked = tuple(place[item.directory] for item in job.items)
-    notes = list(_profile_notes(before, job))
+    notes = []  # of the cluster, which is no setting of a run
+    if before.profile != job.profile:
+        key, old, new = first_difference(before.profile, job.profile)
+        notes.append(f"the profile's {key} was {old}, is {new}")
+    if before.python != job.python:
+        notes.append(f"the interpreter was {before.python}, is {job.python}")
     if not update:
         code = snapshot.read_code(directory)
         configs = _same(before, merged, wanted, code)
@@ -82,12 +93,6 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
     reopened = _changed_items(before, merged, wanted.configs) if sweep else list(range(len(merged.items)))
     now = [Standing(item.index, "idle") if item.index in reopened else item for item in now]
     return Draft(merged, wanted.configs, None, asked, tuple(now), tuple(reopened), tuple(notes))
-
-
-def _begun(job: Job, known: Sequence[Standing]) -> bool:
-    """Whether a job ever was more than a description: one that Slurm refused at once binds nobody to its settings."""
-    submitted = (launch_folder(Path(job.directory)) / "submissions.jsonl").exists()
-    return submitted or any(item.kind != "idle" for item in known) or any(attempts(Path(item.directory)) for item in job.items)
 
 
 def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
@@ -161,15 +166,6 @@ def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
     return key or "text", old, new
 
 
-def _profile_notes(before: Job, job: Job) -> Iterator[str]:
-    """What of the cluster changes; that is no setting of a run."""
-    if before.profile != job.profile:
-        key, was, now = first_difference(before.profile, job.profile)
-        yield f"the profile's {key} was {was}, is {now}"
-    if before.python != job.python:
-        yield f"the interpreter was {before.python}, is {job.python}"
-
-
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Nobody else submits, cancels or requeues this job meanwhile. Raises InUse where someone does."""
@@ -186,17 +182,12 @@ def write(draft: Draft) -> Draft:
         for name in OVER:
             (launch_folder(Path(draft.job.items[index].directory)) / name).unlink(missing_ok=True)
     for place, text in draft.configs.items():
-        write_text(launch_folder(Path(place)) / "config.yaml", text)
+        launch_folder(Path(place)).mkdir(parents=True, exist_ok=True)
+        files.write_whole(launch_folder(Path(place)) / "config.yaml", text, synced=False)
     for item in draft.job.items:
         launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
     draft.job.save()
     return replace(draft, code=code)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, text, synced=False)
 
 
 def shape(job: Job) -> str:
@@ -208,15 +199,16 @@ def shape(job: Job) -> str:
 
 def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequence[str], after: str | None, at_once: int | None) -> str:
     """The plan as text: what, where, how much, and the command. ``words``: CONFIG.yaml and overrides of a run, else empty."""
-    job = draft.job
-    code = draft.code
+    job, code = draft.job, draft.code
+    names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
+    fresh = f"{snapshot.ROOT} as it is now: {len(names)} files, {left_out} left out that are no sources"
     rows = [
         ("job", f"{job.name}, {what(draft, at_once)}"),
         ("directory", job.directory + (", which has this job already" if code else "")),
         ("resources", f"{shape(job)}, {profile.nodes.gpus or 0} GPUs and {profile.nodes.cpus} CPUs a node"),
         ("partition", profile.slurm.partition or "the cluster's default"),
         ("time", _time(draft, profile)),
-        ("code", f"the snapshot of its first submission ({code.label})" if code else _fresh_code()),
+        ("code", f"the snapshot of its first submission ({code.label})" if code else fresh),
         ("python", job.python),
         ("excluded", ", ".join([*profile.slurm.exclude, *exclude]) or "no node"),
         ("after", after or "nothing"),
@@ -230,16 +222,12 @@ def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequ
     if job.array:
         lines += ["", *(f"{draft.standings[index].kind:<9}{job.items[index].directory}" for index in draft.asked)]
     elif words:
-        lines += ["", _plan_of_run(job, words)]
+        try:
+            told = pretrain(words, job.world_size, "--plan").rstrip()
+        except UserError as error:  # the data may be what an earlier job of a chain makes
+            told = f"pretrain's plan is not known yet: {error}"
+        lines += ["", told]
     return "\n".join(lines) + "\n"
-
-
-def _plan_of_run(job: Job, words: Sequence[str]) -> str:
-    """pretrain's own plan, or why there is none yet: the data may be what an earlier job of a chain makes."""
-    try:
-        return pretrain(words, job.nodes * job.processes_per_node, "--plan").rstrip()
-    except UserError as error:
-        return f"pretrain's plan is not known yet: {error}"
 
 
 def what(draft: Draft, at_once: int | None) -> str:
@@ -248,11 +236,6 @@ def what(draft: Draft, at_once: int | None) -> str:
         return "a training run" if draft.job.kind == "run" else "a command"
     limit = f", {at_once} at once" if at_once else ""
     return f"{len(draft.ready)} of {len(draft.asked)} items{limit} ({counted([draft.standings[index] for index in draft.asked])})"
-
-
-def _fresh_code() -> str:
-    names, left_out = snapshot.source_files(snapshot.ROOT)
-    return f"{snapshot.ROOT} as it is now: {len(names)} files, {left_out} left out that are no sources"
 
 
 def _time(draft: Draft, profile: Profile) -> str:

@@ -35,7 +35,7 @@ def shell(text: str) -> Quoted:
     if not _CONTROL.search(text):
         return Quoted(shlex.quote(text))
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return Quoted("$'" + _CONTROL.sub(_escape, escaped) + "'")
+    return Quoted("$'" + _CONTROL.sub(lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")), escaped) + "'")
 
 
 def directive(option: str, value: str) -> Quoted:
@@ -63,10 +63,6 @@ def check(text: str, what: str) -> None:
     """Raises UserError where ``text`` holds NUL or is no valid Unicode: no file and no program's argument can hold that."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise UserError(f"{what} = {text!r}: NUL and half characters cannot be passed to a program")
-
-
-def _escape(match: re.Match[str]) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8"))
 
 
 HEAD_NODES = 3  # restarts of a job up to which a run whose supervisor cannot even be started on its node is tried on another

@@ -53,14 +53,16 @@ class Wanted:
     job: Job
     configs: Mapping[str, str]  # an item's directory -> its run's whole configuration as YAML; empty for commands
     again: Callable[[Path], Mapping[str, str]]  # `configs` as the code in another folder resolves them
-    tell: str  # the words, as people would repeat them
 
 
 def wanted(request: Request) -> Wanted:
     """The job that a request asks for. Raises UserError, with pretrain's own words where a configuration is refused."""
     if request.nodes < 1 or (request.processes is not None and request.processes < 1):
         raise UserError("--nodes and --processes must be at least 1")
-    _refuse_secrets(request.words)
+    for name, value in os.environ.items():  # words are written into the job's files
+        found = secrets.values({name: value}) if secrets.is_secret(name) and not os.path.exists(value) else ()
+        if any(secret in word for word in request.words for secret in found):
+            raise UserError(f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway")
     return _command(request) if request.is_command else _run(request)
 
 
@@ -123,33 +125,25 @@ def run_item(directory: str, name: str) -> Item:
     return Item(directory, ("-m", "pretrain", str(launch_folder(Path(directory)) / "config.yaml")), name)
 
 
-def run_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
-    """A job of training runs. A single process needs no torchrun, unless that is to bind it to its GPU's CPUs."""
-    profile = request.profile
-    processes = request.processes or profile.processes_per_node
+def new_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
+    """A job of training runs, or of commands. A single process needs no torchrun, unless that is to bind it to its GPU's CPUs."""
+    profile, run = request.profile, not request.is_command
+    processes = request.processes or (profile.processes_per_node if run else 1)
     return Job(
         name=request.name or name,
-        kind="run",
+        kind="run" if run else "command",
         directory=directory,
         working_directory=work_directory(),
         code=str(code_folder(Path(directory))),
         python=profile.interpreters(sys.executable)[0],
         nodes=request.nodes,
         processes_per_node=processes,
-        torchrun=request.nodes * processes > 1 or profile.nodes.numa != "none",
+        torchrun=request.nodes * processes > 1 or (run and profile.nodes.numa != "none"),
         items=tuple(items),
         profile=profile.as_json(),
         profile_path=absolute(request.profile_path),
         array=array,
     )
-
-
-def _refuse_secrets(words: Sequence[str]) -> None:
-    """Raises UserError where a word holds what a variable of a secret's name holds: words are written into the job's files."""
-    for name, value in os.environ.items():
-        found = secrets.values({name: value}) if secrets.is_secret(name) and not os.path.exists(value) else ()
-        if any(secret in word for word in words for secret in found):
-            raise UserError(f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway")
 
 
 def _run(request: Request) -> Wanted:
@@ -166,8 +160,8 @@ def _run(request: Request) -> Wanted:
     text = resolved(ROOT)
     values = read_config(text)
     directory, name = absolute(values["run_dir"]), request.name or str(values["name"])
-    job = run_job(request, name, directory, [run_item(directory, name)], array=False)
-    return Wanted(job, {directory: text}, lambda code: {directory: resolved(code)}, " ".join(request.words))
+    job = new_job(request, name, directory, [run_item(directory, name)], array=False)
+    return Wanted(job, {directory: text}, lambda code: {directory: resolved(code)})
 
 
 def _command(request: Request) -> Wanted:
@@ -183,30 +177,12 @@ def _command(request: Request) -> Wanted:
     elif tasks < 1:
         raise UserError(f"--tasks is {tasks}; it must be at least 1")
     else:
-        items = [Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", _array_environment(i, tasks)) for i in range(tasks)]
-    processes = request.processes or 1
-    job = Job(
-        name=name,
-        kind="command",
-        directory=directory,
-        working_directory=work_directory(),
-        code=str(code_folder(Path(directory))),
-        python=request.profile.interpreters(sys.executable)[0],
-        nodes=request.nodes,
-        processes_per_node=processes,
-        torchrun=request.nodes * processes > 1,
-        items=tuple(items),
-        profile=request.profile.as_json(),
-        profile_path=absolute(request.profile_path),
-        array=tasks is not None,
-    )
-    return Wanted(job, {}, lambda code: {}, " ".join(request.words))
-
-
-def _array_environment(task: int, tasks: int) -> dict[str, str]:
-    """What a command of an array of ``tasks`` reads, whatever part of the array is submitted."""
-    values = {"ID": task, "COUNT": tasks, "MIN": 0, "MAX": tasks - 1, "STEP": 1}
-    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+        # What a command of an array reads, whatever part of the array is submitted.
+        every = {f"SLURM_ARRAY_TASK_{key}": str(value) for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))}
+        told = [{**every, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)]
+        items = [Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", told[i]) for i in range(tasks)]
+    job = new_job(request, name, directory, items, tasks is not None)
+    return Wanted(job, {}, lambda code: {})
 
 
 def command_name(words: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.job import read_json, write_json
+from launch.job import last_lines, read_json, write_json
 from launch.node import hardware
 
 REMEDY = "tell the administrators, and meanwhile name it in slurm.exclude"
@@ -114,18 +114,9 @@ def check_command(
     health, nodes = profile.get("health") or {}, profile.get("nodes") or {}
     shared = [*((profile.get("paths") or {}).get("shared") or ()), *folders]
     seconds = float(health.get("timeout_seconds") or 180)
-    command = [
-        host_python,
-        "-m",
-        "launch.node.checks",
-        str(out),
-        f"--seconds={SHARE * seconds:g}",
-        f"--expect-gpus={int(nodes.get('gpus') or 0)}",
-    ]
-    command += [
-        f"--free-memory-gb={float(health.get('free_memory_gb') or 0):g}",
-        f"--free-disk-gb={float(health.get('free_disk_gb') or 0):g}",
-    ]
+    command = [host_python, "-m", "launch.node.checks", str(out), f"--seconds={SHARE * seconds:g}"]
+    command += [f"--{name.replace('_', '-')}={float(health.get(name) or 0):g}" for name in ("free_memory_gb", "free_disk_gb")]
+    command.append(f"--expect-gpus={int(nodes.get('gpus') or 0)}")
     if python:
         command += [f"--python={python}", *(["--matmul"] if nodes.get("gpus") and health.get("matmul", True) else [])]
     contained = (profile.get("container") or {}).get("runtime", "none") != "none"
@@ -152,7 +143,8 @@ def read_reports(folder: Path, nodes: Sequence[str], began: float | None = None,
     """
     reports = {}
     for node in nodes:
-        report = read_report(folder / f"{node}.json") or Report(node, (_silence(folder / f"{node}.log"),))
+        why = last_lines(folder / f"{node}.log") or ["it hangs, or cannot see this folder"]
+        report = read_report(folder / f"{node}.json") or Report(node, (f"{NO_ANSWER}: {why[0]}",))
         if began is not None and skew_seconds > 0 and report.time:
             off = min(report.time - began, 0) or max(report.time - time.time(), 0)
             if abs(off) > skew_seconds:
@@ -160,16 +152,6 @@ def read_reports(folder: Path, nodes: Sequence[str], began: float | None = None,
                 report = Report(node, (*report.faults, fault), report.warnings, report.facts, report.time)
         reports[node] = report
     return reports
-
-
-def _silence(log: Path) -> str:
-    """The fault of a node without a report."""
-    try:
-        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
-    why = lines[-1] if lines else "it hangs, or cannot see this folder"
-    return f"{NO_ANSWER}: {why}"
 
 
 # --- on the node -----------------------------------------------------------------------------------------------------------------
@@ -337,12 +319,9 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
         result = json.loads(said)
     except ValueError:
         result = None
-    lines = answer.errors.strip().splitlines()
-    return (
-        result
-        if isinstance(result, dict)
-        else {"error": f"a product ended with {answer.code}: {lines[-1] if lines else 'it says nothing'}"}
-    )
+    if isinstance(result, dict):
+        return result
+    return {"error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'it says nothing'}"}
 
 
 def main(argv: list[str] | None = None) -> int:

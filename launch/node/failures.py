@@ -156,11 +156,6 @@ def blameless_signal(signal: str | None, traceback: str | None) -> bool:
     return signal == "SIGABRT" and "Traceback (most recent call last)" in (traceback or "")
 
 
-def is_lost_peer(message: str) -> bool:
-    """Whether an error only says that another rank went away."""
-    return bool(_LOST_PEER.search(message))
-
-
 def records(attempt: Path) -> list[dict[str, Any]]:
     """The ranks' records of an attempt, by rank."""
     found = (read_json(path) for path in sorted((attempt / "ranks").glob("rank_*.json")))
@@ -231,7 +226,7 @@ def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
         message = f"exited with {code}" + (f"; its last line: {record['last_line']}" if record.get("last_line") else "")
     kind = kind_of(error or "", code, by)
     at = float(record.get("error_time") or record["ended"])
-    return Failure(**said, message=message, kind=kind, time=at, lost_peer=is_lost_peer(error or ""), reported=bool(error))
+    return Failure(**said, message=message, kind=kind, time=at, lost_peer=bool(_LOST_PEER.search(error or "")), reported=bool(error))
 
 
 def _order(failure: Failure, record: dict[str, Any]) -> int:

@@ -61,7 +61,7 @@ class Keeper:
         self.attempt, self.command = attempt, list(command)
         self.rank, self.local_rank = int(environ.get("RANK") or 0), int(environ.get("LOCAL_RANK") or 0)
         self._started = self._child_ended = time.time()
-        self._environ = {**self._defaults(), **(self._older_defaults() if _may_have_gpus(environ) else {}), **environ}
+        self._environ = {**self._defaults(environ), **environ}
         self._findings = Findings()
         self._scribe = Scribe(rank_log(attempt, self.rank), secrets.values(environ), self._findings)
         self._child: subprocess.Popen[bytes] | None = None
@@ -69,8 +69,11 @@ class Keeper:
         self._changed = self._dump = False
         self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
 
-    def _defaults(self) -> dict[str, str]:
-        """Variables the command gets where nobody set them: lines as they are said, stacks of a crash, NCCL's flight recorder."""
+    def _defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables the command gets where nobody set them: lines as they are said, stacks of a crash, NCCL's flight recorder.
+
+        Its older names are added where there may be a GPU: older versions of torch know these alone, and newer ones warn of them.
+        """
         flight = str(self.attempt / "flight" / "rank_")
         pipe = str(Path(tempfile.gettempdir()) / f"launch_{int(self._started * 1000)}_{os.getpid()}_")
         return {
@@ -80,11 +83,8 @@ class Keeper:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": flight,
             "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipe,
+            **({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight} if _may_have_gpus(environ) else {}),
         }
-
-    def _older_defaults(self) -> dict[str, str]:
-        """The flight recorder's older names: older versions of torch make its pipe for these alone, and newer ones warn of them."""
-        return {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(self.attempt / "flight" / "rank_")}
 
     def run(self) -> int:
         """Start the command, keep it, record its end."""
@@ -250,12 +250,17 @@ def _die_with_parent() -> None:
         sys.exit(1)
 
 
+def die_with(parent: int, number: int) -> None:
+    """Between fork and exec: be sent a signal when the parent dies; end at once where it has died already."""
+    _prctl(_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _in_the_command(keeper: int) -> None:
     """Between fork and exec: die with the keeper, let the keeper's py-spy look, take signals again."""
-    _prctl(_PDEATHSIG, signal.SIGKILL)
+    die_with(keeper, signal.SIGKILL)
     _prctl(_PTRACER, keeper)
-    if os.getppid() != keeper:
-        os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 

@@ -27,7 +27,7 @@ def dump(pid: int, rank: int, environ: Mapping[str, str]) -> str:
     ]
     # First py-spy, which changes nothing: a handler's work would be in its picture.
     said.append(_py_spy(pid, stopped=status.get("State", "").startswith(("T", "t"))))
-    if _catches(status, signal.SIGUSR2):
+    if int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR2 - 1) & 1:  # it has a handler; the signal would end it otherwise
         os.kill(pid, signal.SIGUSR2)
         said.append("SIGUSR2 was sent: the stacks by Python's own account are in the rank's log")
     return "\n".join(said) + "\n"
@@ -57,11 +57,6 @@ def _status(pid: int) -> dict[str, str]:
     """/proc/PID/status as a mapping; empty where there is no such process."""
     pairs = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
     return {name: value.strip() for name, _, value in pairs}
-
-
-def _catches(status: Mapping[str, str], number: int) -> bool:
-    """Whether the process has a handler for a signal, which would otherwise end it."""
-    return bool(int(status.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def _py_spy(pid: int, *, stopped: bool) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fem_common.exits import Exit
+from launch.job import last_lines
 from launch.node.failures import Failure as RankFailure
 from launch.node.failures import first_failure, wrong_on
 from launch.supervise.policy import Failure
@@ -101,13 +102,7 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
 
 def agents_words(folder: Path) -> str | None:
     """The telling line of the agents' own output, the first of it, or else the last line there is."""
-    lines: list[str] = []
-    for path in sorted((folder / "logs").glob("agents*.log")):
-        try:
-            lines += path.read_text(encoding="utf-8", errors="replace").splitlines()[-_AGENT_LINES:]
-        except OSError:
-            continue
-    lines = [line.strip() for line in lines if line.strip()]
+    lines = [line.strip() for path in sorted((folder / "logs").glob("agents*.log")) for line in last_lines(path, _AGENT_LINES)]
     return next((line for line in lines if _TELLING.search(line)), lines[-1] if lines else None)
 
 

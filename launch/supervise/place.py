@@ -6,14 +6,14 @@ Standard library alone: it runs inside jobs, from the snapshot. The loop decides
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from fem_common.errors import reason
 from launch.cluster.slurm import SlurmError, call
 from launch.job import Item, Job, read_json
 from launch.node.checks import check_command, node_name, read_reports
+from launch.node.rank import die_with
 
 
 @dataclass(frozen=True)
@@ -57,56 +58,56 @@ class Running(Protocol):
         """End every process with SIGKILL, on all nodes, and return once they are gone, or after a minute if a node does not answer."""
 
 
-class Place(Protocol):
-    """Where an item runs."""
+class Place:
+    """Where an item runs; what it says of a queue is that there is none."""
 
-    @property
-    def job_id(self) -> str | None:
-        """Slurm's job id (of an array's task: its own), or None."""
-
-    @property
-    def restart_count(self) -> int:
-        """How often Slurm requeued this job; 0 elsewhere."""
-
-    @property
-    def can_requeue(self) -> bool:
-        """Whether `requeue` can get other nodes and another time limit."""
+    job_id: str | None = None  # Slurm's; of an array's task ARRAY_TASK
+    restart_count = 0  # how often Slurm requeued this job
+    can_requeue = False  # whether `requeue` can get other nodes and another time limit
 
     def nodes(self) -> tuple[str, ...]:
         """The nodes to run on, the head node first. Raises PlaceError."""
+        raise NotImplementedError
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
         """Run the pre-flight check (`launch.node.checks`) on every node; node -> its faults, empty for a sound one.
 
         A node that does not answer within health.timeout_seconds has that as its fault. The reports are in ATTEMPT/health/NODE.json.
         """
+        raise NotImplementedError
 
     def start(self, attempt: Attempt) -> Running:
         """Start the ranks (`agent_command`). Raises PlaceError.
 
         The agents' own output goes to ATTEMPT/logs/agents.log, or a file a node, agents_NODE.log.
         """
+        raise NotImplementedError
 
     def down_nodes(self) -> dict[str, str]:
         """Nodes of the allocation that are down, failing or draining now -> the reason. Empty when nothing is known. Never raises."""
+        return {}
 
     def cancelled(self) -> bool:
         """Whether the queue says that a person cancelled this job; asked after SIGTERM. Never raises; False where nothing is known."""
+        return False
 
     def taken(self) -> bool | None:
         """Whether the queue takes the allocation away (preemption, a requeue, a lost node); asked once after a bad end. Never raises.
 
         False: the job ends for a reason of its own, such as its time limit; None: nothing is known of an end.
         """
+        return None
 
     def enough_without(self, exclude: Sequence[str]) -> bool:
         """Whether the job could still get its nodes if it were never given those. Never raises; False where nothing is known."""
+        return False
 
     def requeue(self, exclude: Sequence[str]) -> None:
         """Put this job back into the queue, never again on the nodes `exclude`, if enough are left. Raises PlaceError, Unreachable.
 
         Ends this process (Slurm kills it): it returns, or raises, only where that failed.
         """
+        raise PlaceError(f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}")
 
 
 def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | None) -> list[str]:
@@ -142,17 +143,11 @@ def address(node: str) -> str:
     return node
 
 
-_PDEATHSIG = 1  # of <linux/prctl.h>
 _GONE_SECONDS = 60.0
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class LocalPlace:
+class LocalPlace(Place):
     """This machine, without a queue."""
-
-    job_id: str | None = None
-    restart_count = 0
-    can_requeue = False
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -201,45 +196,18 @@ class LocalPlace:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_Child(os.getpid()),
+                    preexec_fn=functools.partial(_in_the_agent, os.getpid()),
                 )
         except OSError as error:
             raise PlaceError(f"cannot start the ranks: {reason(error)}") from None
         return LocalRanks(attempt, agent)
 
-    def down_nodes(self) -> dict[str, str]:
-        """Never any: this machine is up."""
-        return {}
 
-    def cancelled(self) -> bool:
-        """Never: there is no queue to say so."""
-        return False
-
-    def taken(self) -> bool | None:
-        """Never known: nobody takes this machine away."""
-        return None
-
-    def enough_without(self, exclude: Sequence[str]) -> bool:
-        """Never: there is one machine."""
-        return False
-
-    def requeue(self, exclude: Sequence[str]) -> None:
-        """Raises PlaceError: there is no queue."""
-        raise PlaceError(f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}")
-
-
-class _Child:
-    """What the agent's process does between fork and exec: die with the supervisor; the ranks' signals are not its own."""
-
-    def __init__(self, supervisor: int) -> None:
-        self._supervisor = supervisor
-
-    def __call__(self) -> None:
-        _LIBC.prctl(ctypes.c_int(_PDEATHSIG), ctypes.c_ulong(signal.SIGKILL), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
-        if os.getppid() != self._supervisor:
-            os._exit(1)
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
+def _in_the_agent(supervisor: int) -> None:
+    """Between fork and exec: die with the supervisor; the ranks' signals are not the agent's own."""
+    die_with(supervisor, signal.SIGKILL)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class LocalRanks:
@@ -265,7 +233,8 @@ class LocalRanks:
 
     def signal(self, number: int) -> None:
         """See `Running.signal`."""
-        _send([pid for pid in processes(self.attempt.folder) if _is_keeper(pid)], number)
+        keepers = (pid for pid in processes(self.attempt.folder) if _read(pid, "cmdline").split(b"\0")[1:3] == [b"-m", b"launch.node.rank"])
+        _send(list(keepers), number)
 
     def kill(self) -> None:
         """See `Running.kill`."""
@@ -290,11 +259,9 @@ def end_orphans(folders: Sequence[Path]) -> int:
 def processes(folder: Path) -> list[int]:
     """The processes on this machine, zombies aside, that belong to the attempt of a folder."""
     marker = os.fsencode(f"LAUNCH_ATTEMPT={folder}")
-    return [
-        pid
-        for pid in _pids()
-        if marker in _read(pid, "environ").split(b"\0") and _read(pid, "stat").rpartition(b")")[2].split()[:1] != [b"Z"]
-    ]
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
+    mine = (pid for pid in pids if marker in _read(pid, "environ").split(b"\0"))
+    return [pid for pid in mine if _read(pid, "stat").rpartition(b")")[2].split()[:1] != [b"Z"]]
 
 
 def free_port() -> int:
@@ -302,16 +269,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def _pids() -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            yield int(name)
-
-
-def _is_keeper(pid: int) -> bool:
-    return _read(pid, "cmdline").split(b"\0")[1:3] == [b"-m", b"launch.node.rank"]
 
 
 def _read(pid: int, name: str) -> bytes:

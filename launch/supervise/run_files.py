@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common import secrets
-from launch.job import Item, Job, attempts, attempts_folder, launch_folder, read_json, write_json
+from launch.job import Item, Job, attempts, launch_folder, read_json, write_json
 from launch.supervise.policy import Decision, End, Failure
 
 _CHECKPOINT = re.compile(r"step_(\d{8,})$")
@@ -179,16 +179,9 @@ def close_lost(directory: Path, found: list[Record], trouble: str | None = None)
     closed = []
     for record in found:
         if record.ended is None:
-            message = (
-                trouble or f"the supervisor ended without a word (process {record.pid} on {record.host}): killed, or its host went down"
-            )
-            record = replace(
-                record,
-                ended=time.time(),
-                outcome="lost",
-                failure=Failure("lost", message),
-                checkpoint_end=newest_checkpoint(directory),
-            )
+            killed = f"the supervisor ended without a word (process {record.pid} on {record.host}): killed, or its host went down"
+            failure, newest = Failure("lost", trouble or killed), newest_checkpoint(directory)
+            record = replace(record, ended=time.time(), outcome="lost", failure=failure, checkpoint_end=newest)
             record.save()
         closed.append(record)
     return closed
@@ -199,7 +192,7 @@ def new_folder(directory: Path) -> tuple[int, Path]:
     last = attempts(directory)
     number = int(last[-1].name) + 1 if last else 1
     while True:
-        folder = attempts_folder(directory) / f"{number:04}"
+        folder = directory / "attempts" / f"{number:04}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

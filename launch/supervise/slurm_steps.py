@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "guard":
         guard(*words)
     else:
-        signal_keepers(*words)
+        for pid in keepers(words[0]):
+            with suppress(ProcessLookupError):
+                os.kill(pid, int(words[1]))
     return 0
 
 
@@ -99,13 +101,6 @@ def killed(job: Mapping[str, str], restarts: str) -> bool:
         return True
     _, _, by_signal = job.get("ExitCode", "0:0").partition(":")
     return job.get("Reason") == "TimeLimit" or by_signal not in ("", "0", "15")
-
-
-def signal_keepers(folder: str, number: str) -> None:
-    """Send it, also where there is none to take it."""
-    for pid in keepers(folder):
-        with suppress(ProcessLookupError):
-            os.kill(pid, int(number))
 
 
 def keepers(folder: str) -> list[int]:

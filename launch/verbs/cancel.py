@@ -74,7 +74,9 @@ def _cancel(job: Job, active: Sequence[Standing], *, save: bool) -> None:
         slurm.cancel([str(standing.job_id) for standing in ended])
     for standing in active:
         if standing.state == "PENDING":
-            _note_end(job, standing)
+            path = _launch(job, standing) / "state.json"  # no supervisor will say it
+            ended_state = {"state": "cancelled", "message": f"by {by}", "time": round(time.time(), 3)}
+            write_json(path, {"format": 1, **(read_json(path) or {}), **ended_state})
     _tell(job, active, save=save)
     _end_local([standing.pid for standing in active if standing.pid is not None], save=save)
 
@@ -83,7 +85,7 @@ def _tell(job: Job, active: Sequence[Standing], *, save: bool) -> None:
     """A line an item; of many, of the first."""
     for standing in active[:LINES]:
         told = "saves, then ends" if save and standing.state in ("RUNNING", "local") else "was cancelled"
-        where = shlex.quote(_place(job, standing))
+        where = shlex.quote(job.items[standing.index].directory)
         print(f"{job.items[standing.index].name}: {standing.where} {told}; to go on: python -m launch requeue {where}")
     if len(active) > LINES:
         print(f"... and {len(active) - LINES} more; to go on with all: python -m launch requeue {shlex.quote(job.directory)}")
@@ -96,7 +98,7 @@ def _end_local(pids: Sequence[int], *, save: bool) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1 if save else signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    while not save and (left := [pid for pid, birth in born.items() if _is_still(pid, birth)]):
+    while not save and (left := [pid for pid, birth in born.items() if birth is not None and abs((start_time(pid) or 0.0) - birth) < 1.0]):
         if time.monotonic() > deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -104,23 +106,5 @@ def _end_local(pids: Sequence[int], *, save: bool) -> None:
         time.sleep(0.1)
 
 
-def _is_still(pid: int, birth: float | None) -> bool:
-    """Whether the process of that number is the one that began then."""
-    now = start_time(pid)
-    return birth is not None and now is not None and abs(now - birth) < 1.0
-
-
-def _note_end(job: Job, standing: Standing) -> None:
-    """Say in state.json what no supervisor will: the item was cancelled while it waited."""
-    path = _launch(job, standing) / "state.json"
-    write_json(
-        path, {"format": 1, **(read_json(path) or {}), "state": "cancelled", "message": f"by {who()}", "time": round(time.time(), 3)}
-    )
-
-
-def _place(job: Job, standing: Standing) -> str:
-    return job.items[standing.index].directory
-
-
 def _launch(job: Job, standing: Standing) -> Path:
-    return launch_folder(Path(_place(job, standing)))
+    return launch_folder(Path(job.items[standing.index].directory))

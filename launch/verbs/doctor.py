@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,11 @@ from launch.cluster import checks, trial
 from launch.cluster.checks import LISTED
 from launch.cluster.profile import Profile, load_profile
 from launch.cluster.trial import Outcome
-from launch.job import attempts
+from launch.job import attempts, launch_folder
+from launch.job.render import render
 from launch.job.request import work_directory
 from launch.node.checks import Check, Report, read_reports
-from launch.node.hardware import probe_folder
+from launch.node.hardware import last_line, probe_folder
 from launch.supervise.journal import cordon_path, cordoned
 
 CLEAR = "\r\033[K"
@@ -137,33 +140,32 @@ def described(profile: Profile) -> str:
 def interpreters(profile: Profile) -> Iterator[Check]:
     """The ranks' interpreter, which needs torch, and the supervisor's. One inside a container is left to the trial."""
     ranks, host = profile.interpreters(sys.executable)
-    wanted = {"host_python": (host, False)} | ({} if profile.container.runtime != "none" else {"python": (ranks, True)})
-    for key, (path, torch) in wanted.items():
-        if key == "host_python" and host == ranks and "python" in wanted:
-            continue
-        try:
-            done = subprocess.run(
-                [path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, check=True, stdin=subprocess.DEVNULL
-            )
-            *version, has_torch = done.stdout.split()
-        except OSError as error:
-            yield Check(
-                "FAILED", key, f"{path} cannot be started here: {error.strerror}", f"{key}: the path of an interpreter, null for this one"
-            )
-            continue
-        except subprocess.TimeoutExpired:
-            yield Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
-            continue
-        except subprocess.CalledProcessError as error:
-            yield Check("FAILED", key, f"{path} ended with {error.returncode}: {(error.stderr.strip().splitlines() or [''])[-1]}")
-            continue
-        text = f"{path}: Python {'.'.join(version)}"
-        if tuple(map(int, version)) < PYTHON:
-            yield Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
-        elif torch and has_torch != "True":
-            yield Check("FAILED", key, f"{text} has no torch", f"{key}: the environment that the project is installed in")
-        else:
-            yield Check("ok", key, text)
+    inside = profile.container.runtime != "none"
+    if inside or host != ranks:
+        yield interpreter("host_python", host, torch=False)
+    if not inside:
+        yield interpreter("python", ranks, torch=True)
+
+
+def interpreter(key: str, path: str, *, torch: bool) -> Check:
+    """An interpreter of the profile: whether it starts here, is new enough, and has torch."""
+    try:
+        done = subprocess.run([path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return Check(
+            "FAILED", key, f"{path} cannot be started here: {error.strerror}", f"{key}: the path of an interpreter, null for this one"
+        )
+    except subprocess.TimeoutExpired:
+        return Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
+    if done.returncode:
+        return Check("FAILED", key, f"{path} ended with {done.returncode}: {last_line(done.stderr)}")
+    *version, has_torch = done.stdout.split()
+    text = f"{path}: Python {'.'.join(version)}"
+    if tuple(map(int, version)) < PYTHON:
+        return Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
+    if torch and has_torch != "True":
+        return Check("FAILED", key, f"{text} has no torch", f"{key}: the environment that the project is installed in")
+    return Check("ok", key, text)
 
 
 def shared_folders(profile: Profile) -> Iterator[Check]:
@@ -195,19 +197,21 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
     """Make the trial, say what came of it, and remove its files where all was well."""
     base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
-    directory = trial.new_directory(base)
+    directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    launch_folder(directory).mkdir(parents=True)
     well = False
     try:
         nodes = trial_nodes(profile, arguments.nodes)
         job, mine = trial.make(profile, arguments.cluster, nodes, directory)
         if profile.scheduler == "slurm":
-            script = trial.write_script(job, mine)
+            script = launch_folder(directory) / "job.sh"
+            script.write_text(render(job, mine), encoding="utf-8")
             yield (taken := checks.would_take(script))
             if taken.level == "FAILED":
                 return
-            outcome = trial.on_slurm(job, script, arguments.wait, Progress())
+            outcome = trial.on_slurm(job, script, arguments.wait, progress)
         else:
-            outcome = trial.here(job, Progress())
+            outcome = trial.here(job, progress)
         found = list(findings(profile, outcome))
         well = all(check.level != "FAILED" for check in found)
         yield from found
@@ -218,16 +222,10 @@ def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]
             print(f"{'':<23} the trial's files: {directory}")
 
 
-class Progress:
-    """What the trial is doing, on a terminal: each thing once."""
-
-    def __init__(self) -> None:
-        self.said = ""
-
-    def __call__(self, text: str) -> None:
-        if text != self.said and sys.stderr.isatty():
-            print(f"... {text}", file=sys.stderr)
-        self.said = text
+def progress(text: str) -> None:
+    """Say on a terminal what the trial is doing, in place of what it did before."""
+    if sys.stderr.isatty():
+        print(f"{CLEAR}... {text}", end="", file=sys.stderr, flush=True)
 
 
 def trial_nodes(profile: Profile, wanted: int | None) -> int:
@@ -254,24 +252,15 @@ def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
     if outcome.result is None:
         unfit = any(not report.ok for report in reports.values())
         lines = "".join(f"\n{'':<23} | {line}" for line in ([] if unfit else outcome.tail))
-        yield Check(
-            "FAILED",
-            "trial",
-            f"{outcome.trouble}{lines}",
-            "" if unfit else f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}",
-        )
+        see = f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}"
+        yield Check("FAILED", "trial", f"{outcome.trouble}{lines}", "" if unfit else see)
         return
     yield Check("ok", "trial", f"ran on {', '.join(outcome.nodes)}")
-    yield from of_folders(outcome.result)
+    yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in outcome.result["shared"])
+    if not outcome.result["shared"]:
+        yield Check("ok", "shared folders", "every node writes into them and sees what the others wrote")
     yield of_bandwidth(profile, outcome.result)
     yield from of_clocks(profile, outcome)
-
-
-def of_folders(result: dict[str, Any]) -> Iterator[Check]:
-    """Whether the shared folders are one for all nodes."""
-    yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in result["shared"])
-    if not result["shared"]:
-        yield Check("ok", "shared folders", "every node writes into them and sees what the others wrote")
 
 
 def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:

@@ -10,7 +10,7 @@ goes on from there. A crash or a hang restarts the run, until it fails without p
 from __future__ import annotations
 
 import argparse
-import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -27,11 +27,10 @@ from launch.cluster.slurm import clean_environment
 from launch.job import Job
 from launch.job.item_state import counted, standings
 from launch.node import hardware
+from launch.node.rank import die_with
 from launch.verbs.submit import add_place_arguments, prepare, request_of
 
 POLL_SECONDS = 0.1
-_PDEATHSIG = 1  # of <linux/prctl.h>
-_LIBC = ctypes.CDLL(None)
 
 
 def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]:
@@ -48,7 +47,7 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
     An item that is under way or over when its turn comes, by another command, is left out.
     SIGINT and SIGTERM are passed on to those that run, and no more are started; if this process is killed, they save and end.
     """
-    waiting, worst, tied = list(items), 0, _Tied(os.getpid())
+    waiting, worst, tied = list(items), 0, functools.partial(die_with, os.getpid(), signal.SIGTERM)
     running: dict[int, subprocess.Popen[bytes]] = {}
     with _passed_on(running) as ending:
         while running or (waiting and not ending):
@@ -65,27 +64,11 @@ def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
                 if process.poll() is not None:
                     del running[index]
                     worst = worst or process.returncode
-                    _tell(job, index, process.returncode, len(waiting) + len(running))
+                    if job.array:
+                        how = "ended well" if process.returncode == 0 else f"ended with {process.returncode}"
+                        print(f"{job.items[index].name}: {how}; {len(waiting) + len(running)} to go", flush=True)
             time.sleep(POLL_SECONDS)
     return worst if worst >= 0 else 128 - worst
-
-
-class _Tied:
-    """What a supervisor's process does between fork and exec: ask for SIGTERM at its parent's death."""
-
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
-
-    def __call__(self) -> None:
-        _LIBC.prctl(*map(ctypes.c_ulong, (_PDEATHSIG, signal.SIGTERM, 0, 0, 0)))
-        if os.getppid() != self._parent:
-            os._exit(1)
-
-
-def _tell(job: Job, index: int, code: int, left: int) -> None:
-    """A line an item's end."""
-    if job.array:
-        print(f"{job.items[index].name}: {'ended well' if code == 0 else f'ended with {code}'}; {left} to go", flush=True)
 
 
 @contextmanager

@@ -56,7 +56,8 @@ def _attempt(item: Item, attempt: Path) -> str | None:
     told: dict[str, Any] = record.get("failure") or {}
     if not told and (not failed or record.get("outcome") in ("finished", "saved", "cancelled", "busy")):
         return None
-    lines = [_title(item, attempt, record)]
+    after = f" after step {told['step']}" if told.get("step") is not None else ""
+    lines = [f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'goes on'}{after}):"]
     by_rank = bool(failed) and told.get("kind") not in ("hang", "health")
     if told and not (by_rank and told.get("message") == failed[0].message):
         lines.append(f"  {told.get('kind')}: {told.get('message')}")
@@ -71,28 +72,17 @@ def _attempt(item: Item, attempt: Path) -> str | None:
     return "\n".join(lines)
 
 
-def _title(item: Item, attempt: Path, record: dict[str, Any]) -> str:
-    step = (record.get("failure") or {}).get("step")
-    after = f" after step {step}" if step is not None else ""
-    outcome = record.get("outcome") or "goes on"
-    return f"{item.name}, attempt {int(attempt.name)} ({outcome}{after}):"
-
-
 def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
     """The rank that is the likely cause, which failed first where no other's word is older, and the others."""
     first, *rest = failed
     word = "first" if all(failure.time >= first.time for failure in rest) else "most likely"
-    yield f"  {word}: rank {first.rank} on {first.host} at {_clock(first.time)}: {first.message}"
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
+    yield f"  {word}: rank {first.rank} on {first.host} at {clock}: {first.message}"
     said = first.traceback.splitlines() if first.traceback else _last_lines(attempt, first.rank)
     yield from (f"    {line}" for line in said)
     for failure in rest[:FOLLOWERS]:
-        after = failure.time - first.time
-        when = (
-            f"then:  rank {failure.rank} on {failure.host}, {after:+.1f} s"
-            if after >= 0
-            else f"also:  rank {failure.rank} on {failure.host}"
-        )
-        yield f"  {when}: {failure.message}"
+        who, later = f"rank {failure.rank} on {failure.host}", failure.time - first.time
+        yield f"  {f'then:  {who}, {later:+.1f} s' if later >= 0 else f'also:  {who}'}: {failure.message}"
     if len(rest) > FOLLOWERS:
         yield f"  and {len(rest) - FOLLOWERS} more"
 
@@ -105,10 +95,6 @@ def _last_lines(attempt: Path, rank: int) -> list[str]:
         tail.skip_to_last(LAST_LINES)
         lines += [line.text for line in tail.read()]
     return lines
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 FOLLOW_SECONDS = 0.5
@@ -184,20 +170,16 @@ def _ranks(text: str | None, world_size: int) -> set[int] | None:
 
 def _check_attempt(item: Path, wanted: str | None) -> None:
     """Raises UserError where there is no such attempt."""
-    if wanted not in (None, "all") and not any(_number(path) == wanted for path in attempts(item)):
-        numbers = ", ".join(_number(path) for path in attempts(item)) or "none yet"
+    if wanted not in (None, "all") and not any(str(int(path.name)) == wanted for path in attempts(item)):
+        numbers = ", ".join(str(int(path.name)) for path in attempts(item)) or "none yet"
         raise UserError(f"--attempt {wanted}: {item} has the attempts {numbers}")
-
-
-def _number(attempt: Path) -> str:
-    return str(int(attempt.name))
 
 
 def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *, named: bool) -> Iterator[Source]:
     """The files to read now: of the wanted attempt, of the last one, or of all."""
     directory = Path(item.directory)
     there = attempts(directory)
-    chosen = there if wanted == "all" else [path for path in there if _number(path) == wanted] if wanted else there[-1:]
+    chosen = there if wanted == "all" else [path for path in there if str(int(path.name)) == wanted] if wanted else there[-1:]
     sources = [source for attempt in chosen for source in rank_sources(attempt, ranks)]
     if ranks is None:
         only = chosen[0] if len(chosen) == 1 and (wanted or len(there) > 1) else None
@@ -260,9 +242,7 @@ def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
         slurm = [line for path in _slurm_files(job, item) for line in slurm_source(path, Path(item.directory)).lines()]
         if slurm and not began:
             print(
-                "\n".join(
-                    [f"{item.name}: no attempt began; Slurm's file ends with:", *(f"    {line.text}" for line in slurm[-SLURM_LINES:])]
-                )
+                f"{item.name}: no attempt began; Slurm's file ends with:", *(f"    {line.text}" for line in slurm[-SLURM_LINES:]), sep="\n"
             )
             said += 1
     if not said:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fem_common.errors import UserError
 from launch.cluster import slurm
-from launch.cluster.profile import Profile, from_json, load_profile
+from launch.cluster.profile import from_json, load_profile
 from launch.job import Job, launch_folder, read_json
 from launch.job.item_state import Standing, counted, find_job, standings
 from launch.job.plan import locked
@@ -68,15 +68,10 @@ def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> t
         _allow(job, index)
     if profile.scheduler != "slurm":
         return job, begin
-    _submit(job, profile, begin, arguments)
-    return None
-
-
-def _submit(job: Job, profile: Profile, begin: Sequence[int], arguments: argparse.Namespace) -> None:
     exclude = excluded(job, arguments.exclude)
     job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
-    what = f"{len(begin)} of {len(job.items)} items" if job.array else job.directory
-    print(f"requeued {job.name} as job {job_id}: {what}")
+    print(f"requeued {job.name} as job {job_id}: {f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}")
+    return None
 
 
 def _allow(job: Job, index: int) -> None:
@@ -96,13 +91,12 @@ def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> 
         if standing.pid is None and standing.job_id is None:
             raise UserError(f"{job.directory}: {standing.message}; requeue it there")
         _allow(job, standing.index)
-        told = _restart_here(standing.pid) if standing.pid is not None else _restart_on_slurm(job, standing, str(standing.job_id), named)
+        if standing.pid is not None:
+            os.kill(standing.pid, signal.SIGUSR1)
+            told = "saves and starts again"
+        else:
+            told = _restart_on_slurm(job, standing, str(standing.job_id), named)
         print(f"{job.items[standing.index].name}: {standing.where} {told}")
-
-
-def _restart_here(pid: int) -> str:
-    os.kill(pid, signal.SIGUSR1)
-    return "saves and starts again"
 
 
 def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:

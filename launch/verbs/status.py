@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,11 @@ class Queue:
 
 def ask(jobs: Sequence[Job]) -> Queue:
     """Slurm's word on all jobs that are not over, in one question."""
-    ids = [job_id for job in jobs if _may_be_queued(job) for job_id in _submitted(job)]
+    ids = list[str]()
+    for job in jobs:
+        states = [state_of(item.directory) for item in job.items] if job.profile.get("scheduler") == "slurm" else []
+        if any(state.get("state") not in OVER or is_resubmitted(job, index, state) for index, state in enumerate(states)):
+            ids += _submitted(job)
     if not ids:
         return Queue({})
     try:
@@ -100,13 +104,6 @@ def summary(job: Job, rows: Sequence[Row]) -> Row:
         since=max((row.since for row in rows if row.since is not None), default=None),
         message=message,
     )
-
-
-def _may_be_queued(job: Job) -> bool:
-    if job.profile.get("scheduler") != "slurm":
-        return False
-    states = [state_of(item.directory) for item in job.items]
-    return any(state.get("state") not in OVER or is_resubmitted(job, index, state) for index, state in enumerate(states))
 
 
 def _submitted(job: Job) -> list[str]:
@@ -281,12 +278,17 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     """The text, and whether anything is active."""
     now = time.time()
     asked = bool(arguments.directories)
-    jobs = _once(found for directory in arguments.directories or [ROOT] for found in _jobs(Path(directory), asked=asked))
+    once: dict[Path, tuple[Job, set[int]]] = {}  # each job with all of its items that are asked for
+    for job, items in (found for directory in arguments.directories or [ROOT] for found in _jobs(Path(directory), asked=asked)):
+        once.setdefault(Path(job.directory).resolve(), (job, set()))[1].update(items)
+    jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
     queue = ask([job for job, _ in jobs])
     found = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
     hidden = 0
     if not arguments.all and not arguments.directories:
-        shown = [(job, rows) for job, rows in found if not _is_old(rows, now)]
+        shown = [
+            (job, rows) for job, rows in found if any(row.active or row.since is None or now - row.since < RECENT_SECONDS for row in rows)
+        ]
         found, hidden = shown, len(found) - len(shown)
     active = any(row.active for _, rows in found for row in rows)
     if arguments.json:
@@ -301,24 +303,12 @@ def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     return "\n".join(text), active
 
 
-def _is_old(rows: Sequence[Row], now: float) -> bool:
-    return not any(row.active or row.since is None or now - row.since < RECENT_SECONDS for row in rows)
-
-
 def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
     """The jobs in a folder or below it, by name of their folder, with their items; of a task's folder, the job and that item alone."""
     found = [job for path in _job_folders(directory, DEPTH) if (job := load_job(path)) is not None]
     if found or not asked:
         return [(job, list(range(len(job.items)))) for job in found]
     return [find_job(directory)]
-
-
-def _once(found: Iterable[tuple[Job, list[int]]]) -> list[tuple[Job, list[int]]]:
-    """Each job once, with all of its items that were found."""
-    jobs: dict[Path, tuple[Job, set[int]]] = {}
-    for job, items in found:
-        jobs.setdefault(Path(job.directory).resolve(), (job, set()))[1].update(items)
-    return [(job, sorted(items)) for job, items in jobs.values()]
 
 
 def _job_folders(directory: Path, depth: int) -> Iterator[Path]:

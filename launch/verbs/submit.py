@@ -21,11 +21,12 @@ from pathlib import Path
 
 from fem_common import secrets
 from fem_common.errors import UserError
+from fem_common.files import write_whole
 from launch.cluster import slurm
 from launch.cluster.profile import Profile, load_profile
 from launch.job import Job, append_json, launch_folder, plan
 from launch.job.item_state import counted, find_job, standings
-from launch.job.plan import Draft, locked, settle, write, write_text
+from launch.job.plan import Draft, locked, settle, write
 from launch.job.render import render
 from launch.job.request import Request, Wanted, data_fault, wanted
 from launch.supervise.journal import cordon_file, cordoned
@@ -112,13 +113,15 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """What the command line asks for; the profile is read. Raises UserError."""
-    if arguments.rest and arguments.words:
-        raise UserError(f"both a run ({arguments.words[0]}) and a command after -- ({arguments.rest[0]}); give one")
+    """What the command line asks for; the profile is read, with --set and --time. Raises UserError."""
+    limit = [f'slurm.time="{arguments.time}"'] if getattr(arguments, "time", None) else []
+    rest = getattr(arguments, "rest", [])  # a sweep has none
+    if rest and arguments.words:
+        raise UserError(f"both a run ({arguments.words[0]}) and a command after -- ({rest[0]}); give one")
     return Request(
-        words=tuple(arguments.rest or arguments.words),
-        is_command=bool(arguments.rest),
-        profile=profile_of(arguments),
+        words=tuple(rest or arguments.words),
+        is_command=bool(rest),
+        profile=load_profile(arguments.cluster, [*arguments.set, *limit]),
         profile_path=arguments.cluster,
         nodes=arguments.nodes,
         processes=arguments.processes,
@@ -127,13 +130,6 @@ def request_of(arguments: argparse.Namespace) -> Request:
         tasks=getattr(arguments, "tasks", None),
         update=arguments.update,
     )
-
-
-def profile_of(arguments: argparse.Namespace) -> Profile:
-    """The profile with --set and --time. Raises UserError."""
-    limit = getattr(arguments, "time", None)
-    time_limit = [f'slurm.time="{limit}"'] if limit else []
-    return load_profile(arguments.cluster, [*arguments.set, *time_limit])
 
 
 def prepare(request: Request, *, data: bool = False) -> Job:
@@ -195,7 +191,7 @@ def send(job: Job, profile: Profile, items: Sequence[int], *, at_once: int | Non
     """Write DIR/launch/job.sh, submit it and note the submission: the job's id. The directory is locked. Raises UserError."""
     script = launch_folder(Path(job.directory)) / "job.sh"
     array = array_words(items, at_once) if job.array else None
-    write_text(script, render(job, profile, dependency=after, array=array, exclude=exclude))
+    write_whole(script, render(job, profile, dependency=after, array=array, exclude=exclude), synced=False)
     if profile.logs:
         Path(profile.logs).mkdir(parents=True, exist_ok=True)
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,10 @@ from pathlib import Path
 from fem_common.errors import UserError
 from launch.job.item_state import Standing, counted
 from launch.job.plan import Draft, locked, settle, write
-from launch.job.request import Request, Wanted, absolute, pretrain, run_item, run_job
+from launch.job.request import Request, Wanted, absolute, new_job, pretrain, run_item
 from launch.job.snapshot import ROOT
 from launch.verbs.local import run_items
-from launch.verbs.submit import add_place_arguments, add_submit_arguments, profile_of, submit
+from launch.verbs.submit import add_place_arguments, add_submit_arguments, request_of, submit
 
 SWEEPS = Path("runs") / "sweeps"
 LONGEST = 120  # characters of a run's name
@@ -44,21 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Submit the runs that are not done, or run them here: 0, or a local run's exit code. Raises UserError."""
     runs = read_list(arguments.list) if arguments.list else named(grid(arguments.grid))
-    profile = profile_of(arguments)
-    request = Request(
-        words=tuple(arguments.words),
-        is_command=False,
-        profile=profile,
-        profile_path=arguments.cluster,
-        nodes=arguments.nodes,
-        processes=arguments.processes,
-        name=arguments.name,
-        directory=arguments.directory,
-        update=arguments.update,
-    )
+    request = request_of(arguments)
     asked = wanted_sweep(request, runs)
-    if profile.scheduler == "slurm":
-        return submit(asked, arguments, profile)
+    if request.profile.scheduler == "slurm":
+        return submit(asked, arguments, request.profile)
     return _here(asked, arguments)
 
 
@@ -147,11 +137,11 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
     world_size = request.nodes * (request.processes or request.profile.processes_per_node)
     items = [run_item(f"{directory}/{run}", run) for run in runs]
     overrides = list(runs.values())
-    job = run_job(request, name, directory, items, array=True)
+    job = new_job(request, name, directory, items, array=True)
 
     def resolved(code: Path) -> Mapping[str, str]:
         def one(index: int) -> str:
-            words = [*request.words, *overrides[index], f"name={_quoted(f'{name}-{items[index].name}')}"]
+            words = [*request.words, *overrides[index], f"name={json.dumps(f'{name}-{items[index].name}', ensure_ascii=False)}"]
             try:
                 return pretrain(words, world_size, "--resolve", code, items[index].directory)
             except UserError as error:
@@ -160,11 +150,7 @@ def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wante
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return dict(zip((item.directory for item in items), pool.map(one, range(len(items))), strict=True))
 
-    return Wanted(job, resolved(ROOT), resolved, " ".join(request.words))
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return Wanted(job, resolved(ROOT), resolved)
 
 
 def _here(asked: Wanted, arguments: argparse.Namespace) -> int:

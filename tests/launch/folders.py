@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from launch.cluster.profile import load_profile
 from launch.job import Item, Job, append_json, launch_folder, rank_log, rank_record, write_json
+from launch.job.request import Request
+from launch.job.snapshot import ROOT
+from launch.verbs.submit import prepare
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31337"
 
@@ -60,3 +67,48 @@ def make_attempt(item: Path, number: int, started: float, **values: Any) -> Path
     for rank in range(2):
         write_log(rank_log(attempt, rank), *((started + step + rank / 10, f"attempt {number} step {step}") for step in range(3)))
     return attempt
+
+
+# --- as a person asks for them --------------------------------------------------------------------------------------------------
+
+DEMO = str(ROOT / "configs" / "run" / "demo.yaml")
+LOCAL = "scheduler: local\nnodes: {gpus: 0, cpus: 1, processes: 2}\nhealth: {check: false}\n"
+SLURM = "scheduler: slurm\nnodes: {gpus: 2, cpus: 2}\nslurm: {partition: main, time: 1-12:00:00, exclude: [n9]}\n"
+
+
+def run(*words: str, profile: str = "local.yaml", **options: Any) -> Request:
+    """What a command line of a run asks for."""
+    return Request(words, False, load_profile(profile), profile, **options)
+
+
+def command(*words: str, profile: str = "local.yaml", **options: Any) -> Request:
+    """The same of a command after --."""
+    return Request(words, True, load_profile(profile), profile, **options)
+
+
+def launch(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The command line, as a person calls it, where no Slurm is."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/nowhere"}
+    done = subprocess.run([sys.executable, "-m", "launch", *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def begin(request: Request) -> Job:
+    """Prepare a job, and let its items have been started."""
+    job = prepare(request)
+    for item in job.items:
+        (Path(item.directory) / "attempts" / "0001").mkdir(parents=True, exist_ok=True)
+    return job
+
+
+def finish(job: Job, *items: int) -> None:
+    """As a supervisor does."""
+    for index in items:
+        write_json(launch_folder(Path(job.items[index].directory)) / "state.json", {"format": 1, "state": "finished"})
+
+
+def config_of(directory: str | Path) -> dict[str, dict[str, object]]:
+    """The configuration that a run was submitted with."""
+    values: dict[str, dict[str, object]] = yaml.safe_load((launch_folder(Path(directory)) / "config.yaml").read_text())
+    return values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from fem_megatron.megatron import platform
 from launch.__main__ import main
 from launch.node import machine
-from launch.node.checks import Check
 from tests.launch.hostile import program
 from tests.pretrain.test_deepspeed_ops import LOCK, OP, age, folder, needs_deepspeed
 from tests.test_house import ROOT
@@ -55,14 +53,6 @@ def test_fix_removes_what_was_left(folder: Path, capfd: pytest.CaptureFixture[st
     assert f"removed {folder / LOCK}" in capfd.readouterr().out and not (folder / LOCK).exists()
     (after,) = machine.of_op(OP, False, False, lambda name, seconds: None)
     assert (after.level, after.remedy) == ("absent", "python -m launch doctor --build")
-
-
-def test_a_check_that_breaks_is_a_line() -> None:
-    def broken() -> Iterator[Check]:
-        yield Check("ok", "x", "so far")
-        raise RuntimeError("two\nlines")
-
-    assert list(machine._guarded("x", broken)) == [Check("ok", "x", "so far"), Check("FAILED", "x", "RuntimeError: two lines")]
 
 
 def test_another_megatron_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.job import Item, Job, rank_log, write_json
+from launch.job import rank_log, write_json
 from launch.node.failures import Findings, all_told, failures, first_failure, kind_of, wrong_on
 from launch.node.hardware import Gpu
 from launch.supervise.classify import Observed, cancelled, classify, has_features, is_away, is_lasting, last_step, taken
-from launch.supervise.journal import cordon, cordon_file, cordoned
+from launch.supervise.journal import cordon, cordoned
 from launch.supervise.run_files import Sight, has_stepped, look
 from tests.launch.folders import RESET, record, trace
 
@@ -330,13 +329,3 @@ def test_the_cordon_file(tmp_path: Path) -> None:
         assert list(cordoned(path)) == ["n2"]
     with pytest.raises(OSError, match=tmp_path.name):
         cordoned(tmp_path)
-
-
-def test_the_cordon_file_is_the_profiles_or_the_working_directorys() -> None:
-    item = Item("/runs/a", ("-m", "pretrain"), "a")
-    job = Job(
-        "a", "run", "/project/runs/a", "/project", "/code", sys.executable, 1, 1, True, (item,), {"paths": {"cordon": None}}, "p.yaml"
-    )
-    for directory in (job.directory, "/project/runs/sweeps/c/d", "/elsewhere/e"):
-        assert cordon_file(replace(job, directory=directory)) == Path("/project/runs/cordon.jsonl")
-    assert cordon_file(replace(job, profile={"paths": {"cordon": "/shared/cordon"}})) == Path("/shared/cordon")

@@ -17,12 +17,9 @@ from launch.supervise.policy import (
     Failure,
     Limits,
     Situation,
-    back_off,
     blamed,
     decide,
-    describe,
     failures_since_progress,
-    limits_of,
     misplaced,
     normalised,
     repetitions,
@@ -132,85 +129,80 @@ def an_end(draw: random.Random) -> End:
     outcome = draw.choice(("failed", "failed", "hang", "unhealthy", "lost", "saved", "busy", "interrupted", "misplaced"))
     failure = None
     if outcome in FAILED:
-        kind = draw.choice([kind for kind in KINDS if kind not in ("config", "diverged")])
-        code = draw.choice((1, 2, 75, 130, *range(126, 160)))
+        kind, host, step = (
+            draw.choice([kind for kind in KINDS if kind not in ("config", "diverged")]),
+            draw.choice((None, *NODES)),
+            draw.choice((None, 3, 4)),
+        )
         failure = Failure(
-            kind, draw.choice(("a", "b", f"c {draw.random()}")), 0, draw.choice((None, *NODES)), draw.choice((None, 3, 4)), code
+            kind, draw.choice(("a", "b", f"c {draw.random()}")), 0, host, step, draw.choice((1, 2, 75, 130, *range(126, 160)))
         )
     return End(outcome, failure, progress=draw.random() < 0.2, time=draw.uniform(0, 1000), stepped=draw.random() < 0.7)
 
 
-def a_situation(draw: random.Random, **fixed: Any) -> Situation:
+def a_situation(draw: random.Random) -> Situation:
     """Any situation."""
-    some = {name: {node: "ECC" for node in NODES if draw.random() < 0.1} for name in ("down", "unhealthy")}
+    some: dict[str, Any] = {name: {node: "ECC" for node in NODES if draw.random() < 0.1} for name in ("down", "unhealthy")}
     flags = {"ending": draw.random() < 0.2, "restart": draw.random() < 0.5, "can_requeue": draw.random() < 0.5}
-    return Situation(**{**some, **flags, "nodes": draw.choice((1, 2, 4)), **fixed})
+    return Situation(**{**some, **flags}, nodes=draw.choice((1, 2, 4)), checkpoints=draw.random() < 0.8)
 
 
-def cases(count: int) -> list[tuple[random.Random, list[End], Limits]]:
-    """Random histories, each with its limits, and with what draws more."""
-    made = []
-    for seed in range(count):
-        draw = random.Random(seed)
-        past = [an_end(draw) for _ in range(draw.randrange(1, 12))]
-        numbers = (draw.randrange(6), draw.randrange(1, 40), draw.choice((0, 2, 3)), draw.choice((0, 2, 3)), draw.uniform(0, 60))
-        made.append((draw, past, Limits(*numbers, 600.0)))
-    return made
+def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Situation) -> None:
+    """What holds of every decision."""
+    assert 0 <= decision.delay_seconds <= max(1.0, limits.back_off_max_seconds)
+    for node in decision.exclude:  # for a reason only, and it costs a requeue
+        against = sum(blamed(end.failure) == node for end in past)
+        assert node in situation.unhealthy or (limits.node_failures and against >= limits.node_failures)
+        assert decision.action == "requeue" and decision.cordon[node]
+    assert decide([*past, End("finished")], limits, situation).action == "finish"
+    assert decide(past, limits, replace(situation, stop="cancelled: by someone")) == Decision("stop", "cancelled: by someone")
+    wrong = decide([*(replace(end, progress=False) for end in past), WRONG], limits, situation)
+    assert wrong.action == "stop" and not wrong.gave_up, "the same command goes on, once the input is mended"
+    here = decide(past, limits, replace(situation, can_requeue=False))
+    assert here.action in ("restart", "stop") and not here.exclude and not here.cordon
+    near = decide(past, limits, replace(situation, ending=True, can_requeue=True))
+    assert near.action in ("requeue", "stop") and near.delay_seconds == 0
+    assert decide(past, limits, replace(situation, ending=True, restart=False, can_requeue=False)).action == "stop"
 
 
-CASES = cases(500)
+def goes_on_within(limits: Limits, past: list[End], situation: Situation) -> None:
+    """What holds of attempts after which another one is made."""
+    last = past[-1]
+    elsewhere = last.failure is not None and last.failure.kind in OF_THE_PLACES and not last.stepped
+    assert len(past) < limits.max_attempts and failures_since_progress(since_stop(past)) <= limits.max_failures
+    assert not limits.same_failure or repetitions(past) < limits.same_failure or elsewhere
+    assert repetitions(past, anywhere=True) < max(2, limits.max_failures)
+    assert last.outcome != "saved" or not situation.checkpoints or saves_without_progress(past) <= max(1, limits.max_failures)
 
 
-def test_a_run_ends_and_fails_no_more_often_than_it_may() -> None:
-    """Whatever happens to a run, attempt after attempt, it stops before its limits are passed."""
-    for draw, _, limits in CASES[:200]:
-        past: list[End] = []
-        for _ in range(limits.max_attempts):
-            past.append(an_end(draw))
-            decision = decide(past, limits, a_situation(draw))
-            if decision.action == "stop":
-                break
-            assert failures_since_progress(since_stop(past)) <= limits.max_failures
-            last = past[-1]
-            elsewhere = last.failure is not None and last.failure.kind in OF_THE_PLACES and not last.stepped
-            assert not limits.same_failure or repetitions(past) < limits.same_failure or elsewhere
-            assert repetitions(past, anywhere=True) < max(2, limits.max_failures)
-            assert last.outcome != "saved" or saves_without_progress(past) <= max(1, limits.max_failures)
-        assert decision.action == "stop" and decision.reason and "\n" not in decision.reason
-
-
-def test_what_holds_of_every_decision() -> None:
-    for draw, past, limits in CASES:
-        situation = a_situation(draw)
-        decision = decide(past, limits, situation)
-        assert 0 <= decision.delay_seconds <= max(1.0, limits.back_off_max_seconds)
-        for node in decision.exclude:  # for a reason only, and it costs a requeue
-            against = sum(blamed(end.failure) == node for end in past)
-            assert node in situation.unhealthy or (limits.node_failures and against >= limits.node_failures)
-            assert decision.action == "requeue" and decision.cordon[node]
-        assert decide([*past, End("finished")], limits, situation).action == "finish"
-        assert decide(past, limits, replace(situation, stop="cancelled: by someone")) == Decision("stop", "cancelled: by someone")
-        wrong = decide([*(replace(end, progress=False) for end in past), WRONG], limits, situation)
-        assert wrong.action == "stop" and not wrong.gave_up, "the same command goes on, once the input is mended"
-        here = decide(past, limits, replace(situation, can_requeue=False))
-        assert here.action in ("restart", "stop") and not here.exclude and not here.cordon
-        near = decide(past, limits, replace(situation, ending=True, can_requeue=True))
-        assert near.action in ("requeue", "stop") and near.delay_seconds == 0
-        assert decide(past, limits, replace(situation, ending=True, restart=False, can_requeue=False)).action == "stop"
-
-
-def test_what_counts_for_nothing_changes_nothing() -> None:
+def what_changes_nothing(draw: random.Random, past: list[End], limits: Limits, situation: Situation) -> None:
     """An end that was no failure, a wait for the directory, what was before a person started it again: the next decision is the same."""
-    for draw, past, limits in CASES:
-        patient, situation = replace(limits, max_attempts=500), a_situation(draw, checkpoints=draw.random() < 0.5)
-        expected, place = decide(past, patient, situation), draw.randrange(len(past))
-        if past[-1].outcome in FAILED:
-            for idle in ([End("interrupted", time=draw.uniform(0, 1000))] * draw.randrange(1, 9), [BUSY]):
-                assert decide([*past[:place], *idle, *past[place:]], patient, situation) == expected
-        if situation.can_requeue:
-            assert decide([*past, End("interrupted")], patient, situation) == Decision("requeue", "the allocation was taken away")
-        before = [*past[:-1], replace(past[-1], stopped=True)]
-        assert decide([*before, *past], limits, situation) == decide(past, limits, situation)
+    patient = replace(limits, max_attempts=500)
+    expected, place = decide(past, patient, situation), draw.randrange(len(past))
+    if past[-1].outcome in FAILED:
+        for idle in ([End("interrupted", time=draw.uniform(0, 1000))] * draw.randrange(1, 9), [BUSY]):
+            assert decide([*past[:place], *idle, *past[place:]], patient, situation) == expected
+    if situation.can_requeue:
+        assert decide([*past, End("interrupted")], patient, situation) == Decision("requeue", "the allocation was taken away")
+    before = [*past[:-1], replace(past[-1], stopped=True)]
+    assert decide([*before, *past], limits, situation) == decide(past, limits, situation)
+
+
+def test_whatever_happens_a_run_ends_within_its_limits() -> None:
+    for seed in range(300):
+        draw, past = random.Random(seed), list[End]()
+        numbers = (draw.randrange(6), draw.randrange(1, 40), draw.choice((0, 2, 3)), draw.choice((0, 2, 3)), draw.uniform(0, 60))
+        limits = Limits(*numbers, 600.0)
+        decision = Decision("restart", "")
+        while decision.action != "stop":
+            past.append(an_end(draw))
+            situation = a_situation(draw)
+            decision = decide(past, limits, situation)
+            holds_of(decision, past, limits, situation)
+            what_changes_nothing(draw, past, limits, situation)
+            if decision.action != "stop":
+                goes_on_within(limits, past, situation)
+        assert decision.reason and "\n" not in decision.reason
 
 
 @pytest.mark.parametrize(("spread", "free"), [(1.0, BUSY_TIMES), (BUSY_SECONDS / 3, 3)])
@@ -237,6 +229,5 @@ def test_what_is_counted() -> None:
     blame = {kind for kind in KINDS if blamed(Failure(kind, "m", host="n1", exit=1))}
     assert blame == {"node", "health", "lost"} and blamed(Failure("node", "m")) is None and blamed(None) is None
     assert [code for code in range(129, 160) if blamed(Failure("signal", "m", host="n1", exit=code))] == [135, 137]  # SIGBUS, SIGKILL
-    assert [back_off(number, Limits()) for number in range(1, 8)] == [30, 60, 120, 240, 480, 900, 900]
-    assert limits_of({"max_failures": 1, "other": 3}) == Limits(max_failures=1)
-    assert describe(Failure("exit", "boom")) == "boom"
+    waits = [decide([failed(f"{chr(97 + n)}") for n in range(count)], Limits(max_failures=9), HERE) for count in range(1, 8)]
+    assert [decision.delay_seconds for decision in waits] == [30, 60, 120, 240, 480, 900, 900]

@@ -316,14 +316,3 @@ def test_variables_of_the_recorder_are_set_where_nobody_did_and_there_may_be_gpu
         assert one.wait() == 0
         assert texts(one.log) == [str(["2000", f"{one.attempt}/flight/rank_"] if visible == "0,1" else [None, None])]
     assert own.wait() == 0 and texts(own.log) == [f"{tmp_path}/mine/fr_ 0 2000"] and (tmp_path / "mine").is_dir()
-
-
-def test_a_rank_without_gpus_gets_no_warning_of_torch(keep: Keep, tmp_path: Path) -> None:
-    code = f"""
-import torch.distributed as d
-d.init_process_group("gloo", store=d.FileStore("{tmp_path / "store"}", 1), rank=0, world_size=1)
-d.barrier()
-d.destroy_process_group()
-"""
-    kept = keep(code, CUDA_VISIBLE_DEVICES="")
-    assert kept.wait(120) == 0 and texts(kept.log) == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shlex
 import subprocess
 import sys
 import threading
@@ -118,29 +117,6 @@ def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(kno
         assert row(job, slurm_says("CANCELLED")).state == "cancelled"
 
 
-def test_what_ended_in_its_last_job_is_not_asked_for(tmp_path: Path) -> None:
-    job = make_job(tmp_path / "demo")
-    for values in ({"job_id": "12"}, {"job_id": None}):
-        says(job, "stopped", **values)
-        assert ask([job]) == Queue({}) and row(job).state == "stopped"
-    array = make_job(tmp_path / "sweep", items=2)
-    append_json(launch_folder(tmp_path / "sweep") / "submissions.jsonl", {"time": 1.7e9, "job_id": "13", "items": [1]})
-    for index in (0, 1):
-        says(array, "stopped", index, job_id=f"12_{index}")
-    found = rows_of(array, Queue({"12_0": QueueState("FAILED"), "13_1": QueueState("PENDING")}), NOW)
-    assert [one.state for one in found] == ["stopped", "queued"]
-
-
-def test_messages_say_why_and_their_commands_survive_a_shell(tmp_path: Path, dead: int) -> None:
-    local, job = make_job(tmp_path / "my runs; rm", "local"), make_job(tmp_path / "it's")
-    says(local, "running", pid=dead)
-    assert shlex.split(row(local).message.split("`")[1])[-1] == local.directory
-    assert shlex.split(row(job, slurm_says("FAILED")).message.partition("see: ")[2])[-1] == job.directory
-    assert row(job, slurm_says("PENDING", "Resources")).message == "waits: Resources"
-    says(job, "requeued", message="saved at step 100")
-    assert row(job, slurm_says("PENDING", "BeginTime")).message == "saved at step 100; waits: BeginTime"
-
-
 def test_a_silent_slurm_makes_states_doubtful_and_nothing_lost(tmp_path: Path) -> None:
     job = make_job(tmp_path / "demo")
     for state, expected in ((None, "unknown?"), ("running", "running?"), ("finished", "finished")):
@@ -193,22 +169,6 @@ def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
     merge = make_job(tmp_path / "merge", kind="command")
     trained(merge)
     assert row(merge, slurm_says("RUNNING")).step is None
-
-
-def test_no_time_is_left_where_no_step_is_made(tmp_path: Path) -> None:
-    """Neither of lines that an earlier attempt left, nor while the run waits, or its nodes are checked."""
-    job = make_job(tmp_path / "demo")
-    trained(job, age=100.0)
-    for started, left in ((NOW - 1000, (40000 - 102) * 0.5), (NOW - 50, None)):
-        write_json(tmp_path / "demo" / "attempts" / "0001" / "attempt.json", {"started": started})
-        for state, queue, expected in (
-            ("running", "RUNNING", left),
-            ("waiting", "RUNNING", None),
-            ("checking", "RUNNING", None),
-            ("running", "PENDING", None),
-        ):
-            says(job, state, job_id="12")
-            assert row(job, slurm_says(queue)).seconds_left == expected, state
 
 
 def test_an_array_is_one_row_of_counts_and_its_first_trouble(tmp_path: Path) -> None:
@@ -402,17 +362,6 @@ def test_following_gives_each_line_once_however_it_is_written(tmp_path: Path) ->
             data = data[size:]
             got += [line.text for line in tail.read()]
         assert got == [f"line {number}" for number in range(50)]
-
-
-def test_the_last_lines_of_a_log_that_is_no_longer_named_are_not_lost(tmp_path: Path) -> None:
-    named = [old := Source(write_log(tmp_path / "old.log", (THEN, "a")), "old")]
-    follower = Follower(lambda: named)
-    assert [line.text for line in follower.read()] == ["a"]
-    write_log(old.path, (THEN + 1, "last word"))
-    named[:] = [Source(write_log(tmp_path / "new.log", (THEN + 2, "b")), "new")]
-    assert [line.text for line in follower.read()] == ["last word", "b"]
-    write_log(old.path, (THEN + 3, "never"))
-    assert follower.read() == []
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,15 +116,6 @@ def test_a_folder_that_the_nodes_do_not_see_is_named(
         code, said = examine(cluster)
     assert code == 1 and failed(said) == ["trial"]
     assert f"ended without a word in {tmp_path / 'trials'}" in said["trial"][0][1] and "do not see that folder" in said["trial"][0][1]
-
-
-def test_an_interpreter_that_one_node_does_not_have_is_named(examine: Examine, cluster: MiniSlurm, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    python = smi.script(tools / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    with hidden(cluster, tools, "node2"):
-        code, said = examine(cluster, f"--set=python={python}", "--set=health.timeout_seconds=20")
-    assert code == 1 and failed(said)[0] == "node node2" and str(python) in said["node node2"][0][1]
 
 
 def test_a_hung_node_is_named_and_not_waited_for(examine: Examine, make_cluster: MakeCluster) -> None:

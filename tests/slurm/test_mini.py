@@ -6,25 +6,14 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.launch.supervised import ROOT, wait_for
 from tests.slurm import processes
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def until(met: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Poll until ``met``."""
-    deadline = time.monotonic() + seconds
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def left_by(root: Path) -> list[str]:
@@ -51,20 +40,11 @@ def test_a_job_sees_nodes_of_its_own(cluster: MiniSlurm, tmp_path: Path) -> None
     assert "Requested node configuration is not available" in refused.value.stderr
 
 
-def test_cancel_ends_what_the_job_started(cluster: MiniSlurm) -> None:
-    job = cluster.sbatch("--nodes=2", "--output=/dev/null", "--wrap", "srun setsid --wait sleep 100")
-    cluster.wait(job, "RUNNING")
-    until(lambda: len(cluster.pids(job, "node2")) == 2)  # setsid and sleep, in a session of their own
-    assert processes.command(cluster.batch_pid(job)).startswith("/bin/sh")
-    cluster.run("scancel", str(job))
-    assert cluster.wait(job) == "CANCELLED" and cluster.pids(job) == []
-
-
 def test_two_clusters_do_not_meet_and_leave_nothing(cluster: MiniSlurm, make_cluster: MakeCluster) -> None:
     other = make_cluster(nodes=3, gpus=0)
     assert other.sbatch("--nodes=3", "--output=/dev/null", "--wrap", "srun sleep 100") == 1
     other.wait(1, "RUNNING")
-    until(lambda: len(other.pids(1)) > 3)
+    wait_for(lambda: len(other.pids(1)) > 3)
     ours, theirs, all_theirs = processes.by_node(cluster.root), other.pids(1), processes.by_node(other.root)
     assert set(all_theirs) == {"control", "node1", "node2", "node3"} and len(left_by(other.root)) > 3  # the probe sees it where it is
     assert not {pid for pids in ours.values() for pid in pids} & {pid for pids in all_theirs.values() for pid in pids}
@@ -73,25 +53,9 @@ def test_two_clusters_do_not_meet_and_leave_nothing(cluster: MiniSlurm, make_clu
     assert {processes.state(pid) for pid in theirs} <= {"", "Z"}  # at most zombies, until init takes note
 
 
-def test_a_job_outlives_the_loss_of_a_node(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    cluster = make_cluster(nodes=2, slurmd_timeout=5)
-    script = 'hostname; if [ "$SLURM_RESTART_COUNT" ]; then srun hostname; else srun sleep 100; fi'
-    lost = cluster.sbatch("--requeue", "--open-mode=append", f"--output={tmp_path}/lost", "--wrap", script)
-    until(lambda: any(processes.command(pid).endswith("/sleep 100") for pid in cluster.pids(lost)))
-    cluster.kill_node("node1")
-    assert cluster.pids(lost) == [] and set(processes.by_node(cluster.root)) == {"control", "node2"}
-    cluster.wait(lost, "PENDING")
-    cluster.run("scontrol", "update", f"JobId={lost}", "StartTime=now")
-    assert cluster.wait(lost) == "COMPLETED"
-    assert (tmp_path / "lost").read_text().split() == ["node1", "node2", "node2"]  # nothing on the dead node had a last word
-    cluster.start_node("node1")
-    assert sorted(cluster.run("srun", "--nodelist=node[1-2]", "hostname").stdout.split()) == ["node1", "node2"]
-
-
 def test_it_ends_with_its_owner() -> None:
     code = textwrap.dedent("""
-        import time
-        from tests.slurm.mini import MiniSlurm
+                from tests.slurm.mini import MiniSlurm
         cluster = MiniSlurm(nodes=1)
         cluster.start()
         cluster.sbatch("--output=/dev/null", "--wrap", "trap '' TERM; sleep 100")
@@ -99,11 +63,11 @@ def test_it_ends_with_its_owner() -> None:
         print(cluster.root, flush=True)
         time.sleep(100)
     """)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as owner:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
         assert owner.stdout is not None
         try:
             root = Path(owner.stdout.readline().strip())
-            until(lambda: len(processes.by_node(root)["node1"]) >= 3)  # slurmd, slurmstepd, the script
+            wait_for(lambda: len(processes.by_node(root)["node1"]) >= 3)  # slurmd, slurmstepd, the script
         finally:
             owner.kill()
-    until(lambda: left_by(root) == [])
+    wait_for(lambda: left_by(root) == [])

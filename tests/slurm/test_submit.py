@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,58 @@ def test_requeue_and_cancel_of_one_that_runs(login: Login) -> None:
     assert login.file("state.json")["state"] == "finished"
 
 
+def test_an_array_starts_what_is_left(login: Login) -> None:
+    """Three tasks, two at once: one is killed, and started again by its supervisor; one is cancelled, and by nobody."""
+    job = login.submit(*login.waiting_command(), options=("--tasks", "3", "--at-once", "2"))
+    tasks = [login.job / "tasks" / f"000{index}" for index in range(3)]
+
+    def child(task: int, attempt: int) -> int:
+        path = tasks[task] / f"attempts/000{attempt}/ranks/rank_00000.json"
+        return int(wait_for(lambda: (read_json(path) or {}).get("child")))
+
+    os.kill(child(0, 1), signal.SIGKILL)
+    child(1, 1)
+    assert attempts(tasks[2]) == []
+    login.cluster.run("scancel", f"{job}_1")
+    child(0, 2)
+    child(2, 1)
+    (login.folder / "config.yaml").unlink()
+    login.feed()  # a file from now on
+    for pid in (child(0, 2), child(2, 1)):
+        with suppress(ProcessLookupError):  # it may have begun to read only now
+            os.kill(pid, signal.SIGINT)
+    assert [login.cluster.wait(f"{job}_{task}", timeout=120) for task in range(3)] == ["COMPLETED", "CANCELLED", "COMPLETED"]
+    assert read_json(tasks[1] / "launch" / "state.json")["state"] == "cancelled"
+    second = login.submit("--", "pretrain", "config.yaml", "--plan", options=("--tasks", "3", "--at-once", "2"))
+    assert login.cluster.wait(f"{second}_1") == "COMPLETED"
+    assert len(attempts(tasks[0])) >= 2 and len(attempts(tasks[1])) == 2
+    sent = read_json_lines(launch_folder(login.job) / "submissions.jsonl")
+    assert [line["items"] for line in sent] == [[0, 1, 2], [1]]
+
+
+def test_a_chain_goes_on_while_all_ends_well(login: Login) -> None:
+    """An array, what follows its directory, and a run without data, which is accepted since another job may make it."""
+    first = login.submit(*HELD, *HELP, options=("--tasks", "2"))
+    second = login.launch(*HELP, options=("--parsable", "--directory", "second", "--dependency", "job")).strip()
+    run = ("submit", DEMO, "--cluster", "mini.yaml", "--directory", "run", "--parsable")
+    third = login.launch(*run, "--dependency", second).strip()
+    fourth = login.launch(*HELP, options=("--parsable", "--directory", "fourth", "--dependency", "run")).strip()
+    waiting = dict(line.split("|") for line in login.cluster.run("squeue", "--noheader", "--format=%A|%r").stdout.splitlines())
+    assert [waiting[job] for job in (first, second, third, fourth)] == ["JobHeldUser", *["Dependency"] * 3]
+    login.cluster.run("scontrol", "release", first)
+    assert [login.cluster.wait(job, timeout=200) for job in (second, third, fourth)] == ["COMPLETED", "FAILED", "CANCELLED"]
+    assert attempts(login.folder / "fourth") == []
+    assert read_json(login.folder / "run" / "launch" / "stop.json") is None, "whoever mends the input gives the same command again"
+    for named, told in (
+        ("run", "is not under way (the input is wrong, and stays so: "),
+        (third, "that job is FAILED"),
+        ("99999", "knows no such"),
+    ):
+        assert told in login.launch(*HELP, options=("--directory", "fourth", "--dependency", named), code=2)
+    dry = login.launch(*HELP, options=("--directory", "fifth", "--dependency", "second", "--dry-run"))
+    assert "--dependency" not in dry and "after      nothing" in dry
+
+
 def test_the_users_variables_change_no_job(login: Login) -> None:
     strange = {
         "SBATCH_PARTITION": "urgent",
@@ -240,19 +294,6 @@ def test_a_run_leaves_a_node_on_which_its_supervisor_cannot_start(login: Login) 
     assert [read_json(attempt / "attempt.json")["nodes"] for attempt in attempts(login.job)] == [["node2"]]
     told = "[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"
     assert told in login.launch("logs", "job")
-
-
-def test_a_task_leaves_a_node_by_itself_and_tells_where(login: Login) -> None:
-    """A sweep's task is named by its array: the others stay."""
-    bad = "setup.lines=['[ $SLURMD_NODENAME,$SLURM_ARRAY_TASK_ID != node1,0 ] || exit 1']"
-    run = ("sweep", DEMO, "--grid", "train.seed=1,2", "--cluster", "mini.yaml", "--directory", "job", "--set", bad)
-    job = login.launch(*run, "--dependency", login.job_that_is_over(), "--parsable").strip()
-    assert [login.cluster.wait(f"{job}_{task}") for task in (0, 1)] == ["FAILED", "FAILED"]
-    shown = [login.cluster.job(f"{job}_{task}") for task in (0, 1)]
-    assert [(task["Restarts"], task["ExcNodeList"]) for task in shown] == [("1", "node1"), ("0", "(null)")]
-    told = [line for line in login.launch("logs", "job", "--item", "0").splitlines() if "did not start on node1" in line]
-    assert told == ["[slurm] launch: the supervisor did not start on node1: back to the queue, without that node"]
-    assert "did not start" not in login.launch("logs", "job", "--item", "1")
 
 
 def test_the_queue_in_words(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
