@@ -26,6 +26,7 @@ from pretrain.data.facts import Contents, SourceContents
 from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
 from tests.pretrain.conftest import DEMO, ROOT, SMALL
 from tests.pretrain.data_folder import write_folder
+from tests.ranks import finished
 
 # --- the folder ------------------------------------------------------------------------------------------------------------------
 
@@ -64,15 +65,6 @@ def test_a_cache_says_what_it_was_made_from_and_what_it_holds(tmp_path: Path) ->
         "files": {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in sorted(FILES.items())},
     }
     assert {path.name: path.read_bytes() for path in cache.folder.iterdir() if path.name != COMPLETE} == FILES
-
-
-def test_the_name_follows_contents_paths_and_settings(tmp_path: Path) -> None:
-    other = Contents((SOURCES[0], SourceContents("valid", "data/valid", "c" * 64, "e" * 64)))
-    moved = Contents((SOURCES[0], SourceContents("valid", "elsewhere/valid", "c" * 64, "d" * 64)))
-    caches = [cache_in(tmp_path), cache_in(tmp_path, "other"), IndexCache(tmp_path, other, ("k", [1, 2]))]
-    caches.append(IndexCache(tmp_path, moved, ("k", [1, 2])))
-    assert len({cache.folder for cache in caches}) == 4
-    assert cache_in(tmp_path).folder == caches[0].folder
 
 
 @pytest.mark.parametrize(
@@ -254,11 +246,6 @@ class Run:
         self.out, self.err = self.capsys.readouterr()
         return code
 
-    def on_ranks(self, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command = [*torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", DEMO, *self.settings, *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
     def built(self) -> dict[str, tuple[int, int]]:
         """Cache folder's name -> (inode, time of change) of its complete.json."""
         found = {path.parent.name: path.stat() for path in self.cache.glob(f"*/{COMPLETE}")}
@@ -334,9 +321,7 @@ def test_ranks_share_an_index_built_by_one_process(run: Run) -> None:
     run.settings += ["train.steps=2", "optimizer.warmup_steps=1", "train.eval_interval=0"]
     assert run("--index") == 0, run.err
     before = run.built()
-    done = run.on_ranks(2)
-    assert done.returncode == 0, done.stderr
-    assert "index cache" not in done.stdout and run.built() == before
+    assert "index cache" not in finished(2, [DEMO, *run.settings], run.folder / "out") and run.built() == before
 
 
 def test_a_run_that_will_be_resumed_is_indexed_for_its_own_order(run: Run) -> None:
@@ -345,18 +330,6 @@ def test_a_run_that_will_be_resumed_is_indexed_for_its_own_order(run: Run) -> No
     before = run.built()
     assert run("train.steps=10", "--index") == 0
     assert run.built() == before and ": unchanged, " in run.out
-
-
-@pytest.mark.parametrize("name", ["train.idx", "valid.bin"])
-def test_a_flipped_byte_is_refused_by_name(run: Run, name: str) -> None:
-    path = run.data / name
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 3] ^= 1
-    path.write_bytes(raw)
-    for words in ([], ["--index"]):
-        assert run(*words) == 2
-        assert run.err.startswith(f"pretrain: error: {path} is not the file that {run.data}/manifest.json records")
-        assert len(run.err.splitlines()) == 1 and run.built() == {}
 
 
 def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
