@@ -94,6 +94,10 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(content))
 
 
+def written(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 def flip(path: Path, place: int) -> None:
     """One bit of a file: its size, headers and times are right."""
     raw = bytearray(path.read_bytes())
@@ -101,8 +105,9 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(raw)
 
 
-def without_manifest(folder: Path, change: Callable[[bytes], bytes] = lambda index: index) -> list[str]:
+def without_manifest(folder: Path, change: Callable[[bytes], bytes] = lambda index: index, size: int = 1800) -> list[str]:
     (folder / "manifest.json").unlink()
+    os.truncate(folder / "train.bin", size)
     (folder / "train.idx").write_bytes(change((folder / "train.idx").read_bytes()))
     return ["model.vocab_size=500"]
 
@@ -113,6 +118,15 @@ def beside(folder: Path, key: str = "train.1.prefix", name: str = "train", eod: 
     if eod is not None:
         edit(other / "manifest.json", lambda manifest: manifest["tokenizer"].update(eod_id=eod))
     return [f"data.{key}={other / name}"]
+
+
+def anew(folder: Path, **changes: Any) -> None:
+    write_folder(folder, **changes)
+
+
+def with_another_pair(folder: Path) -> list[str]:
+    write_pair(folder / "mine", [[7] * 900])
+    return [f"data.train.0.prefix={folder / 'mine'}"]
 
 
 def replaced(folder: Path, name: str) -> None:
@@ -142,18 +156,17 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     "no tokenizer": lambda folder: [f"data.tokenizer={folder}"],
     "another end of documents": lambda folder: beside(folder, eod=3),
     "nobody tells the vocabulary": lambda folder: (folder / MANIFEST).unlink(),
-    "too narrow a dtype": lambda folder: write_folder(folder, vocab_size=70_000) and None,
+    "too narrow a dtype": lambda folder: anew(folder, vocab_size=70_000),
     "not the recorded dtype": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest.update(dtype="int32")),
     "not the recorded size": lambda folder: os.truncate(folder / "train.bin", 1000),
-    "not the described size": lambda folder: os.truncate(folder / "train.bin", 1000) or without_manifest(folder),
+    "not the described size": lambda folder: without_manifest(folder, size=1000),
     "an index cut short": lambda folder: without_manifest(folder, lambda index: index[:-1]),
     "a header cut short": lambda folder: without_manifest(folder, lambda index: index[:20]),
     "no index of Megatron's": lambda folder: without_manifest(folder, lambda index: b"x" + index[1:]),
     "an unknown dtype": lambda folder: without_manifest(folder, lambda index: index[:17] + b"\x07" + index[18:]),
-    **{
-        f"a manifest that is {text[:4]}": lambda folder, text=text: (folder / MANIFEST).write_text(text) and None  # type: ignore[misc]
-        for text in ("{", "[]", '{"format": 2}')
-    },
+    "a manifest that is no JSON": lambda folder: written(folder / MANIFEST, "{"),
+    "a manifest that is a list": lambda folder: written(folder / MANIFEST, "[]"),
+    "a manifest of nothing": lambda folder: written(folder / MANIFEST, '{"format": 2}'),
     "a manifest without a key": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["tokenizer"].pop("eod_id")),
     "a split without a key": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["splits"]["train"].pop("bin_sample")),
     "another format": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest.update(format=1)),
@@ -163,9 +176,7 @@ MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
     },
     "a foreign index": lambda folder: replaced(folder, "train.idx"),
     "a foreign bin": lambda folder: replaced(folder, "train.bin"),
-    "a pair that the manifest does not know": lambda folder: (
-        write_pair(folder / "mine", [[7] * 900]) or [f"data.train.0.prefix={folder / 'mine'}"]
-    ),
+    "a pair that the manifest does not know": with_another_pair,
     "a plan left behind": lambda folder: left_behind(folder, "plan.json"),
     "a shard left behind": lambda folder: left_behind(folder, "shards/00003.json"),
     "not the recorded tokens": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["splits"]["valid"].update(tokens=901)),
