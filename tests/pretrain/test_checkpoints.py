@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -10,6 +11,9 @@ import pickle
 import random
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,9 +24,15 @@ import torch
 
 from pretrain.checkpoint.reader import MANIFEST, load_full_model_state
 from tests.pretrain.conftest import DEMO, Command
-from tests.ranks import PATIENCE, finished, losses, records, send, started, wait_until
+from tests.ranks import PATIENCE, finished, records, send, started, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def curve(run_dir: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, grad norm), the last record of each step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -32,6 +42,48 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}", "-m", "pretrain"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*start, DEMO, *overrides],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL torchrun and its workers, which have sessions of their own and would outlive it."""
+    victims = [process.pid]
+    for pid in victims:
+        with contextlib.suppress(OSError):
+            victims += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def _steps(run_dir: Path) -> list[int]:
+    """Steps reported by the newest attempt: those after the last drop of the step number."""
+    steps: list[int] = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if "loss" in record:
+            steps.append(record["step"])
+    return steps
 
 
 def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path) -> None:
@@ -47,7 +99,7 @@ def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path) -> None:
                 wait_until(lambda: any(line.get("step", 0) >= step for line in records(run_dir)[-1:]), ranks)  # noqa: B023
         output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
     assert "resumed from" in output
-    assert losses(killed) == losses(whole), f"kills drawn with seed {seed}"
+    assert curve(killed) == curve(whole), f"kills drawn with seed {seed}"
     assert same(weights(killed), weights(whole))
 
 
@@ -61,12 +113,12 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
     assert pretrain(f"run_dir={other}") == 0
     assert "at step 8" in pretrain.out
     # 1e-6: fp32 sums in another order.
-    assert losses(other) == {step: pytest.approx(values, rel=1e-6) for step, values in losses(pretrain.run_dir).items()}
+    assert curve(other) == {step: pytest.approx(values, rel=1e-6) for step, values in curve(pretrain.run_dir).items()}
 
 
 @pytest.mark.parametrize(
     ("number", "times"),
-    [(signal.SIGTERM, 2), pytest.param(signal.SIGHUP, 2, marks=pytest.mark.slow), (signal.SIGINT, 1)],
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGHUP, 2), (signal.SIGINT, 1)],
 )
 def test_signal_saves_and_the_same_command_continues(
     pretrain: Command, settings: list[str], tmp_path: Path, number: signal.Signals, times: int
@@ -75,7 +127,7 @@ def test_signal_saves_and_the_same_command_continues(
     assert pretrain(f"run_dir={tmp_path / 'whole'}") == 0
 
     def send() -> None:
-        while len(losses(pretrain.run_dir)) < 2:
+        while not (pretrain.run_dir / "metrics.jsonl").exists() or len(_steps(pretrain.run_dir)) < 2:
             time.sleep(0.001)
         for _ in range(times):
             os.kill(os.getpid(), number)
@@ -85,11 +137,11 @@ def test_signal_saves_and_the_same_command_continues(
     assert pretrain("checkpoint.interval=0") == 0
     thread.join()
     assert f"stopped by {number.name} after step" in pretrain.out
-    stopped = max(losses(pretrain.run_dir))
+    stopped = max(curve(pretrain.run_dir))
     assert 2 <= stopped < 12
     assert [path.name for path in pretrain.checkpoints.glob("step_*")] == [f"step_{stopped:08d}"]
     assert pretrain() == 0
-    assert losses(pretrain.run_dir) == losses(tmp_path / "whole")
+    assert curve(pretrain.run_dir) == curve(tmp_path / "whole")
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Path) -> None:
@@ -106,23 +158,43 @@ def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Pat
     assert sorted((tmp_path / "run" / "checkpoints").glob("step_*")) == before
 
 
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_saves(settings: list[str], tmp_path: Path) -> None:
+    """torchrun passes it on to its ranks and waits for them; its own traceback is torch's."""
+    process = torchrun(2, [*settings, "train.steps=2000", "checkpoint.interval=0"])
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not _steps(tmp_path / "run"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    stopped = max(_steps(tmp_path / "run"))
+    assert f"stopped by SIGINT after step {stopped}" in output
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{stopped:08d}"]
+
+
 def test_damaged_checkpoints_are_named_and_passed_over(pretrain: Command) -> None:
-    """A truncated file in the newest, a missing one before it, a changed pickle before that: the fourth from last is taken."""
-    often = ("checkpoint.interval=3", "checkpoint.keep_last=4")
-    assert pretrain(*often) == 0
-    expected = losses(pretrain.run_dir)
-    newest, second, third = (pretrain.checkpoints / f"step_{step:08d}" for step in (12, 9, 6))
-    os.truncate(newest / "__0_0.distcp", (newest / "__0_0.distcp").stat().st_size - 1)
+    """Truncated file in the newest, missing file in the one before: the third from last is taken."""
+    assert pretrain() == 0
+    expected = curve(pretrain.run_dir)
+    newest, second = pretrain.checkpoints / "step_00000012", pretrain.checkpoints / "step_00000008"
+    tensors = newest / "__0_0.distcp"
+    os.truncate(tensors, tensors.stat().st_size - 1)
     (second / "common.pt").unlink()
-    content = bytearray((third / ".metadata").read_bytes())
-    content[100] ^= 1
-    (third / ".metadata").write_bytes(content)
-    assert pretrain(*often) == 0
+    assert pretrain() == 0
     assert f"{newest} is damaged (__0_0.distcp has" in pretrain.out
     assert f"{second} is damaged (common.pt is missing)" in pretrain.out
-    assert f"{third} is damaged (.metadata does not match the hash" in pretrain.out
-    assert "step_00000003 at step 3" in pretrain.out
-    assert losses(pretrain.run_dir) == expected
+    assert "step_00000004 at step 4" in pretrain.out
+    assert curve(pretrain.run_dir) == expected
+
+
+def test_changed_pickle_is_not_read(pretrain: Command) -> None:
+    assert pretrain() == 0
+    metadata = pretrain.checkpoints / "step_00000012" / ".metadata"
+    content = bytearray(metadata.read_bytes())
+    content[100] ^= 1
+    metadata.write_bytes(bytes(content))
+    assert pretrain() == 0
+    assert "step_00000012 is damaged (.metadata does not match the hash" in pretrain.out
 
 
 def test_pickle_that_names_foreign_code_is_refused(pretrain: Command, tmp_path: Path) -> None:
@@ -160,12 +232,12 @@ def test_resume_none_is_refused_where_checkpoints_exist(pretrain: Command) -> No
 def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
     """checkpoint.load takes the weights alone: a new run, from step 1, that starts where the old one ended."""
     assert pretrain() == 0
-    last_loss = losses(pretrain.run_dir)[12][0]
+    last_loss = curve(pretrain.run_dir)[12][0]
     assert pretrain(f"run_dir={tmp_path / 'second'}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4") == 0
     assert "weights taken from" in pretrain.out
-    second = losses(tmp_path / "second")
+    second = curve(tmp_path / "second")
     assert sorted(second) == [1, 2, 3, 4]
-    assert second[1][0] < last_loss + 0.3 < losses(pretrain.run_dir)[1][0]
+    assert second[1][0] < last_loss + 0.3 < curve(pretrain.run_dir)[1][0]
     assert pretrain(f"run_dir={tmp_path / 'third'}", f"checkpoint.load={tmp_path / 'nothing'}") == 2
     assert "no checkpoint there" in pretrain.err
 
@@ -240,12 +312,12 @@ def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
     assert (pretrain.checkpoints / "latest").read_text() == "step_00000012\n"
 
 
-def test_kill_while_writing_leaves_no_final_name(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
+def test_kill_while_writing_leaves_no_final_name(pretrain: Command, settings: list[str]) -> None:
     """SIGKILL as soon as a checkpoint begins to be written: what bears a final name is whole, and the run goes on."""
-    with started(1, [DEMO, *settings], tmp_path / "out") as processes:
-        wait_until(lambda: bool(list(pretrain.checkpoints.glob(".writing_*"))), processes, nap=0.0)
-        processes[0].kill()
-        processes[0].join()
+    process = torchrun(1, settings)
+    while not list(pretrain.checkpoints.glob(".writing_*")) and process.poll() is None:
+        time.sleep(0.001)
+    kill_all(process)
     assert not list(pretrain.checkpoints.glob("step_*"))
     assert list(pretrain.checkpoints.glob(".writing_*"))
     assert pretrain() == 0

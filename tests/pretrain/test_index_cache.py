@@ -26,7 +26,6 @@ from pretrain.data.facts import Contents, SourceContents
 from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
 from tests.pretrain.conftest import DEMO, ROOT, SMALL
 from tests.pretrain.data_folder import write_folder
-from tests.ranks import finished
 
 # --- the folder ------------------------------------------------------------------------------------------------------------------
 
@@ -246,6 +245,11 @@ class Run:
         self.out, self.err = self.capsys.readouterr()
         return code
 
+    def on_ranks(self, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command = [*torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", DEMO, *self.settings, *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
     def built(self) -> dict[str, tuple[int, int]]:
         """Cache folder's name -> (inode, time of change) of its complete.json."""
         found = {path.parent.name: path.stat() for path in self.cache.glob(f"*/{COMPLETE}")}
@@ -321,7 +325,9 @@ def test_ranks_share_an_index_built_by_one_process(run: Run) -> None:
     run.settings += ["train.steps=2", "optimizer.warmup_steps=1", "train.eval_interval=0"]
     assert run("--index") == 0, run.err
     before = run.built()
-    assert "index cache" not in finished(2, [DEMO, *run.settings], run.folder / "out") and run.built() == before
+    done = run.on_ranks(2)
+    assert done.returncode == 0, done.stderr
+    assert "index cache" not in done.stdout and run.built() == before
 
 
 def test_a_run_that_will_be_resumed_is_indexed_for_its_own_order(run: Run) -> None:
