@@ -1,4 +1,7 @@
-"""The Free Energy Mixer over every prior: the released numbers, the plain priors, sizes. The contract is in test_catalogue.py."""
+"""The Free Energy Mixer over every prior: the released numbers, the plain priors, sizes. The contract is in test_catalogue.py.
+
+Long, because the five priors share one way into the released fixtures.
+"""
 
 from __future__ import annotations
 
