@@ -59,7 +59,7 @@ def test_step_by_step_is_the_parallel_forward(name: str) -> None:
 
 @EVERY_CASE
 @pytest.mark.parametrize("again", [{}, {"recurrence": 3}], ids=["as it is", "thrice"])
-def test_pieces_are_the_parallel_forward(name: str, again: dict[str, int]) -> None:
+def test_pieces_are_the_parallel_forward(name: str, again: dict[str, Any]) -> None:
     """A prompt, single tokens, pieces of any length; every iteration of a recurrent block has a state of its own."""
     block, x = block_of(name, **again), tokens(123, **DOUBLE)
     close(decode(block, x, [50, 1, 1, 1, 7, 2, 61]), block(x, Context()))
@@ -113,7 +113,7 @@ def test_rows_of_the_state_are_the_batch(name: str) -> None:
 
 @EVERY_CASE
 @pytest.mark.parametrize(("dtype", "again"), [(torch.float32, {}), (torch.bfloat16, {"recurrence": 2})], ids=["fp32", "bf16, twice"])
-def test_the_state_has_the_bytes_that_the_plan_says(name: str, dtype: torch.dtype, again: dict[str, int]) -> None:
+def test_the_state_has_the_bytes_that_the_plan_says(name: str, dtype: torch.dtype, again: dict[str, Any]) -> None:
     block = block_of(name, dtype, **again)
     (shape, *_) = model_of(name, **again).blocks()
     for length in (1, 2, 7, 70):
