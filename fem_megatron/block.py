@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
-from fem_megatron.mixers.attention.layer import Attention
-from fem_megatron.mixers.attention.shape import AttentionShape
-from fem_megatron.mixers.cem.layer import CemAttention, CemMlp
-from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
-from fem_megatron.mixers.delta.layer import DeltaNet
-from fem_megatron.mixers.delta.shape import DeltaShape
-from fem_megatron.mixers.differential.layer import DifferentialAttention
-from fem_megatron.mixers.differential.shape import DifferentialShape
-from fem_megatron.mixers.fem.layer import FemMixer
-from fem_megatron.mixers.fem.shape import FemShape
-from fem_megatron.mixers.fla.layer import FlaLayer
-from fem_megatron.mixers.fla.shape import FlaShape
-from fem_megatron.mixers.hyperset.layer import HyperSet
-from fem_megatron.mixers.hyperset.shape import HyperSetShape
-from fem_megatron.mixers.mamba2.layer import Mamba2
-from fem_megatron.mixers.mamba2.shape import Mamba2Shape
-from fem_megatron.mixers.second_order.layer import EnergyLinearAttention, SecondOrderAttention
-from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.parallel import Parallel
-from fem_megatron.shape import BlockShape, Shape, SwiGluShape
+from fem_megatron.shape import BlockShape, SwiGluShape, located
 from fem_megatron.state import Context
 from fem_megatron.update import Update, rms_norm
 
@@ -42,8 +22,8 @@ class Block(nn.Module):
     def __init__(self, shape: BlockShape, parallel: Parallel) -> None:
         super().__init__()
         self.recurrence = shape.recurrence
-        self.mixer = UPDATES[type(shape.mixer)](shape.mixer, parallel)
-        self.mlp = None if shape.mlp is None else UPDATES[type(shape.mlp)](shape.mlp, parallel)
+        self.mixer: Update = located(shape.mixer.layer_class)(shape.mixer, parallel)
+        self.mlp: Update | None = None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> same shape and type."""
@@ -67,19 +47,3 @@ class SwiGlu(Update):
         h = rms_norm(x, self.norm.weight, self.eps)
         packed = self.parallel.project(h, self.gate_up.flatten(0, 1))
         return x + self.parallel.leave(self.down(self.parallel.swiglu(packed)))
-
-
-UPDATES: dict[type[Shape], Callable[[Any, Parallel], Update]] = {
-    AttentionShape: Attention,
-    FemShape: FemMixer,
-    HyperSetShape: HyperSet,
-    SwiGluShape: SwiGlu,
-    CemAttentionShape: CemAttention,
-    CemMlpShape: CemMlp,
-    SecondOrderShape: SecondOrderAttention,
-    EnergyLinearShape: EnergyLinearAttention,
-    DifferentialShape: DifferentialAttention,
-    DeltaShape: DeltaNet,
-    Mamba2Shape: Mamba2,
-    FlaShape: FlaLayer,
-}

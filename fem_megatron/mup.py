@@ -8,18 +8,16 @@ one in which the model computes what it always did.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Weight, Weights
+from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Weight, Weights
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
 PARAMETRIZATIONS = ("standard", "mup")
-HEADS = ("transformer", "fem_softmax", "differential", "cem")  # whose scores are products over a head's width
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ def outer_weights(model: ModelConfig) -> Weights:
     return weights if model.tie_embeddings else weights | {"output_layer.weight": Weight(shape, split=0, mup=OUTPUT)}
 
 
-def check(model: ModelConfig, mixers: Sequence[str]) -> None:
-    """Raises ValueError, naming the key and what to set, where muP and the model with these mixers do not go together."""
+def check_model(model: ModelConfig) -> None:
+    """Raises ValueError, naming the key and what to set, where muP and the model do not go together."""
     mup = model.mup
     if model.parametrization != "mup":
         if changed := mup.changed():
@@ -96,17 +94,16 @@ def check(model: ModelConfig, mixers: Sequence[str]) -> None:
             raise ValueError(f"model.mup.{name}={size}: must be at least 1")
     if model.tie_embeddings:
         raise ValueError("model.tie_embeddings: muP starts and trains the output layer otherwise than the embedding; set it to false")
-    external = next((name for name in mixers if name.startswith("fla.")), None)
-    if external is not None:
-        raise ValueError(f"model.parametrization=mup: the weights of {external} are another package's; set model.parametrization=standard")
-    if mup.base_head_size is None:
+
+
+def check_mixer(model: ModelConfig, name: str, shape: Shape) -> None:
+    """Raises ValueError as `check_model` does, where muP and the mixer of this name do not go together."""
+    if model.parametrization != "mup":
         return
-    without = next((name for name in mixers if name not in HEADS), None)
-    if without is not None:
+    if shape.external:
+        raise ValueError(f"model.parametrization=mup: the weights of {name} are another package's; set model.parametrization=standard")
+    if model.mup.base_head_size is not None and not shape.product_scores():
         raise ValueError(
-            f"model.mup.base_head_size scales the scores of {', '.join(HEADS)}, and {without} has none of that kind; set it to null"
-        )
-    if "cem" in mixers and model.cem.scale != "head":
-        raise ValueError(
-            "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
+            f"model.mup.base_head_size scales scores that are products over a head's width, and {name} has none of that kind; "
+            "set it to null"
         )

@@ -1,11 +1,12 @@
-"""What every mixer's and MLP's shape tells: the weights it owns and what a token costs, of the whole layer, not a rank's part."""
+"""What every mixer's and MLP's shape tells: its layer, the weights it owns, what a token costs of the whole layer. Torch-free."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -68,15 +69,61 @@ class Weight:
 
 
 Weights = dict[str, Weight]
+WIDE = 4  # bytes of fp32
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as the memory of its activations depends on it.
+
+    element: bytes of the training precision. tensor_parallel: ranks that share a layer; sequence_split: that share the sequence outside it.
+    micro_batch: sequences, of ``length`` tokens. cuda: whether a GPU's fused kernels run.
+    """
+
+    element: int
+    tensor_parallel: int
+    sequence_split: int
+    micro_batch: int
+    length: int
+    cuda: bool
+
+    def estimate(self, hidden: int, kept: tuple[float, float], more: float = 0.0) -> dict[str, float]:
+        """Bytes a token from those seen a channel of ``hidden``, in fp32 and in bf16, and ``more``; every rank has the input whole."""
+        seen = (kept[0] if self.element == WIDE else kept[1]) * hidden + more
+        whole = self.element * hidden
+        return {ESTIMATE: whole + max(0.0, seen - whole) / self.tensor_parallel}
+
+
+ESTIMATE = "estimate"
+KEPT = (90.0, 70.0)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the rows of a matrix lie, head after head, for another mixer's weights to be put there (``tools.hf.graft``).
+
+    widths: rows of each slice of a head, in order. roles: the slices that mean in attention q, k or v, in an MLP gate or up.
+    queries: heads of attention that one head's q and k hold side by side.
+    """
+
+    heads: int
+    widths: dict[str, int]
+    roles: dict[str, str] = field(default_factory=lambda: {part: part for part in "qkv"})
+    queries: int = 1
 
 
 class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
 
-    external: another package computes it, and knows its parameters alone.
+    layer_class: "module:class" of the ``Update`` that computes it. external: another package does, and knows its parameters alone.
+    kept: bytes a token and channel that autograd keeps of one application, its norm aside, in fp32 and in bf16 training (``kept_bytes``):
+    seen on a CPU at the default switches, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other.
     """
 
+    layer_class: ClassVar[str]
     external: ClassVar[bool] = False
+    kept: ClassVar[tuple[float, float]] = KEPT
+    hidden: int
 
     @abstractmethod
     def weights(self) -> Weights:
@@ -116,9 +163,29 @@ class Shape(ABC):
         """The longest sequence that the mixer takes, None: any. Longer ones raise ValueError when they come."""
         return None
 
+    def product_scores(self) -> bool:
+        """Whether its scores are products over a head's width, which model.mup.base_head_size scales."""
+        return False
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """Bytes a token that autograd keeps on one rank, by term, its norm aside: an estimate, or the table's (`pretrain.plan.memory`)."""
+        return training.estimate(self.hidden, self.kept)
+
+    def packing(self) -> dict[str, Packing]:
+        """Which matrices may start from a Transformer's, by name; {}: none."""
+        return {}
+
     def linear_flops(self) -> float:
         """2 FLOPs for each number of each linear map: a matrix applied once to each token."""
         return sum(2.0 * weight.size for name, weight in self.weights().items() if name.endswith(".weight") and len(weight.shape) == 2)
+
+
+def located(place: str) -> Any:
+    """What "module:name" names. An exported folder's modules are one flat package (`tools.hf.bundle`), and there it is of that package."""
+    module, name = place.split(":")
+    if __name__ != "fem_megatron.shape":
+        module = f"{__package__}.{module.replace('.', '_')}"
+    return getattr(import_module(module), name)
 
 
 def keys_seen(length: int, whole_square: bool) -> float:
@@ -164,6 +231,8 @@ class BlockShape:
 class SwiGluShape(Shape):
     """D -> 2F -> D."""
 
+    layer_class = "fem_megatron.block:SwiGlu"
+
     hidden: int
     inner: int
     norm_eps: float
@@ -188,6 +257,11 @@ class SwiGluShape(Shape):
     def state_bytes(self, length: int, element: int) -> int:
         """None: a token's MLP knows that token alone."""
         return 0
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """Its input, the packed product and the inner product; on a CPU silu(gate) beside them."""
+        kept = 3 if training.cuda else 4
+        return {"MLP": training.element * (self.hidden / training.sequence_split + kept * self.inner / training.tensor_parallel)}
 
     def summary(self) -> str:
         return f"MLP {self.inner}"

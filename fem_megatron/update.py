@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,12 @@ class Layer(nn.Module):
 
 
 class Update(Layer):
-    """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those that its shape lists."""
+    """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those that its shape lists.
+
+    diagnostics: "module:function", (update, `diagnostics.Sample`) -> the quantities to look at besides the step norm; None: no others.
+    """
+
+    diagnostics: ClassVar[str | None] = None
 
     def __init__(self, shape: Shape, parallel: Parallel) -> None:
         super().__init__()
@@ -36,6 +41,10 @@ class Update(Layer):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> the updated residual stream, same shape and type."""
         raise NotImplementedError
+
+    def start(self, x: Tensor) -> Tensor:
+        """Where the step starts from, in x's slicing: x itself."""
+        return x
 
 
 def rotate(x: Tensor, context: Context, base: float, parallel: Parallel | None = None, scaling: RopeScaling | None = None) -> Tensor:

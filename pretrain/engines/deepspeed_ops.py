@@ -38,24 +38,7 @@ INSTALL = "python -m pip install -c constraints.txt -e .[deepspeed]"
 
 State = Literal["built", "missing", "locked"]
 
-_NETWORK = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "fuse.",
-    "9p",
-    "virtiofs",
-    "afs",
-    "panfs",
-    "weka",
-    "pvfs",
-    "orangefs",
-    "gfs",
-)
+_NETWORK = tuple("nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs".split())
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own, outside all containers
 # SIGTERM as an exception, so that torch's `finally` removes the lock.
 _LOAD = """

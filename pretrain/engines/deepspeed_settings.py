@@ -13,7 +13,7 @@ from typing import Any
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import nearest
-from fem_megatron.catalogue import mixer_names
+from fem_megatron.catalogue import describe, mixer_names
 from pretrain.config import RunConfig
 from pretrain.plan.zero_memory import BUCKET
 
@@ -84,7 +84,7 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "engine.offload_parameters = true needs engine.offload_optimizer=true: the update is where the parameters are"
     if not layout.use_distributed_optimizer:
         yield "parallel.use_distributed_optimizer = false is Megatron's plain optimizer; engine.name=deepspeed needs true"
-    external = next((name for name in mixer_names(config.model) if name.startswith("fla.")), None)
+    external = next((name for name in mixer_names(config.model) if describe(name).package), None)
     if external and stage == 3:
         yield f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2"
     read_file(config)

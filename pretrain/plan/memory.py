@@ -22,44 +22,17 @@ Numbers marked 4 are fp32 in either precision.
     out_proj      e d            its input (in fp32 with neither L nor G it is the attention's output)
     MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
 
-The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP. Every other mixer is estimated from what it was seen to
-keep for each channel of its width (``_KEPT``), and the plan says so.
+The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``). Every other
+mixer is estimated from what it was seen to keep for each channel of its width (``Shape.kept``), and the plan says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fem_megatron.config import ModelConfig
-from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
-from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
-from fem_megatron.mixers.delta.shape import DeltaShape
-from fem_megatron.mixers.differential.shape import DifferentialShape
-from fem_megatron.mixers.fem.prior_shapes import AftShape, SoftmaxShape
-from fem_megatron.mixers.fem.shape import FemShape
-from fem_megatron.mixers.hyperset.shape import HyperSetShape
-from fem_megatron.mixers.mamba2.shape import Mamba2Shape
-from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
-from fem_megatron.shape import BlockShape, Shape, SwiGluShape
+from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
 from pretrain.config import EngineConfig, RunConfig
 from pretrain.plan.zero_memory import variants, zero_memory
-
-WIDE = 4  # bytes of fp32
-
-# Bytes a token and channel of hidden_size that autograd keeps of one application, in fp32 and in bf16 training, its norm aside: seen on
-# a CPU at the default switches, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other.
-_KEPT: dict[type, tuple[float, float]] = {
-    AftShape: (87.0, 68.0),
-    CemAttentionShape: (46.0, 32.0),
-    CemMlpShape: (25.0, 18.0),
-    SecondOrderShape: (35.0, 34.0),
-    EnergyLinearShape: (32.0, 28.0),
-    HyperSetShape: (101.0, 79.0),
-    DifferentialShape: (49.0, 32.0),
-    DeltaShape: (101.0, 78.0),
-    Mamba2Shape: (67.0, 44.0),
-}
-_KEPT_OTHER = (90.0, 70.0)
 
 
 @dataclass(frozen=True)
@@ -127,96 +100,20 @@ def zero_variants(config: RunConfig, parameters: int, data_parallel: int, *, cud
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
     """Bytes a token that autograd keeps of one layer on one rank, by term (the table above)."""
+    e, layout, train = _element(config), config.parallel, config.train
+    split = _sequence_split(config)
+    training = Training(e, layout.tensor_model_parallel_size, split, train.micro_batch_size, config.data.seq_length, cuda)
+    norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
     terms: dict[str, float] = {}
     for shape in filter(None, (block.mixer, block.mlp)):
-        for name, value in _update_activations(config, shape, cuda=cuda).items():
+        for name, value in (norms | shape.kept_bytes(training)).items():
             terms[name] = terms.get(name, 0.0) + block.recurrence * value
     return terms
 
 
-def is_estimated(model: ModelConfig) -> bool:
+def is_estimated(config: RunConfig) -> bool:
     """Whether a mixer or an MLP of the model is outside the table, so that its activations are an estimate."""
-    shapes = [shape for block in model.blocks() for shape in (block.mixer, block.mlp) if shape is not None]
-    return not all(isinstance(shape, SwiGluShape | AttentionShape) or _is_fem_softmax(shape) for shape in shapes)
-
-
-def _is_fem_softmax(shape: Shape) -> bool:
-    return isinstance(shape, FemShape) and isinstance(shape.prior, SoftmaxShape)
-
-
-def _update_activations(config: RunConfig, shape: Shape, *, cuda: bool) -> dict[str, float]:
-    """Terms of one mixer or MLP, its norm included."""
-    e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
-    t = config.parallel.tensor_model_parallel_size
-    norms = {"norms": (e if cuda else WIDE * 2) * hidden / s}
-    if isinstance(shape, SwiGluShape):
-        kept = 3 if cuda else 4  # a GPU's fused kernel keeps the packed product and its own output, not silu(a) beside them
-        return norms | {"MLP": e * (hidden / s + kept * shape.inner / t)}
-    if isinstance(shape, AttentionShape):
-        return norms | _attention_terms(config, shape)
-    if isinstance(shape, FemShape) and isinstance(shape.prior, SoftmaxShape):
-        return norms | _fem_terms(config, shape, shape.prior.qk_head, cuda=cuda)
-    return norms | {"estimate": _estimate(config, shape)}
-
-
-def _fem_terms(config: RunConfig, shape: FemShape, qk_head: int, *, cuda: bool) -> dict[str, float]:
-    model, e, t = config.model, _element(config), config.parallel.tensor_model_parallel_size
-    hidden, value = model.hidden_size, shape.value_size / t
-    packed, query = shape.heads * shape.head_width / t, shape.heads * qk_head / t
-    narrow = e < WIDE
-    read = value * (2 if shape.free_energy else 1)
-    if not cuda:
-        query, unpadded, read = max(query, read), read, max(query, read)
-    reads_packed_values = not shape.free_energy and (cuda or read == unpadded)
-    terms = {
-        "projection": e * hidden,
-        "rope": e * 2 * qk_head / config.train.micro_batch_size if model.rope else 0.0,
-        "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * shape.heads / t,
-        "packed": e * packed if shape.gate or reads_packed_values or (cuda and shape.free_energy) else 0.0,
-        "gates": shape.temperature * (e + WIDE * narrow) * value + shape.gate * ((e if cuda else WIDE) + WIDE) * value,
-        "out_proj": e * value if shape.free_energy or shape.gate or narrow else 0.0,
-    }
-    if shape.conditioner:
-        terms["conditioner"] = e * (hidden + shape.conditioner) + WIDE * (5 / t + 4) * shape.conditioner
-        terms["scaling"] = e * 2 * packed
-    if shape.free_energy and not cuda:  # a GPU's kernels keep v, which lies in the packed product, and the attention's own output
-        terms["prep"] = WIDE * 2 * value
-        terms["epilogue"] = WIDE * (4 + shape.gate) * value
-    elif not shape.free_energy and shape.gate and narrow:
-        terms["epilogue"] = WIDE * value
-    return terms
-
-
-def _attention_terms(config: RunConfig, shape: AttentionShape) -> dict[str, float]:
-    e, t = _element(config), config.parallel.tensor_model_parallel_size
-    query, keys = shape.heads * shape.head / t, shape.groups * shape.head / t
-    shared = 2 * query if shape.groups < shape.heads else keys  # k and v repeated for the group's queries, or k rotated, v read in place
-    blockwise, read = 0.0, query
-    length = config.data.seq_length
-    if shape.window is not None and shape.window < length:
-        block, blocks = window_blocks(length - shape.window, shape.window)
-        near, far = shape.window / length, block * blocks / length
-        shared *= near if shape.groups < shape.heads else 1
-        blockwise = far * query + 2 * query * blocks * (block + shape.window) / length  # copies: each block's q, its window's k and v
-        read = (near + far) * query
-    return {
-        "projection": e * config.model.hidden_size,
-        "rope": e * 2 * shape.head / config.train.micro_batch_size if shape.rope else 0.0,
-        "attention": e * (query + read + shared + blockwise) + WIDE * shape.heads / t,
-        "packed": e * shape.groups * shape.group_width / t if shape.groups == shape.heads else 0.0,
-        "out_proj": e * query if e < WIDE or blockwise else 0.0,
-    }
-
-
-def _estimate(config: RunConfig, shape: Shape) -> float:
-    """Bytes a token of a mixer or MLP outside the table: what was seen at its default switches (``_KEPT``), by width."""
-    kind = shape.prior if isinstance(shape, FemShape) else shape
-    fp32, bf16 = _KEPT.get(type(kind), _KEPT_OTHER)
-    kept = (fp32 if _element(config) == WIDE else bf16) * config.model.hidden_size
-    if isinstance(shape, CemMlpShape):
-        kept += _element(config) * (3 * shape.switches.steps_mlp + 1) * shape.inner
-    whole = _element(config) * config.model.hidden_size  # what every rank has entered
-    return whole + max(0.0, kept - whole) / config.parallel.tensor_model_parallel_size
+    return any(ESTIMATE in layer_activations(config, block, cuda=False) for block in config.model.blocks())
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from fem_common.text import gib, si
-from fem_megatron.catalogue import mixer_names
+from fem_megatron.catalogue import BASELINE, mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
@@ -207,7 +207,7 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     schedule = Schedule.of(config)
     parameters = count_by_component(config.model)
     # Of the same width; its parameters do not depend on its heads, and one head fits any width.
-    twin = replace(config.model, mixer="transformer", pattern=None, mlp=None, recurrence=1)
+    twin = replace(config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1)
     twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False, attention=AttentionConfig())
     counts = stage_parameters(config)
     return Plan(
@@ -257,11 +257,11 @@ def memory_excess(plan: Plan) -> str | None:
 
 def _model_lines(plan: Plan) -> Iterator[str]:
     model, total = plan.config.model, plan.total_parameters
-    names = mixer_names(model)
+    names, blocks = mixer_names(model), model.blocks()
     again = f", each applied {model.recurrence} times" if model.recurrence > 1 else ""
     what = " ".join(model.pattern or (model.mixer,))
     yield f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads{again}"
-    for name, block in dict(zip(names, model.blocks(), strict=True)).items():
+    for name, block in dict(zip(names, blocks, strict=True)).items():
         yield f"  {name}: {', '.join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)}"
     yield f"  vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
     if model.parametrization == "mup":
@@ -272,9 +272,9 @@ def _model_lines(plan: Plan) -> Iterator[str]:
             count = plan.parameters[name]
             yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
     yield f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and output layer)"
-    if any(name.startswith("fla.") for name in names):
+    if any(block.mixer.external for block in blocks):
         yield "  without those inside flash-linear-attention's layers, which the package alone knows"
-    elif set(names) != {"transformer"}:
+    elif set(names) != {BASELINE}:
         excess = 100 * (total / plan.transformer_parameters - 1)
         yield f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has {excess:+.2f}%"
 
@@ -321,7 +321,7 @@ def _split_words(config: RunConfig) -> str:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    estimated = "; activations estimated, to about 25%" if is_estimated(plan.config.model) else ""
+    estimated = "; activations estimated, to about 25%" if is_estimated(plan.config) else ""
     yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)

@@ -242,13 +242,6 @@ def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
     assert "no checkpoint there" in pretrain.err
 
 
-def test_other_data_is_refused(pretrain: Command, tiny_data: Path) -> None:
-    """Going on with other data under an old position would silently train on the wrong samples."""
-    assert pretrain("train.steps=4") == 0
-    assert pretrain(f"data.train.0.prefix={tiny_data / 'valid'}") == 2
-    assert "was trained on other data" in pretrain.err
-
-
 def test_longer_run_keeps_the_order_or_is_refused(pretrain: Command) -> None:
     """Within one pass over the data a longer run sees the same samples; past it the order would change under its feet."""
     assert pretrain() == 0

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint.reader import load_full_model_state
-from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.jobs import Done, Job, run_jobs
-from tests.ranks import answer, finished, losses, started, wait_until
+from tests.ranks import answer
 
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
@@ -118,40 +116,6 @@ def test_resumes_to_the_last_bit_at_the_same_layout(results: dict[str, Done], na
 def test_resumes_at_another_layout_stage_and_engine(results: dict[str, Done], number: int) -> None:
     # 1e-6: as between layouts; what is read has every bit of what was written.
     assert results[f"move {number}"].steps == [pytest.approx(step, rel=1e-6) for step in results["megatron"].steps[BEFORE + FIRST :]]
-
-
-@pytest.mark.slow
-def test_fifty_steps_give_the_megatron_engines_curve(settings: list[str], tmp_path: Path) -> None:
-    """From the same initial weights, the whole command."""
-    curves = {}
-    for name, more in {"megatron": [], "deepspeed": deepspeed(3)}.items():
-        arguments = [DEMO, *settings, *more, f"run_dir={tmp_path / name}", "train.steps=50", "train.eval_interval=25"]
-        finished(1, arguments, tmp_path / f"out.{name}")
-        curves[name] = losses(tmp_path / name)
-    assert len(curves["megatron"]) == 50
-    weights = {name: load_full_model_state(tmp_path / name)[0] for name in curves}  # what every export reads
-    assert {key: (value.shape, value.dtype) for key, value in weights["deepspeed"].items()} == {
-        key: (value.shape, value.dtype) for key, value in weights["megatron"].items()
-    }
-    for step, wanted in curves["megatron"].items():
-        # Adam divides a gradient of rounding's size by its own root: what starts at 1e-7 grows with every step.
-        assert curves["deepspeed"][step][0] == pytest.approx(wanted[0], rel=1e-5)
-
-
-def test_a_killed_run_resumes_to_the_last_bit(settings: list[str], tmp_path: Path) -> None:
-    """SIGKILL on both ranks after a checkpoint; the same command again, against a run that nobody killed."""
-    more = ["train.steps=8", "checkpoint.interval=3", "train.eval_interval=0", "log.straggler_interval=3", "model.num_layers=2"]
-    arguments = [DEMO, *settings, *deepspeed(2), *more]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finished(2, [*arguments, f"run_dir={whole}"], tmp_path / "out.whole")
-    with started(2, [*arguments, f"run_dir={killed}"], tmp_path / "out.first", naps={0: 0.05, 1: 0.05}) as ranks:
-        wait_until(lambda: (killed / "checkpoints/step_00000003/manifest.json").exists() and len(losses(killed)) >= 4, ranks)
-        for rank in ranks:
-            rank.kill()
-    assert "resumed from" in finished(2, [*arguments, f"run_dir={killed}"], tmp_path / "out.second")
-    assert read_progress(killed)["state"] == "complete"  # type: ignore[index]
-    assert losses(killed) == losses(whole) and len(losses(whole)) == 8
-    assert (whole / "ranks.jsonl").exists()
 
 
 # --- inside the engine --------------------------------------------------------------------------------------------------------------

@@ -138,10 +138,6 @@ print(json.dumps([free, told, device, level, str(ops.default_directory())]))
         assert after["PATH"].split(os.pathsep) == [str(tmp_path), *([str(beside)] if (beside / "ninja").exists() else [])]
 
 
-def test_which_ops() -> None:
-    assert [ops.needed_ops(False), ops.needed_ops(True)] == [[], [OP]]
-
-
 def test_file_systems(tmp_path: Path) -> None:
     assert ops.file_system(Path("/proc/self")) == ("proc", False)
     assert ops.file_system(tmp_path / "not" / "yet") == ops.file_system(tmp_path)

@@ -24,6 +24,7 @@ from pretrain.report.evaluations import NAME, Evaluations, environment
 from pretrain.report.metrics import StepRecord
 from pretrain.validate import validate
 from tests.pretrain.conftest import DEMO, Command
+from tests.ranks import records
 
 HELD_OUT = """
 tasks:
@@ -37,7 +38,7 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, t
     suite = tmp_path / "suite.yaml"
     suite.write_text(HELD_OUT)
     assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true") == 0
-    (line,) = read(pretrain.run_dir / NAME)
+    (line,) = records(pretrain.run_dir, NAME)
     assert (line["step"], line["checkpoint"], list(line["scores"])) == (4, "step_00000004", ["valid @32"])
     metrics = [json.loads(text) for text in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()]
     (logged,) = [record for record in metrics if "evaluation/valid @32" in record]
@@ -55,7 +56,7 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, t
     for _ in range(2):
         assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true") == 0
         assert "is complete at step 4" in pretrain.out
-        (line,) = read(pretrain.run_dir / NAME)
+        (line,) = records(pretrain.run_dir, NAME)
         assert line["scores"]["held"]["value"] == 2.5
     assert (pretrain.run_dir / "metrics.jsonl").read_text().count('"evaluation/held": 2.5') == 1
 
@@ -161,10 +162,6 @@ class Run:
             time.sleep(0.01)
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -202,7 +199,7 @@ def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: 
     run.store.write(35)
     run.step(36)
     assert run.callback is not None and run.callback.running is None, "what was evaluated is not again"
-    assert [(line["step"], line["scores"]["held"]["value"]) for line in read(tmp_path / NAME)] == [(10, 2.5), (30, 2.5)]
+    assert [(line["step"], line["scores"]["held"]["value"]) for line in records(tmp_path, NAME)] == [(10, 2.5), (30, 2.5)]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +220,7 @@ def test_whatever_becomes_of_it_training_goes_on(tmp_path: Path, monkeypatch: py
     run.until(lambda: run.heard.messages)
     (message,) = run.heard.messages
     assert message.startswith("evaluation of step 10") and told in message
-    assert run.store.in_use == set() and [entry["step"] for entry in read(tmp_path / NAME)] == [10]
+    assert run.store.in_use == set() and [entry["step"] for entry in records(tmp_path, NAME)] == [10]
     again = Run(tmp_path, "exit 1", monkeypatch)
     again.store.last = run.store.last
     again.start()
@@ -242,7 +239,7 @@ def test_scores_beside_a_task_that_failed_are_told(tmp_path: Path, monkeypatch: 
     assert run.heard.values == [(10, {"evaluation/held": 2.5})], "and nothing of weights from before the checkpoint"
     assert run.heard.messages[0].startswith("evaluation of step 10: held 2.5000 (")
     assert run.heard.messages[1].startswith("evaluation of step 10 failed: exit code 1: failed: other; see")
-    (line,) = read(tmp_path / NAME)
+    (line,) = records(tmp_path, NAME)
     assert (list(line["scores"]), line["failed"]) == (["held"], "exit code 1: failed: other")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretrain.conftest import DEMO, Command
-from tests.ranks import finished, records
+from tests.ranks import finished, losses, records
 
 # Every family in one model; its pipeline stages hold different ones.
 MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, fem_softmax"
@@ -20,10 +20,6 @@ def looks(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> what was seen in it."""
     found = [{key: value for key, value in line.items() if key == "step" or key.startswith("diagnostics/")} for line in records(run_dir)]
     return {int(line.pop("step")): line for line in found if len(line) > 1}
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in records(run_dir) if "loss" in line]
 
 
 def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fem_megatron.megatron import platform
-from fem_megatron.mixers.cem.layer import CemAttention, CemMlp
 from fem_megatron.state import Context
-from fem_megatron.update import Update, rms_norm
+from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
@@ -133,7 +132,8 @@ class Sites:
         def look(update: nn.Module, arguments: tuple[Tensor, Context], after: Tensor) -> None:
             x, context = arguments
             assert isinstance(update, Update)
-            self._keep(site.format(context.iteration), after.detach() - _origin(update, x.detach()))
+            # CEM may step from the normalised stream, which would hide the steps' own size.
+            self._keep(site.format(context.iteration), after.detach() - update.start(x.detach()).detach())
 
         return look
 
@@ -142,13 +142,6 @@ class Sites:
             self._keep("logits", output[0][..., :vocabulary])
 
         return look
-
-
-def _origin(update: Update, x: Tensor) -> Tensor:
-    """Where the update starts from: x, or of CEM where it steps from the normalised stream that, which would hide the steps' own size."""
-    if isinstance(update, CemAttention | CemMlp) and update.shape.switches.residual == "normalised":
-        return rms_norm(x, update.norm.weight.detach(), update.shape.norm_eps)
-    return x
 
 
 def _rms(value: Tensor) -> float:

@@ -20,6 +20,8 @@ class Attention(Update):
     Its decoding state is a KV-cache of the groups' k (after RoPE) and v, of the last ``window - 1`` tokens where there is a window.
     """
 
+    diagnostics = "fem_megatron.mixers.attention.diagnostics:observe"
+
     def __init__(self, shape: AttentionShape, parallel: Parallel) -> None:
         self.shape = shape
         super().__init__(shape, parallel)

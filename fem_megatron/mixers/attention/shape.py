@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -55,6 +55,8 @@ class RopeScaling:
 @dataclass(frozen=True)
 class AttentionShape(Shape):
     """D -> H heads of queries over ``groups`` heads of keys and values -> D."""
+
+    layer_class = "fem_megatron.mixers.attention.layer:Attention"
 
     hidden: int
     heads: int
@@ -128,6 +130,29 @@ class AttentionShape(Shape):
 
     def rotary_size(self) -> int:
         return self.head if self.rope else 0
+
+    def product_scores(self) -> bool:
+        return True
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """The table's; k and v repeated for the group's queries, or k rotated, v read in place."""
+        e, t, length = training.element, training.tensor_parallel, training.length
+        query, keys = self.heads * self.head / t, self.groups * self.head / t
+        shared = 2 * query if self.groups < self.heads else keys
+        blockwise, read = 0.0, query
+        if self.window is not None and self.window < length:
+            block, blocks = window_blocks(length - self.window, self.window)
+            near, far = self.window / length, block * blocks / length
+            shared *= near if self.groups < self.heads else 1
+            blockwise = far * query + 2 * query * blocks * (block + self.window) / length  # copies: each block's q, its window's k and v
+            read = (near + far) * query
+        return {
+            "projection": e * self.hidden,
+            "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
+            "attention": e * (query + read + shared + blockwise) + WIDE * self.heads / t,
+            "packed": e * self.groups * self.group_width / t if self.groups == self.heads else 0.0,
+            "out_proj": e * query if e < WIDE or blockwise else 0.0,
+        }
 
     def summary(self) -> str:
         groups = f", {self.groups} groups" if self.groups < self.heads else ""

@@ -45,6 +45,8 @@ class CemAttention(Update):
     rank. State: k, which is v, and with a diagonal h.
     """
 
+    diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
+
     def __init__(self, shape: CemAttentionShape, parallel: Parallel) -> None:
         self.shape = shape
         super().__init__(shape, parallel)
@@ -90,6 +92,10 @@ class CemAttention(Update):
         heads = torch.arange(first, first + self.local_heads, dtype=wide, device=like.device)
         return torch.exp2(heads * (-8.0 / self.shape.heads)), self.parallel.share(self.self_bias), self.parallel.share(self.cross_bias)
 
+    def start(self, x: Tensor) -> Tensor:
+        """x, or the normalised stream."""
+        return rms_norm(x, self.norm.weight, self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
+
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
         """The energy of a sample ``tokens`` [n] of positions before and after this update of x [s, b, D], h held where it is.
@@ -124,6 +130,8 @@ class CemMlp(Update):
     folded into V.
     """
 
+    diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
+
     def __init__(self, shape: CemMlpShape, parallel: Parallel) -> None:
         self.shape = shape
         super().__init__(shape, parallel)
@@ -144,6 +152,10 @@ class CemMlp(Update):
             z = linear(self._norm(whole), self.up.weight) if step == 0 and x is h else self.parallel.project(self._norm(x), self.up.weight)
             x = torch.add(x, self.parallel.leave(back(gamma * silu(z))), alpha=self.shape.switches.eta_mlp)
         return x
+
+    def start(self, x: Tensor) -> Tensor:
+        """x, or the normalised stream."""
+        return rms_norm(x, self.norm.weight, self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
 
     @torch.no_grad()
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:

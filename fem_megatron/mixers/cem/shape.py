@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Scaling, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Normal, Packing, Scaling, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -85,6 +85,9 @@ def _check(switches: CemConfig, part: str) -> None:
 class CemAttentionShape(Shape):
     """D -> heads of D / heads channels, key and value in one, query and output in one."""
 
+    layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
+    kept = (46.0, 32.0)
+
     hidden: int
     heads: int
     norm_eps: float
@@ -98,6 +101,10 @@ class CemAttentionShape(Shape):
         if model.hidden_size % model.num_attention_heads:
             raise ValueError(f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}")
         _check(model.cem, "attention")
+        if model.parametrization == "mup" and model.mup.base_head_size is not None and model.cem.scale != "head":
+            raise ValueError(
+                "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
+            )
         # The paper's 1 / sqrt(D) would vanish with the width: the base's it is.
         scale = score_scale(model, model.hidden_size // model.num_attention_heads)
         if model.parametrization == "mup" and model.cem.scale == "model":
@@ -146,6 +153,13 @@ class CemAttentionShape(Shape):
         """k, half of attention's cache; with a diagonal also h. Steps add nothing."""
         return length * self.hidden * (1 if self.switches.diagonal == "none" else 2) * element
 
+    def product_scores(self) -> bool:
+        return True
+
+    def packing(self) -> dict[str, Packing]:
+        """The energy is of q.k; values and output are those same two by definition."""
+        return {name: Packing(self.heads, {part: self.head}, {part: part}) for name, part in (("query.weight", "q"), ("key.weight", "k"))}
+
     def summary(self) -> str:
         return f"{self.heads} heads of {self.head}, {self.switches.steps_attention} steps"
 
@@ -159,6 +173,9 @@ class CemAttentionShape(Shape):
 @dataclass(frozen=True)
 class CemMlpShape(Shape):
     """D -> inner -> D, up and down in one."""
+
+    layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
+    kept = (25.0, 18.0)
 
     hidden: int
     inner: int
@@ -189,6 +206,16 @@ class CemMlpShape(Shape):
     def state_bytes(self, length: int, element: int) -> int:
         """None: a token's MLP knows that token alone."""
         return 0
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """As every estimate, and of the inner channels gamma and each step's."""
+        inner = training.element * (3 * self.switches.steps_mlp + 1) * self.inner
+        return training.estimate(self.hidden, self.kept, inner)
+
+    def packing(self) -> dict[str, Packing]:
+        """up, inside SiLU, is SwiGLU's gate projection; gamma, which multiplies it, the up projection."""
+        pairs = (("up.weight", "gate"), ("gamma.weight", "up"))
+        return {name: Packing(1, {role: self.inner}, {role: role}) for name, role in pairs}
 
     def summary(self) -> str:
         return f"MLP {self.inner}, {self.switches.steps_mlp} steps"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, Normal, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, Normal, Packing, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -36,6 +36,9 @@ class DeltaShape(Shape):
     DeltaNet's widths are its paper's, q = k = v = o = D. Gated DeltaNet's paper has keys of 3/4 D and values of 3/2 D, 6 D^2; the default
     keeps its ratio at 4 D^2 (keys D/2, values D), and key_size = 3/4 D gives the paper's.
     """
+
+    layer_class = "fem_megatron.mixers.delta.layer:DeltaNet"
+    kept = (101.0, 78.0)
 
     hidden: int
     heads: int
@@ -106,6 +109,10 @@ class DeltaShape(Shape):
 
     def split_widths(self) -> dict[str, int]:
         return {"the delta rule's heads, model.delta.heads": self.heads}
+
+    def packing(self) -> dict[str, Packing]:
+        gate = {"gate": self.value_head} if self.gated else {}
+        return {"in_proj.weight": Packing(self.heads, {"q": self.key_head, "k": self.key_head, "v": self.value_head, **gate})}
 
     def summary(self) -> str:
         return f"d_k {self.key_head}, d_v {self.value_head}"

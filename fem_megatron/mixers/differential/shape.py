@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, Normal, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, Normal, Packing, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -21,6 +21,9 @@ class DifferentialShape(Shape):
 
     The paper gives a model half the heads of the Transformer that it is compared with, so that queries and keys keep their width.
     """
+
+    layer_class = "fem_megatron.mixers.differential.layer:DifferentialAttention"
+    kept = (49.0, 32.0)
 
     hidden: int
     heads: int
@@ -74,6 +77,13 @@ class DifferentialShape(Shape):
 
     def rotary_size(self) -> int:
         return self.head if self.rope else 0
+
+    def product_scores(self) -> bool:
+        return True
+
+    def packing(self) -> dict[str, Packing]:
+        """Two of attention's heads make one."""
+        return {"in_proj.weight": Packing(self.heads, dict.fromkeys("qkv", 2 * self.head), queries=2)}
 
     def summary(self) -> str:
         return f"d_k 2 x {self.head}, d_v {2 * self.head}, lambda_init {self.lambda_init:.3f}"

@@ -6,24 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fem_megatron.mixers.fem.prior_shapes import AftShape, DecayShape, LinearShape, MambaShape, PriorShape, SoftmaxShape
-from fem_megatron.mixers.fem.priors import AftPrior, DecayPrior, LinearPrior, MambaPrior, Prior, SoftmaxPrior
+from fem_megatron.mixers.fem.priors import Prior
 from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.parallel import Parallel
+from fem_megatron.shape import located
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, layer_norm, rms_norm
 from kernels.conditioner_features import conditioner_features
 from kernels.time_decay_scan import time_decay_scan
 
 BETA_OFFSET = 1.8
-
-PRIORS: dict[type[PriorShape], type[Prior]] = {
-    AftShape: AftPrior,
-    DecayShape: DecayPrior,
-    LinearShape: LinearPrior,
-    MambaShape: MambaPrior,
-    SoftmaxShape: SoftmaxPrior,
-}
 
 
 class FemMixer(Update):
@@ -33,13 +25,15 @@ class FemMixer(Update):
     heads at any tensor-parallel size. The sequence is gathered once (sequence parallelism), for the projection and the conditioner.
     """
 
+    diagnostics = "fem_megatron.mixers.fem.diagnostics:observe"
+
     def __init__(self, shape: FemShape, parallel: Parallel) -> None:
         self.shape = shape
         super().__init__(shape, parallel)
         self.local_heads = shape.heads // parallel.size
 
     def build(self) -> None:
-        self.prior = PRIORS[type(self.shape.prior)](self.shape, self.parallel)
+        self.prior: Prior = located(self.shape.prior.layer_class)(self.shape, self.parallel)
         for name in self.shape.conditioners():
             self.add_module(name, TimeDecayConditioner(self.shape.norm_eps, self.parallel, backward=name == "tdc_backward"))
 

@@ -1,15 +1,40 @@
-"""What the FEM asks of a prior's sizes; and the softmax prior's. Torch-free."""
+"""What the FEM asks of a prior's sizes, and every prior's. Torch-free."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from fem_megatron.shape import Weight, Weights, keys_seen
+from fem_megatron.mup import score_scale
+from fem_megatron.shape import KEPT, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+    from fem_megatron.mixers.fem.shape import FemConfig
 
 
 class PriorShape(ABC):
-    """Sizes of a prior p_t(i): which slices of the packed projection a head reads it from, and what a read costs."""
+    """Sizes of a prior p_t(i): which slices of the packed projection a head reads it from, and what a read costs.
+
+    layer_class: "module:class" of the ``Prior`` that computes it. kept, product_scores: as ``Shape`` has them. compares: its q and k are
+    attention's queries and keys.
+    """
+
+    layer_class: ClassVar[str]
+    kept: ClassVar[tuple[float, float]] = KEPT
+    product_scores: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> PriorShape:
+        """The sizes for a head's widths of q, k and of v, which a prior need not take. Raises ValueError, with the key, for a wrong one."""
+
+    @classmethod
+    def narrow(cls, fem: FemConfig) -> int | None:
+        """Of a prior whose q and k are no wider than the values: how many of their width the budget pays, T's and G's aside."""
+        return None
 
     @abstractmethod
     def slices(self) -> dict[str, int]:
@@ -40,9 +65,17 @@ class PriorShape(ABC):
 class SoftmaxShape(PriorShape):
     """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE where ``rope``; ``scale``, where there is one, stands for 1 / sqrt(d_k)."""
 
+    layer_class = "fem_megatron.mixers.fem.priors:SoftmaxPrior"
+    product_scores = True
+    compares = True
+
     qk_head: int
     rope: bool
     scale: float | None = None
+
+    @classmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> SoftmaxShape:
+        return cls(qk_head, model.rope, score_scale(model, qk_head))
 
     def slices(self) -> dict[str, int]:
         return {"q": self.qk_head, "k": self.qk_head}
@@ -97,23 +130,20 @@ DECAYS = ("head", "channel")
 class LinearShape(ScanShape):
     """p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps, after RoPE where ``rope``; with ``decays``, gated linear attention."""
 
+    layer_class = "fem_megatron.mixers.fem.priors:LinearPrior"
+    compares = True
+
     rope: bool
     eps: float
 
     @classmethod
-    def linear(cls, qk_head: int, *, rope: bool, eps: float = 1e-6, causal: bool = True) -> LinearShape:
-        """Without decay."""
-        return cls(qk_head, 0, causal, rope, _positive(eps))
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> LinearShape:
+        return cls(qk_head, cls.decays_of(model.fem, qk_head), model.causal, model.rope, _positive(model.fem.feature_eps))
 
     @classmethod
-    def gla(cls, qk_head: int, *, decay: str = "head", rope: bool, eps: float = 1e-6, causal: bool = True) -> LinearShape:
-        """With a log-decay -(relu(a) + eps) for each head, or (``decay`` channel) for each channel of q and k: D^2 parameters more.
-
-        Raises ValueError for another ``decay``.
-        """
-        if decay not in DECAYS:
-            raise ValueError(f"model.fem.gla_decay={decay!r} is not one of {', '.join(DECAYS)}")
-        return cls(qk_head, 1 if decay == "head" else qk_head, causal, rope, _positive(eps))
+    def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
+        """Log-decays a head: none."""
+        return 0
 
     def slices(self) -> dict[str, int]:
         return {"q": self.features, "k": self.features} | ({"decay": self.decays} if self.decays else {})
@@ -123,6 +153,18 @@ class LinearShape(ScanShape):
 
     def rotary_size(self) -> int:
         return self.features if self.rope else 0
+
+
+@dataclass(frozen=True)
+class GlaShape(LinearShape):
+    """Gated linear attention: a log-decay -(relu(a) + eps) for each head, or for each channel of q and k: D^2 parameters more."""
+
+    @classmethod
+    def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
+        """Log-decays a head. Raises ValueError for another fem.gla_decay."""
+        if fem.gla_decay not in DECAYS:
+            raise ValueError(f"model.fem.gla_decay={fem.gla_decay!r} is not one of {', '.join(DECAYS)}")
+        return 1 if fem.gla_decay == "head" else qk_head
 
 
 def _positive(eps: float) -> float:
@@ -135,10 +177,17 @@ def _positive(eps: float) -> float:
 class DecayShape(ScanShape):
     """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): a decay for each head, no queries and no keys."""
 
+    layer_class = "fem_megatron.mixers.fem.priors:DecayPrior"
+
     @classmethod
-    def of(cls, *, causal: bool = True) -> DecayShape:
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> DecayShape:
         """One feature, a constant, and one decay."""
-        return cls(1, 1, causal)
+        return cls(1, 1, model.causal)
+
+    @classmethod
+    def narrow(cls, fem: FemConfig) -> int | None:
+        """No q and no k: v and o."""
+        return 2
 
     def slices(self) -> dict[str, int]:
         return {"decay": 1}
@@ -156,20 +205,29 @@ class AftShape(PriorShape):
     own_logits: q and k are twice as wide as the values and their second halves belong to F (the released code under budget (i)).
     """
 
+    layer_class = "fem_megatron.mixers.fem.priors:AftPrior"
+    kept = (87.0, 68.0)
+
     width: int
     query: str
     own_logits: bool = False
 
     @classmethod
-    def of(cls, qk_head: int, value_head: int, query: str, *, free_energy: bool) -> AftShape:
-        """As wide as the values; with ``query`` inside, twice that where the budget makes q and k so and there is an F to use it.
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> AftShape:
+        """As wide as the values; with the query inside, twice that where the budget makes q and k so and there is an F to use it.
 
         Raises ValueError for another query.
         """
+        query = model.fem.aft_query
         if query not in QUERIES:
             raise ValueError(f"model.fem.aft_query={query!r} is not one of {', '.join(QUERIES)}")
-        own = query == "inside" and free_energy and qk_head == 2 * value_head
+        own = query == "inside" and model.fem.free_energy and qk_head == 2 * value_head
         return cls(2 * value_head if own else value_head, query, own)
+
+    @classmethod
+    def narrow(cls, fem: FemConfig) -> int | None:
+        """As wide as the values, but where the query stands inside."""
+        return 4 if fem.aft_query == "after" else None
 
     def slices(self) -> dict[str, int]:
         """q and k, ``width`` each."""
@@ -195,6 +253,8 @@ class MambaShape(PriorShape):
     the paper's ablation). squash: the values go through a sigmoid first. scans: 2 where the mixer is bidirectional.
     """
 
+    layer_class = "fem_megatron.mixers.fem.priors:MambaPrior"
+
     value: int
     states: int
     normalise: bool
@@ -202,18 +262,17 @@ class MambaShape(PriorShape):
     scans: int = 1
 
     @classmethod
-    def of(
-        cls, qk_head: int, value_head: int, states: int | None, *, normalise: bool, free_energy: bool, causal: bool = True
-    ) -> MambaShape:
-        """As many states as the budget of q and k has room for beside delta, unless ``states`` says how many: d_v + 2 N = 2 d_k.
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> MambaShape:
+        """As many states as the budget of q and k has room for beside delta, unless mamba_states says how many: d_v + 2 N = 2 d_k.
 
         Values are squashed where there is a free energy. Raises ValueError for less than one state.
         """
+        fem, states = model.fem, model.fem.mamba_states
         if states is None:
             states = max(1, (2 * qk_head - value_head) // 2)
         if states < 1:
             raise ValueError(f"model.fem.mamba_states={states} is below 1")
-        return cls(value_head, states, normalise, squash=free_energy, scans=1 if causal else 2)
+        return cls(value_head, states, fem.mamba_normalise, squash=fem.free_energy, scans=1 if model.causal else 2)
 
     def slices(self) -> dict[str, int]:
         """The step of each value channel, B and C."""

@@ -1,4 +1,4 @@
-"""What the FEM asks of a prior. A new prior is a class here, one in ``prior_shapes`` and a line in both ``PRIORS`` tables."""
+"""What the FEM asks of a prior. A new prior is a class here and one in ``prior_shapes``, which names it."""
 
 from __future__ import annotations
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.mixers.fem.prior_shapes import AftShape, DecayShape, LinearShape, MambaShape, PriorShape, SoftmaxShape
-from fem_megatron.mup import score_scale
-from fem_megatron.shape import Shape, Weight, Weights
+from fem_megatron.mixers.fem.prior_shapes import PriorShape, SoftmaxShape
+from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -48,28 +46,6 @@ class FemConfig:
     mamba_normalise: bool = setting(True, "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the ablation.")
 
 
-PRIORS: dict[str, Callable[[ModelConfig, int, int], PriorShape]] = {
-    "aft": lambda model, qk_head, value_head: AftShape.of(qk_head, value_head, model.fem.aft_query, free_energy=model.fem.free_energy),
-    "mamba": lambda model, qk_head, value_head: MambaShape.of(
-        qk_head,
-        value_head,
-        model.fem.mamba_states,
-        normalise=model.fem.mamba_normalise,
-        free_energy=model.fem.free_energy,
-        causal=model.causal,
-    ),
-    "gla": lambda model, qk_head, value_head: LinearShape.gla(
-        qk_head, decay=model.fem.gla_decay, rope=model.rope, eps=model.fem.feature_eps, causal=model.causal
-    ),
-    "linear": lambda model, qk_head, value_head: LinearShape.linear(
-        qk_head, rope=model.rope, eps=model.fem.feature_eps, causal=model.causal
-    ),
-    "lrnn_decay": lambda model, qk_head, value_head: DecayShape.of(causal=model.causal),
-    "softmax": lambda model, qk_head, value_head: SoftmaxShape(qk_head, model.rope, score_scale(model, qk_head)),
-}
-"""Prior -> its shape from the model and a head's widths of q, k and of v."""
-
-
 @dataclass(frozen=True)
 class FemShape(Shape):
     """Widths of a FEM mixer.
@@ -79,6 +55,8 @@ class FemShape(Shape):
     the priors whose q and k are as wide as the values (AFT) or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)).
     All switches on gives the paper's D/2 and 2D/3; all off gives the plain prior at standard attention's budget.
     """
+
+    layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
 
     prior: PriorShape
     hidden: int
@@ -94,15 +72,15 @@ class FemShape(Shape):
     causal: bool
 
     @classmethod
-    def of(cls, model: ModelConfig, prior: str) -> FemShape:
-        """The widths that ``model`` asks for. Raises ValueError where the heads do not divide one of them."""
+    def of(cls, model: ModelConfig, prior: type[PriorShape]) -> FemShape:
+        """The widths that ``model`` asks for, over a prior of this class. Raises ValueError where the heads do not divide one of them."""
         fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
         temperature = fem.temperature and fem.free_energy
         extra = int(temperature) + int(fem.gate)
         # Priors that need no more than the values' width of q and k, or none, give the budget to the values.
-        narrow = {"lrnn_decay": 2} | ({"aft": 4} if fem.aft_query == "after" else {})
-        full_width = fem.budget == "i" and prior not in narrow
-        share, parts = (2 * hidden, 2 + extra) if full_width else (4 * hidden, narrow.get(prior, 4) + extra)
+        narrow = prior.narrow(fem)
+        full_width = fem.budget == "i" and narrow is None
+        share, parts = (2 * hidden, 2 + extra) if full_width else (4 * hidden, (narrow or 4) + extra)
         if fem.value_size:
             value = fem.value_size
         elif share % parts or share // parts % heads:
@@ -114,7 +92,7 @@ class FemShape(Shape):
             if width % heads:
                 raise ValueError(f"model.num_attention_heads={heads} does not divide the mixer's {what} width {width}")
         return cls(
-            prior=PRIORS[prior](model, qk // heads, value // heads),
+            prior=prior.of(model, qk // heads, value // heads),
             hidden=hidden,
             heads=heads,
             value_head=value // heads,
@@ -183,6 +161,43 @@ class FemShape(Shape):
         """The prior's state of every head and the conditioner's (fp32)."""
         prior = self.prior.state_bytes(length, element, value=self.value_head, free_energy=self.free_energy)
         return self.heads * prior + self.conditioner * max(4, element)
+
+    def product_scores(self) -> bool:
+        return self.prior.product_scores
+
+    def packing(self) -> dict[str, Packing]:
+        """Values are attention's; queries and keys where the prior compares them."""
+        roles = "qkv" if self.prior.compares else "v"
+        return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """Over the softmax prior the table's; over another an estimate."""
+        if not isinstance(self.prior, SoftmaxShape):
+            return training.estimate(self.hidden, self.prior.kept)
+        e, t, cuda, qk_head = training.element, training.tensor_parallel, training.cuda, self.prior.qk_head
+        value, packed, query = self.value_size / t, self.heads * self.head_width / t, self.heads * qk_head / t
+        narrow = e < WIDE
+        read = value * (2 if self.free_energy else 1)
+        if not cuda:
+            query, unpadded, read = max(query, read), read, max(query, read)
+        reads_packed_values = not self.free_energy and (cuda or read == unpadded)
+        terms = {
+            "projection": e * self.hidden,
+            "rope": e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0,
+            "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * self.heads / t,
+            "packed": e * packed if self.gate or reads_packed_values or (cuda and self.free_energy) else 0.0,
+            "gates": self.temperature * (e + WIDE * narrow) * value + self.gate * ((e if cuda else WIDE) + WIDE) * value,
+            "out_proj": e * value if self.free_energy or self.gate or narrow else 0.0,
+        }
+        if self.conditioner:
+            terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
+            terms["scaling"] = e * 2 * packed
+        if self.free_energy and not cuda:  # a GPU's kernels keep v, which lies in the packed product, and the attention's own output
+            terms["prep"] = WIDE * 2 * value
+            terms["epilogue"] = WIDE * (4 + self.gate) * value
+        elif not self.free_energy and self.gate and narrow:
+            terms["epilogue"] = WIDE * value
+        return terms
 
     def summary(self) -> str:
         keys = self.prior.slices().get("k")

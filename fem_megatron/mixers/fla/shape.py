@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fem_common.settings import setting
 from fem_megatron.shape import Shape, Weight, Weights
@@ -25,14 +25,15 @@ class FlaConfig:
 class FlaShape(Shape):
     """The layer ``fla.layers.<name>``: its parameters and FLOPs are the package's and unknown here (``external``)."""
 
+    layer_class = "fem_megatron.mixers.fla.layer:FlaLayer"
+    external = True
+
     name: str
     hidden: int
     heads: int
     layer: int
     options: tuple[tuple[str, Any], ...]
     norm_eps: float
-
-    external: ClassVar[bool] = True
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int, *, name: str) -> FlaShape:

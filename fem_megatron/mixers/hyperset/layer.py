@@ -36,6 +36,8 @@ class HyperSet(Update):
     The running means of momentum, rmsprop and adam live in ``context.memory``, one forward pass long.
     """
 
+    diagnostics = "fem_megatron.mixers.hyperset.diagnostics:observe"
+
     def __init__(self, shape: HyperSetShape, parallel: Parallel) -> None:
         self.shape = shape
         super().__init__(shape, parallel)

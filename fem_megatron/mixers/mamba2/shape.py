@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.shape import FIXED, OUTPUT, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Packing, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -31,6 +31,9 @@ class Mamba2Config:
 @dataclass(frozen=True)
 class Mamba2Shape(Shape):
     """S_t = exp(-A delta) S_(t-1) + delta B x^T,  y = S^T C + D x; about 3 inner D + 2 N D parameters (the paper's inner 2 D: 6 D^2)."""
+
+    layer_class = "fem_megatron.mixers.mamba2.layer:Mamba2"
+    kept = (67.0, 44.0)
 
     hidden: int
     heads: int
@@ -95,6 +98,10 @@ class Mamba2Shape(Shape):
 
     def split_widths(self) -> dict[str, int]:
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
+
+    def packing(self) -> dict[str, Packing]:
+        """x is what attention reads, its values."""
+        return {"in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})}
 
     def summary(self) -> str:
         return f"{self.heads} heads of {self.head}, state {self.state}"

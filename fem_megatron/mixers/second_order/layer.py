@@ -72,6 +72,8 @@ class SecondOrderAttention(_EnergyHeads):
     Tensor parallel: heads are whole on a rank, so G = W_Q W_Q^T and its factor are the rank's own.
     """
 
+    diagnostics = "fem_megatron.mixers.second_order.diagnostics:observe"
+
     shape: SecondOrderShape
 
     def step(self, z: Tensor, context: Context) -> Tensor:
@@ -141,6 +143,8 @@ class EnergyLinearAttention(_EnergyHeads):
 
     The decoding state is a head's sum of k k^T, float32: O(1) in the length.
     """
+
+    diagnostics = "fem_megatron.mixers.second_order.diagnostics:observe_linear"
 
     shape: EnergyLinearShape
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import Packing, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -60,6 +60,10 @@ class _Heads(Shape):
             "out_proj.weight": Weight((self.hidden, self.hidden), split=1),
         }
 
+    def packing(self) -> dict[str, Packing]:
+        """Values are keys, so that out_proj reads something else than attention's."""
+        return {"in_proj.weight": Packing(self.heads, dict.fromkeys("qk", self.head), {"q": "q", "k": "k"})}
+
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
@@ -79,6 +83,9 @@ def _sizes(model: ModelConfig) -> tuple[int, int, bool, float, float, bool, Seco
 @dataclass(frozen=True)
 class SecondOrderShape(_Heads):
     """A Newton step a head. ``exact``: MHA2nd, a solve for every token; else MHA2nd1st, the inverse's first-order term."""
+
+    layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
+    kept = (35.0, 34.0)
 
     exact: bool = False
 
@@ -129,6 +136,9 @@ class SecondOrderShape(_Heads):
 @dataclass(frozen=True)
 class EnergyLinearShape(_Heads):
     """A gradient step a head on F = -1/2 sum_i (q.k_i)^2: linear attention whose values are its keys."""
+
+    layer_class = "fem_megatron.mixers.second_order.layer:EnergyLinearAttention"
+    kept = (32.0, 28.0)
 
     @classmethod
     def of(cls, model: ModelConfig) -> EnergyLinearShape:

@@ -12,7 +12,7 @@ from transformers.dynamic_module_utils import check_imports, get_imports, get_re
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from tools.hf import bundle as bundling
-from tools.hf.bundle import BundleError, bundle, flatten, packages, without_unused
+from tools.hf.bundle import BundleError, bundle, flatten, packages
 
 NAMES = list(catalogue.MIXERS)
 MODULE = "fem_megatron.block"
@@ -56,7 +56,7 @@ def test_a_model_takes_what_it_needs() -> None:
 
 
 def test_files_are_the_sources() -> None:
-    """But for imports, tables and the digest: line for line."""
+    """But for imports and the digest: line for line."""
     files = files_of("mamba2")
     source = bundling.ROOT / "fem_megatron" / "mixers" / "mamba2" / "layer.py"
     pairs = zip(source.read_text().splitlines(), files["fem_megatron_mixers_mamba2_layer.py"].splitlines(), strict=True)
@@ -116,33 +116,3 @@ def test_an_outside_package_is_no_requirement(tmp_path: Path) -> None:
     exec(compile(flat, "a.py", "exec"), names)
     with pytest.raises(ModuleNotFoundError, match="no_such"):
         names["f"]()
-
-
-TABLE = """from fem_megatron.mixers.fem.layer import FemMixer
-from fem_megatron.block import SwiGlu, gated
-from fem_megatron.mixers.fem.shape import FemShape
-from fem_megatron.shape import SwiGluShape
-
-X = SwiGlu
-UPDATES: dict = {
-    FemShape: FemMixer,
-    SwiGluShape: lambda shape, parallel: gated(
-        SwiGlu, shape
-    ),
-}
-"""
-
-
-def test_tables_lose_what_is_not_used() -> None:
-    assert without_unused(TABLE, {"FemShape", "SwiGluShape"}) == TABLE
-    kept = ast.parse(without_unused(TABLE, {"FemShape"}))
-    assert ast.unparse(kept) == (
-        "from fem_megatron.mixers.fem.layer import FemMixer\nfrom fem_megatron.block import SwiGlu\n"
-        "from fem_megatron.mixers.fem.shape import FemShape\nX = SwiGlu\nUPDATES: dict = {FemShape: FemMixer}"
-    )
-    short = TABLE.replace("{\n    FemShape: FemMixer,\n    SwiGluShape: lambda", "{FemShape: FemMixer, SwiGluShape: lambda")
-    assert without_unused(short, {"FemShape"}) == short
-    two = TABLE.replace("    FemShape: FemMixer,\n    SwiGluShape", "    FemShape: FemMixer, SwiGluShape")
-    assert without_unused(two, {"FemShape"}) == two
-    other = TABLE.replace("fem_megatron.mixers", "fem_megatron.other").replace("fem_megatron.shape ", "fem_megatron.other ")
-    assert without_unused(other, {"FemShape"}) == other

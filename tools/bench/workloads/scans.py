@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from fem_megatron.config import ModelConfig
+from fem_megatron.mixers.fem.prior_shapes import GlaShape
 from fem_megatron.mixers.fem.priors import LinearPrior
 from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.parallel import OneProcess
@@ -58,7 +59,7 @@ def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
     parts = {name: given.pop(name) for name in ("q", "k", "decay")}
     heads, key = parts["q"].shape[2:]
     model = ModelConfig(mixer="fem_gla", hidden_size=heads * key, num_attention_heads=heads)
-    prior = LinearPrior(FemShape.of(model, "gla"), OneProcess())
+    prior = LinearPrior(FemShape.of(model, GlaShape), OneProcess())
     with asked_for("linear_attention", implementation):
         return (prior(parts, given["v"], given.get("beta"), given.get("lam"), given.get("gate"), Context()),)
 
