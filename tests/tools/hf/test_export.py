@@ -88,7 +88,9 @@ def test_little_is_known(copy: Path, runs: dict[str, Path], tmp_path: Path, caps
     """Without data that can be read, log and tokenizer: an export all the same, which says nothing that nobody knows."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text("{")
-    edit_manifest(copy, lambda told: told["config"]["data"].update(train=[], valid=[{"prefix": f"{tmp_path}/data/v"}], tokenizer=None))
+    edit_manifest(
+        copy, lambda told: told["config"]["data"].update(train=[], valid=[{"prefix": str(tmp_path / "data" / "v")}], tokenizer=None)
+    )
     edit_manifest(copy, lambda told: told["progress"].update(step=0, consumed_samples=0))
     (copy / "metrics.jsonl").unlink()
     assert hf("export", copy, tmp_path / "out") == 0
