@@ -55,7 +55,8 @@ def test_two_clusters_do_not_meet_and_leave_nothing(cluster: MiniSlurm, make_clu
 
 def test_it_ends_with_its_owner() -> None:
     code = textwrap.dedent("""
-                from tests.slurm.mini import MiniSlurm
+        import time
+        from tests.slurm.mini import MiniSlurm
         cluster = MiniSlurm(nodes=1)
         cluster.start()
         cluster.sbatch("--output=/dev/null", "--wrap", "trap '' TERM; sleep 100")

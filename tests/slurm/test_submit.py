@@ -124,10 +124,10 @@ def test_submit_finish_and_not_again(login: Login) -> None:
 def test_a_change_of_the_code_does_not_reach_a_job(login: Login) -> None:
     """The checkout is broken between submission and start; a resubmission runs what the first one took."""
     checkout = login.folder / "checkout"
-    for room in ("launch", "data_prep"):
+    for room in ("fem_common", "launch", "data_prep"):
         shutil.copytree(ROOT / room, checkout / room)
     job = login.submit(*HELD, *HELP, root=checkout)
-    (checkout / "data_prep" / "stdlib.py").write_text("raise SystemExit(1)\n")
+    (checkout / "data_prep" / "__main__.py").write_text("raise SystemExit(1)\n")
     login.cluster.run("scontrol", "release", job)
     assert login.cluster.wait(job) == "COMPLETED"
     (launch_folder(login.job) / "state.json").unlink()
