@@ -193,7 +193,7 @@ def right(model: OpenModel, rows: list[dict[str, Any]], before: str = "", normal
 
 
 def test_multiple_choice_and_its_standard_error(tmp_path: Path) -> None:
-    model = opened("fem_softmax")
+    model = opened("fem_gla")
     column, found = asked(tmp_path, model, "task: tiny_choices, metric: acc_norm, fewshot: 0")
     plain, normalised = right(model, CHOICES), right(model, CHOICES, normalised=True)
     assert plain != normalised, "else acc could not be told from acc_norm"
