@@ -159,7 +159,8 @@ def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(m
         other = case.ready(attempt)
         os.kill(other, signal.SIGSTOP)  # as a rank that waits for the one that is gone, it hears no signal
         os.kill(case.child(1, attempt), signal.SIGKILL)
-        wait_for(lambda folder=f"attempts/{attempt:04}": (read_json(case.directory / folder / "ranks/rank_00001.json") or {}).get("ended"))
+        record = case.directory / f"attempts/{attempt:04}/ranks/rank_00001.json"
+        wait_for(lambda: (read_json(record) or {}).get("ended"))  # noqa: B023
         os.kill(other, signal.SIGKILL)
     case.ready(3)
     first, second, third = (attempt["nodes"] for attempt in case.attempts)
