@@ -44,20 +44,21 @@ check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
 	@$(PYTHON) -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null || $(call refuse,$(PYTHON),megatron-core is not installed there; leave PYTHON out or run $(PYTHON) -m pip install -c constraints.txt -e .[dev,eval,deepspeed])
 
-demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: seven to eleven minutes on two cores
+demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: four to five minutes on two cores
 	$(PYTHON) -m tools.demo
 
-test: lint  ## static checks, the tests and the compile gate: half an hour on two cores
+test: lint  ## static checks and the quick tests, before a commit
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile
 
-test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in ten minutes; root gets it installed on Debian, elsewhere it is skipped and says why
+test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in five minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m 'slurm and not slow' tests/slurm
 
-test-all: lint  ## the same with the slow tests
+test-all: lint  ## the night's: the slow tests too, a real Slurm, and whether the tests notice ten of the mutants
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m slurm tests/slurm
+	$(PYTHON) -m tests.mutants --sample 10 --seed 1
 
 lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy
 	$(PYTHON) -m ruff check

@@ -1,1 +1,1 @@
-"""fem_common: the ground floor: what every room needs and one place must decide. Standard library alone; no room may come in."""
+"""fem_common: the ground floor: what every room needs and one place must decide. Importing it loads the standard library alone."""

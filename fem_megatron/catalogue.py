@@ -1,4 +1,4 @@
-"""The one registry of mixers: name -> what it is and its sizes for a configuration. Torch-free; the classes are in ``layers.registry``."""
+"""The one registry of mixers: name -> what it is and its sizes for a configuration. Torch-free: a shape names its layer's class."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from fem_megatron.shapes.attention import AttentionShape
-from fem_megatron.shapes.base import Shape
-from fem_megatron.shapes.block import BlockShape
-from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
-from fem_megatron.shapes.delta import DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape
-from fem_megatron.shapes.fem import FemShape
-from fem_megatron.shapes.fla import FlaShape
-from fem_megatron.shapes.hyperset import HyperSetShape
-from fem_megatron.shapes.mamba2 import Mamba2Shape
-from fem_megatron.shapes.mlp import SwiGluShape
-from fem_megatron.shapes.mup import check as check_mup
-from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
+from fem_megatron import mup
+from fem_megatron.mixers.attention.shape import AttentionShape
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
+from fem_megatron.mixers.delta.shape import DeltaShape
+from fem_megatron.mixers.differential.shape import DifferentialShape
+from fem_megatron.mixers.fem.prior_shapes import AftShape, DecayShape, GlaShape, LinearShape, MambaShape, PriorShape, SoftmaxShape
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.mixers.fla.shape import FlaShape
+from fem_megatron.mixers.hyperset.shape import HyperSetShape
+from fem_megatron.mixers.mamba2.shape import Mamba2Shape
+from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
+from fem_megatron.shape import BlockShape, Shape, SwiGluShape
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -49,17 +48,20 @@ class Mixer:
     package: str | None = None
 
 
-def _fem(about: str, prior: str, cost: str) -> Mixer:
+def _fem(about: str, prior: type[PriorShape], cost: str) -> Mixer:
     return Mixer(about, "Free Energy Mixer", cost, lambda model, layer: FemShape.of(model, prior))
 
 
+BASELINE = "transformer"
+"""What the others are compared with."""
+
 MIXERS: dict[str, Mixer] = {
-    "fem_softmax": _fem("FEM over softmax attention's weights", "softmax", "T^2"),
-    "fem_linear": _fem("FEM over linear attention's weights", "linear", "T"),
-    "fem_gla": _fem("FEM over gated linear attention's weights", "gla", "T"),
-    "fem_lrnn_decay": _fem("FEM over a running mean that forgets", "lrnn_decay", "T"),
-    "fem_aft": _fem("FEM over AFT's weights, exp(k) a channel", "aft", "T"),
-    "fem_mamba": _fem("FEM over a selective state space with non-negative weights, normalised", "mamba", "T"),
+    "fem_softmax": _fem("FEM over softmax attention's weights", SoftmaxShape, "T^2"),
+    "fem_linear": _fem("FEM over linear attention's weights", LinearShape, "T"),
+    "fem_gla": _fem("FEM over gated linear attention's weights", GlaShape, "T"),
+    "fem_lrnn_decay": _fem("FEM over a running mean that forgets", DecayShape, "T"),
+    "fem_aft": _fem("FEM over AFT's weights, exp(k) a channel", AftShape, "T"),
+    "fem_mamba": _fem("FEM over a selective state space with non-negative weights, normalised", MambaShape, "T"),
     "transformer": Mixer(
         "standard attention, RoPE, grouped queries on request", "Llama", "T^2", lambda model, layer: AttentionShape.of(model)
     ),
@@ -127,8 +129,10 @@ def describe(name: str) -> Mixer:
 def blocks(model: ModelConfig) -> list[BlockShape]:
     """Every layer's shape. Raises ValueError, with the key, where sizes do not fit or a key is set that no layer reads."""
     names = mixer_names(model)
-    check_mup(model, names)
+    mup.check_model(model)
     made = [block(model, name, layer) for layer, name in enumerate(names)]
+    for name, each in zip(names, made, strict=True):
+        mup.check_mixer(model, name, each.mixer)
     if keys := unread(model):
         what = f"model.pattern={','.join(model.pattern)}" if model.pattern else f"model.mixer={model.mixer}"
         raise ValueError(f"{', '.join(f'model.{key}' for key in keys)}: no layer of {what} reads this as it is set up; leave it out")

@@ -1,6 +1,6 @@
 """The model's configuration: plain dataclasses, importable without torch, shared by training, planning and export.
 
-Every field's documentation is its ``doc`` metadata; the loader in ``pretrain`` and the generated page read it from here.
+Every field carries its text and its range (`fem_common.settings`); the reader and the generated page take them from here.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fem_common.settings import setting
 from fem_megatron import catalogue
-from fem_megatron.settings import setting
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.block import BlockShape
-from fem_megatron.shapes.cem import CemConfig
-from fem_megatron.shapes.delta import DeltaConfig
-from fem_megatron.shapes.fem import FemConfig
-from fem_megatron.shapes.fla import FlaConfig
-from fem_megatron.shapes.hyperset import HyperSetConfig
-from fem_megatron.shapes.mamba2 import Mamba2Config
-from fem_megatron.shapes.mup import PARAMETRIZATIONS, MupConfig
-from fem_megatron.shapes.second_order import SecondOrderConfig
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.cem.shape import CemConfig
+from fem_megatron.mixers.delta.shape import DeltaConfig
+from fem_megatron.mixers.fem.shape import FemConfig
+from fem_megatron.mixers.fla.shape import FlaConfig
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig
+from fem_megatron.mixers.mamba2.shape import Mamba2Config
+from fem_megatron.mixers.second_order.shape import SecondOrderConfig
+from fem_megatron.mup import PARAMETRIZATIONS, MupConfig
+from fem_megatron.shape import BlockShape
 
 MIXERS = tuple(catalogue.MIXERS)
 
@@ -37,22 +37,28 @@ class ModelConfig:
         "The MLP beside the mixer; null: what belongs to the mixer (cem: cem; hyperset: none, it has its own; others: swiglu).",
         (*catalogue.MLPS, "none"),
     )
-    recurrence: int = setting(1, "How often every block is applied, with the same weights (the loop Transformer; Hyper-SET's depth).")
-    hidden_size: int = setting(768, "Width D of the residual stream.")
-    num_layers: int = setting(12, "Number of blocks (mixer + MLP).")
-    num_attention_heads: int = setting(12, "Heads H of the mixer.")
-    num_query_groups: int | None = setting(None, "Heads of keys and values that the transformer's queries share; null: one a head.")
-    ffn_hidden_size: int | None = setting(None, "Inner width of the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 64.")
-    vocab_size: int | None = setting(None, "Entries of the tokenizer; null: read from the data's manifest.")
-    make_vocab_size_divisible_by: int = setting(128, "The embedding is padded to a multiple of this; independent of the layout.")
+    recurrence: int = setting(
+        1, "How often every block is applied, with the same weights (the loop Transformer; Hyper-SET's depth).", least=1
+    )
+    hidden_size: int = setting(768, "Width D of the residual stream.", least=1)
+    num_layers: int = setting(12, "Number of blocks (mixer + MLP).", least=1)
+    num_attention_heads: int = setting(12, "Heads H of the mixer.", least=1)
+    num_query_groups: int | None = setting(
+        None, "Heads of keys and values that the transformer's queries share; null: one a head.", least=1
+    )
+    ffn_hidden_size: int | None = setting(
+        None, "Inner width of the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 64.", least=1
+    )
+    vocab_size: int | None = setting(None, "Entries of the tokenizer; null: read from the data's manifest.", least=1)
+    make_vocab_size_divisible_by: int = setting(128, "The embedding is padded to a multiple of this; independent of the layout.", least=1)
     tie_embeddings: bool = setting(False, "Share the input embedding with the output layer.")
     causal: bool = setting(
         True, "A token sees itself and what is before it; false: all tokens (encoders, from Python; not for `pretrain`)."
     )
     rope: bool = setting(True, "Rotary position embedding on queries and keys, of the mixers that have them.")
-    rope_base: int = setting(10000, "Base of the rotary frequencies.")
-    norm_eps: float = setting(1e-6, "Epsilon of every norm.")
-    init_std: float = setting(0.02, "Standard deviation of the normal initialisation of every matrix.")
+    rope_base: int = setting(10000, "Base of the rotary frequencies.", least=1)
+    norm_eps: float = setting(1e-6, "Epsilon of every norm.", above=0)
+    init_std: float = setting(0.02, "Standard deviation of the normal initialisation of every matrix.", above=0)
     parametrization: str = setting(
         "standard",
         "How initialisation and learning rates follow the width. standard: not at all; mup: so that a learning rate that is best for a "

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from typing import TYPE_CHECKING
 
-import torch
+from fem_common.cli import Parser, run
+from fem_common.errors import UserError
 
-from fem_common.exits import Exit
-from kernels import machine
-from kernels.implementations import Op, overrides, triton_version
-from kernels.operations import check_overrides, operations
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.implementations import Op
 
 
 def lines(ops: dict[str, Op], device: torch.device) -> list[str]:
     """The list as it is printed: an operation a paragraph, its implementations from the fastest, an arrow before the one that runs."""
+    from kernels.implementations import overrides
+
     width = max(len(each.name) for op in ops.values() for each in op.implementations)
     told = []
     for op in ops.values():
@@ -29,14 +32,21 @@ def lines(ops: dict[str, Op], device: torch.device) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the list. Exit code 2 where FEM_KERNELS cannot be followed."""
-    parser = argparse.ArgumentParser(prog="python -m kernels", description=__doc__)
-    parser.parse_args(argv)
+    Parser(prog="python -m kernels", description=__doc__).parse_args(argv)
+    return run("kernels", _list)
+
+
+def _list() -> int:
+    import torch  # takes seconds: not for --help
+
+    from kernels import machine
+    from kernels.implementations import check_overrides, operations, triton_version
+
     ops, device = operations(), machine.device()
     try:
         check_overrides()
     except ValueError as error:
-        print(f"kernels: {error}", file=sys.stderr)
-        return Exit.WRONG_INPUT
+        raise UserError(str(error)) from None
     triton = triton_version()
     architecture = f" (sm_{machine.architecture(device)})" if device.type == "cuda" else ""
     print(

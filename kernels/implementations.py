@@ -8,21 +8,38 @@ have been faster; on a machine with a GPU, a call that falls back to the definit
 
 from __future__ import annotations
 
+import difflib
 import functools
+import importlib
 import logging
 import os
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from kernels import machine
-from kernels.once import OncePerMessage
 
 VARIABLE = "FEM_KERNELS"
 OLDEST_TRITON = (3, 6)
+
+
+class OncePerMessage(logging.Filter):
+    """Lets each message through once in a process; a message's identity is its template, so its figures may differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record's template comes for the first time."""
+        first = str(record.msg) not in self._said
+        self._said.add(str(record.msg))
+        return first
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,28 @@ def _parsed(text: str) -> dict[str, str]:
             raise ValueError(f"{VARIABLE}: {entry!r} is not of the form operation=implementation, separated by commas")
         chosen[name] = implementation
     return chosen
+
+
+def operations() -> dict[str, Op]:
+    """Every operation of this room that has a choice to make, by name."""
+    found = {}
+    for package in sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)]) if each.ispkg):
+        op = getattr(importlib.import_module(f"kernels.{package}"), "OP", None)
+        if op is not None:
+            found[op.name] = op
+    return found
+
+
+def check_overrides() -> None:
+    """Raises ValueError where FEM_KERNELS names an operation or an implementation that does not exist."""
+    known = operations() if overrides() else {}
+    for name, implementation in overrides().items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(f"{VARIABLE}: there is no operation {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        names = [each.name for each in known[name].implementations]
+        if implementation not in (*names, "auto"):
+            raise ValueError(f"{VARIABLE}: {name} has no implementation {implementation!r}; it has {', '.join(names)}")
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -51,3 +53,10 @@ def readable_keys(
         own = torch.ones_like(mask).tril(tk - tq).triu(tk - tq)
         mask = (mask & keys_valid[:, None, None]) | own
     return mask
+
+
+def blocks_of_rows(q: Tensor, k: Tensor, cpu: int, device: int) -> Iterator[slice]:
+    """Rows of q [b, heads, tq, ...], as many at once as a bound on their pairs with k's allows; one at least."""
+    at_once = max(1, (cpu if q.device.type == "cpu" else device) // (q.shape[0] * q.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], at_once):
+        yield slice(start, min(start + at_once, q.shape[2]))

@@ -1,7 +1,7 @@
 """``python -m pretrain CONFIG.yaml [section.key=value ...]``: check everything, then train, then say how it ended.
 
 ``--plan``, ``--resolve``, ``--check`` and ``--index`` stop before: they print what the run needs, print its whole configuration, say
-whether its data is there and fits, build its index cache. `EXITS` has the exit codes.
+whether its data is there and fits, build its index cache.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -17,13 +16,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from fem_common.cli import Parser, run
+from fem_common.config import ConfigErrors, dump_yaml
 from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, end, reason
-from fem_common.exits import Exit
 from fem_megatron.catalogue import table
 from pretrain import signals
-from pretrain.config import RunConfig
-from pretrain.loader import ConfigErrors, dump_yaml, load_run
-from pretrain.plan import make_plan, memory_excess, render
+from pretrain.config import RunConfig, load_run
+from pretrain.plan.run_plan import make_plan, memory_excess, render
 from pretrain.reference_page import section_text
 from pretrain.run_directory import resolved, run_directory
 from pretrain.validate import Prepared, check_before_data, prepare
@@ -38,35 +37,31 @@ EXAMPLES = """examples:
   pretrain configs/run/demo.yaml --plan --check log.device=H100      exit code 2 where its memory does not fit
   pretrain --help optimizer                               the section's keys, their types, defaults and meanings
 """
-EXITS = """exit codes:
-    0  the run is complete, or a signal stopped it after a checkpoint (progress.json says which); a plan or check found nothing wrong
-    1  it failed while training, or a file system did: the same command may do
-    2  the input is wrong
-    3  loss or gradient stayed non-finite: the same command would end the same way, and a launcher does not retry it
-   75  another process has the run directory: the same command may do later
-  130  Ctrl-C, where nothing was to be saved
-"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, check, and either print the plan or train. Returns the exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # one on every host: what is wrong may be wrong on one of them alone
+    return run("pretrain", lambda: _told(options), kept="the same command starts again")
+
+
+def _told(options: argparse.Namespace) -> int:
+    """`_run`, its errors told to torchrun, too, and a mistake in the input by one rank of every host."""
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # what is wrong may be wrong on one host alone
     launched = os.environ.get("WORLD_SIZE")
     try:
         return _run(options, int(launched) if launched else None)
     except CommandError as error:
         _tell_torchrun(str(error))
         # What is no mistake is told by every rank: it may have met one alone.
-        return error.code if isinstance(error, UserError) and not speaks else end("pretrain", error)
+        if isinstance(error, UserError) and not speaks:
+            return error.code
+        raise
     except OSError as error:
-        if isinstance(error, MISTAKES):  # a wrong path of the user's is refused above; this one is a fault of ours
-            raise
         _tell_torchrun(reason(error))
-        return end("pretrain", error)
-    except KeyboardInterrupt:  # nothing was to be saved
-        print("pretrain: interrupted; the same command starts again", file=sys.stderr, flush=True)
-        return Exit.INTERRUPTED
+        if isinstance(error, MISTAKES):
+            raise RuntimeError(f"{reason(error)}: a path that is checked before should have been refused there") from error
+        raise
 
 
 def _tell_torchrun(message: str) -> None:
@@ -77,14 +72,13 @@ def _tell_torchrun(message: str) -> None:
             Path(file).write_text(json.dumps({"message": f"pretrain: error: {message}", "timestamp": str(int(time.time()))}))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     sections = ", ".join(item.name for item in fields(RunConfig) if item.name not in ("name", "run_dir"))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pretrain",
         usage=USAGE,
         description=f"Pretrain a language model. The sections of a configuration: {sections}; docs/configuration.md has every key.",
-        epilog=EXAMPLES + "\n" + EXITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
         add_help=False,
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a run, such as configs/run/demo.yaml")
@@ -166,17 +160,12 @@ class _ListMixers(argparse.Action):
 def _index(prepared: Prepared, launched: int) -> int:
     if launched > 1:
         raise ConfigError(f"--index works in one process, but {launched} were started; leave torchrun away")
-    from fem_megatron.platform import import_megatron
+    from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from pretrain.run import build_index
 
-    # As an exception, so that what is half built is removed on the way out.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        build_index(prepared)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    build_index(prepared)
     return 0
 
 
@@ -184,7 +173,7 @@ def _train(config: RunConfig, launched: int) -> int:
     with signals.noted() as received:
         prepared = prepare(config, launched)
         # Imported here: planning and every refusal above need no torch.
-        from fem_megatron.platform import import_megatron
+        from fem_megatron.megatron.platform import import_megatron
 
         import_megatron()
         from pretrain.run import train

@@ -1,14 +1,19 @@
-"""The run's configuration: one dataclass a section, every field documented by its ``doc`` metadata; no torch, no logic.
+"""The run's configuration: one dataclass a section, every field with its text and its range; how a run's YAML becomes one. No torch.
 
-``pretrain.loader`` reads YAML into these, ``pretrain.validate`` checks what no single field can know.
+``pretrain.validate`` checks what no single field can know.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from fem_common.config import ConfigErrors, build, load
+from fem_common.settings import setting
 from fem_megatron.config import ModelConfig
-from fem_megatron.settings import setting
 
 ABSENT = {
     r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": "mixtures of experts and expert parallelism are not here",
@@ -21,8 +26,12 @@ ABSENT = {
 class Source:
     """One tokenized source of a blend: a Megatron .bin/.idx pair."""
 
-    prefix: str = setting("", "Path of the pair without .bin/.idx; relative paths start at the working directory.")
-    weight: float = setting(1.0, "Share of the blend; weights are normalised to sum to one.")
+    prefix: str = setting(
+        MISSING,
+        "Path of the pair without .bin/.idx; relative paths start at the working directory.",
+        check=lambda text: None if text else "give the path of a .bin/.idx pair without its ending",
+    )
+    weight: float = setting(1.0, "Share of the blend; weights are normalised to sum to one.", above=0)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class DataConfig:
     train: tuple[Source, ...] = setting((), "Training blend.")
     valid: tuple[Source, ...] = setting((), "Validation blend; empty: no validation.")
     test: tuple[Source, ...] = setting((), "Test blend, read by evaluation tools alone.")
-    seq_length: int = setting(4096, "Tokens a sequence.")
+    seq_length: int = setting(4096, "Tokens a sequence.", least=1)
     tokenizer: str | None = setting(None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.")
     index_cache: str | None = setting(None, "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.")
 
@@ -41,9 +50,9 @@ class DataConfig:
 class ParallelConfig:
     """The layout. Data parallelism is what the world size leaves."""
 
-    world_size: int | None = setting(None, "Processes the run is planned for; null: as many as the launcher started.")
-    tensor_model_parallel_size: int = setting(1, "TP: each rank holds whole heads and a slice of the MLP and the vocabulary.")
-    pipeline_model_parallel_size: int = setting(1, "PP: each rank holds consecutive layers (1F1B schedule).")
+    world_size: int | None = setting(None, "Processes the run is planned for; null: as many as the launcher started.", least=1)
+    tensor_model_parallel_size: int = setting(1, "TP: each rank holds whole heads and a slice of the MLP and the vocabulary.", least=1)
+    pipeline_model_parallel_size: int = setting(1, "PP: each rank holds consecutive layers (1F1B schedule).", least=1)
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "Model chunks a pipeline rank holds (interleaved schedule); null: one."
     )
@@ -56,6 +65,7 @@ class ParallelConfig:
     collective_timeout_minutes: float = setting(
         30.0,
         "Minutes a rank waits for the others until the run fails; more than rank 0 takes to write a checkpoint or build the index cache.",
+        above=0,
     )
 
 
@@ -63,17 +73,17 @@ class ParallelConfig:
 class DeepSpeedConfig:
     """DeepSpeed's own keys, under its names. null: DeepSpeed's default. What the run's other sections say is theirs alone."""
 
-    reduce_bucket_size: int | None = setting(None, "Elements reduced at a time; null: 5e8, and no more than the model has.")
-    allgather_bucket_size: int | None = setting(None, "Stages 1 and 2: elements gathered at a time; null: as reduce_bucket_size.")
+    reduce_bucket_size: int | None = setting(None, "Elements reduced at a time; null: 5e8, and no more than the model has.", least=1)
+    allgather_bucket_size: int | None = setting(None, "Stages 1 and 2: elements gathered at a time; null: as reduce_bucket_size.", least=1)
     reduce_scatter: bool | None = setting(None, "Stages 1 and 2: reduce-scatter instead of all-reduce.")
     contiguous_gradients: bool | None = setting(None, "Copy gradients into one buffer as they come.")
     round_robin_gradients: bool | None = setting(None, "Stages 1 and 2 with offload: spread the copies to the host over the ranks.")
-    sub_group_size: int | None = setting(None, "Stage 3: elements that the optimizer updates at a time.")
-    prefetch_bucket_size: int | None = setting(None, "Stage 3: elements gathered ahead of their use.")
-    param_persistence_threshold: int | None = setting(None, "Stage 3: parameters with fewer elements stay whole on every rank.")
-    model_persistence_threshold: int | None = setting(None, "Stage 3: elements that may stay whole at most.")
-    max_live_parameters: int | None = setting(None, "Stage 3: gathered elements that a rank holds at most.")
-    max_reuse_distance: int | None = setting(None, "Stage 3: a parameter used again within so many elements is kept.")
+    sub_group_size: int | None = setting(None, "Stage 3: elements that the optimizer updates at a time.", least=1)
+    prefetch_bucket_size: int | None = setting(None, "Stage 3: elements gathered ahead of their use.", least=0)
+    param_persistence_threshold: int | None = setting(None, "Stage 3: parameters with fewer elements stay whole on every rank.", least=0)
+    model_persistence_threshold: int | None = setting(None, "Stage 3: elements that may stay whole at most.", least=0)
+    max_live_parameters: int | None = setting(None, "Stage 3: gathered elements that a rank holds at most.", least=0)
+    max_reuse_distance: int | None = setting(None, "Stage 3: a parameter used again within so many elements is kept.", least=0)
     pin_memory: bool | None = setting(None, "Offload into page-locked memory; null: where there is a GPU.")
     communication_data_type: str | None = setting(None, "Type of reduced gradients; null: fp32.", ("fp32", "bf16"))
     wall_clock_breakdown: bool = setting(False, "DeepSpeed's own timers on the console.")
@@ -101,47 +111,48 @@ class EngineConfig:
 class TrainConfig:
     """Length, batch, precision."""
 
-    steps: int | None = setting(None, "Optimizer steps; or give train.tokens.")
-    tokens: int | None = setting(None, "Tokens to consume, rounded up to whole steps; or give train.steps.")
-    micro_batch_size: int = setting(1, "Sequences a rank handles at once.")
-    global_batch_size: int = setting(128, "Sequences a step over all ranks; the rest is gradient accumulation.")
+    steps: int | None = setting(None, "Optimizer steps; or give train.tokens.", least=1)
+    tokens: int | None = setting(None, "Tokens to consume, rounded up to whole steps; or give train.steps.", least=1)
+    micro_batch_size: int = setting(1, "Sequences a rank handles at once.", least=1)
+    global_batch_size: int = setting(128, "Sequences a step over all ranks; the rest is gradient accumulation.", least=1)
     precision: str = setting(
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
     recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
-    seed: int = setting(42, "Seed of the initialisation and of the data order.")
-    eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.")
-    eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.")
-    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run fails.")
+    seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)
+    eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
+    eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
+    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run fails.", least=1)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
 
-    lr: float = setting(3e-4, "Peak learning rate.")
-    min_lr: float = setting(0.0, "Learning rate at the end of the decay.")
-    weight_decay: float = setting(0.1, "Decoupled weight decay of the matrices.")
-    beta1: float = setting(0.9, "Adam's first moment.")
-    beta2: float = setting(0.95, "Adam's second moment.")
-    eps: float = setting(1e-8, "Adam's epsilon.")
-    clip_grad: float = setting(1.0, "Largest global gradient norm; 0: no clipping.")
+    lr: float = setting(3e-4, "Peak learning rate.", above=0)
+    min_lr: float = setting(0.0, "Learning rate at the end of the decay.", least=0)
+    weight_decay: float = setting(0.1, "Decoupled weight decay of the matrices.", least=0)
+    beta1: float = setting(0.9, "Adam's first moment.", least=0, below=1)
+    beta2: float = setting(0.95, "Adam's second moment.", least=0, below=1)
+    eps: float = setting(1e-8, "Adam's epsilon.", above=0)
+    clip_grad: float = setting(1.0, "Largest global gradient norm; 0: no clipping.", least=0)
     schedule: str = setting("cosine", "Shape of the decay after warm-up.", ("cosine", "wsd", "linear", "constant"))
-    warmup_steps: int | None = setting(None, "Steps of linear warm-up; or give warmup_tokens.")
-    warmup_tokens: int | None = setting(None, "Tokens of linear warm-up; or give warmup_steps.")
-    decay_steps: int | None = setting(None, "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.")
-    decay_tokens: int | None = setting(None, "wsd: tokens of the final decay; or give decay_steps.")
+    warmup_steps: int | None = setting(None, "Steps of linear warm-up; or give warmup_tokens.", least=0)
+    warmup_tokens: int | None = setting(None, "Tokens of linear warm-up; or give warmup_steps.", least=0)
+    decay_steps: int | None = setting(None, "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.", least=1)
+    decay_tokens: int | None = setting(None, "wsd: tokens of the final decay; or give decay_steps.", least=1)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept on disk."""
 
-    interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and when a signal stops the run.")
+    interval: int = setting(1000, "Steps between checkpoints; 0: only at the end and when a signal stops the run.", least=0)
     keep_last: int = setting(
         3,
         "Checkpoints kept; older ones are deleted after a newer one is complete. Amid steps that are not finite the newest from before "
         "them is kept besides.",
+        least=1,
     )
     async_save: bool = setting(False, "Write in a background process while training goes on.")
     resume: str = setting(
@@ -164,19 +175,23 @@ class WandbConfig:
 class LogConfig:
     """What is told while training."""
 
-    interval: int = setting(10, "Steps between lines on the console; JSON lines are written for every step.")
+    interval: int = setting(10, "Steps between lines on the console; JSON lines are written for every step.", least=1)
     tensorboard: bool = setting(False, "Write TensorBoard events to the run directory.")
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
     diagnostics_interval: int = setting(
-        100, "Steps between looks at every layer's energies, entropies and step norm, on 256 tokens; to the loss's loggers; 0: never."
+        100,
+        "Steps between looks at every layer's energies, entropies and step norm, on 256 tokens; to the loss's loggers; 0: never.",
+        least=0,
     )
     straggler_interval: int = setting(
-        100, "Steps between comparisons of the ranks' times, which name the slowest rank; see ranks.jsonl in pretrain/README.md; 0: never."
+        100,
+        "Steps between comparisons of the ranks' times, which name the slowest rank; see ranks.jsonl in pretrain/README.md; 0: never.",
+        least=0,
     )
-    straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.")
+    straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.", least=1)
     device: str | None = setting(
         None,
-        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (see pretrain.plan.DEVICE_PEAK_TFLOPS); "
+        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.run_plan.DEVICE_PEAK_TFLOPS); "
         "null: found out on CUDA, no MFU on CPU; no comparison.",
     )
 
@@ -186,27 +201,38 @@ class EvaluateConfig:
     """Evaluation while training: ``tools.evaluate`` on checkpoints, in a process beside rank 0, with its scores in the loss's loggers."""
 
     interval: int = setting(
-        0, "Steps between the checkpoints that are evaluated, a multiple of checkpoint.interval; one at a time, the newest due. 0: none."
+        0,
+        "Steps between the checkpoints that are evaluated, a multiple of checkpoint.interval; one at a time, the newest due. 0: none.",
+        least=0,
     )
     at_end: bool = setting(
         False,
         "Evaluate the last checkpoint too; the job keeps its machines until that is done (a job of its own after it costs less: launch).",
     )
     suite: str = setting("quick", "Name of a suite, or the path of its YAML.")
-    limit: int | None = setting(None, "The first so many examples of each task alone; null: all.")
+    limit: int | None = setting(None, "The first so many examples of each task alone; null: all.", least=1)
     device: str = setting(
         "cpu",
         "Where it runs. cpu: a quarter of rank 0's CPUs, at the lowest priority. cuda: rank 0's GPU, whose memory it shares: leave room.",
         ("cpu", "cuda"),
     )
-    timeout_minutes: float = setting(60.0, "An evaluation that takes longer is ended; training goes on.")
+    timeout_minutes: float = setting(60.0, "An evaluation that takes longer is ended; training goes on.", above=0)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is evaluated."""
+        return bool(self.interval or self.at_end)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """A complete run."""
 
-    name: str = setting("", "Name of the run.")
+    name: str = setting(
+        "",
+        "Name of the run; empty: the file's.",
+        check=lambda text: "must not be a path; use run_dir for the folder" if "/" in text or text in (".", "..") else None,
+    )
     run_dir: str | None = setting(
         None,
         "Run directory: checkpoints, logs, resolved configuration; {mixer} in it stands for the mixer's name or the pattern's; "
@@ -221,3 +247,33 @@ class RunConfig:
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
     log: LogConfig = setting(LogConfig, "Logs.")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "Evaluation while training.")
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run at ``path`` with ``section.key=value`` overrides; sections may be parts (`fem_common.config.load`).
+
+    Raises:
+        ConfigError: the run's file is not there or not to be read. ConfigErrors: all that is wrong with it.
+        StorageError: a file system failed.
+    """
+    with _named_after(Path(path)) as named:
+        return named(load(RunConfig, path, overrides, parts=True, absent=ABSENT))
+
+
+def run_of(values: Mapping[Any, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_run` of a file that holds ``values``; errors name ``path``."""
+    with _named_after(path) as named:
+        return named(build(RunConfig, values, path, overrides, parts=True, absent=ABSENT))
+
+
+@contextmanager
+def _named_after(path: Path) -> Iterator[Callable[[RunConfig], RunConfig]]:
+    """A run without a name has its file's, the one that has mistakes, too."""
+
+    def named(config: RunConfig) -> RunConfig:
+        return config if config.name else replace(config, name=path.stem)
+
+    try:
+        yield named
+    except ConfigErrors as errors:
+        raise ConfigErrors(errors.mistakes, None if errors.config is None else named(errors.config)) from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 
 from fem_common.errors import CommandError, told
+from fem_megatron.megatron import platform
 
 Answer = TypeVar("Answer")
 
@@ -33,3 +34,10 @@ def from_rank_0(compute: Callable[[], Answer]) -> Answer:
     if wrong is not None:
         raise wrong
     return answer  # type: ignore[return-value]
+
+
+def sum_over_ranks(values: Iterable[float]) -> list[float]:
+    """Each value's sum over all ranks; collective."""
+    total = torch.tensor([*values], dtype=torch.float64, device=platform.device())
+    torch.distributed.all_reduce(total)
+    return list(total.tolist())

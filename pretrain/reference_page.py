@@ -6,12 +6,11 @@ Knows the schema, no run.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import MISSING, is_dataclass
 from pathlib import Path
-from typing import Any
 
+from fem_common.config import reference
+from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.loader import ConfigError, describe, to_dict, walk
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -41,18 +40,18 @@ builds its index cache, no more; `python -m pretrain --help SECTION` prints a se
 def page() -> str:
     """The text of docs/configuration.md."""
     sections: dict[str, list[str]] = {"": []}
-    titles: dict[str, str] = {"": "The run"}
-    for key, item, kind in walk(RunConfig):
-        if is_dataclass(kind) and "." not in key:
-            sections[key] = []
-            titles[key] = item.metadata["doc"]
-        elif not is_dataclass(kind):
-            section = key.split(".")[0] if "." in key else ""
-            sections[section].append(_row(key, item, kind))
+    titles = {"": "The run"}
+    for row in reference(RunConfig):
+        name = row.key.partition(".")[0] if "." in row.key else ""
+        if not row.section:
+            default = "required" if row.default is None else f"`{row.default}`" if row.default else "empty"
+            sections[name].append(f"| `{row.key}` | {row.wanted} | {default} | {_cell(row.doc)} |")
+        elif not name:
+            sections[row.key], titles[row.key] = [], row.doc
     lines = [_HEAD]
     for section, rows in sections.items():
         lines.append(f"## {f'`{section}`: ' if section else ''}{titles[section]}\n")
-        lines.append("| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+        lines.append("| key | value | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
     return "\n".join(lines)
 
 
@@ -62,37 +61,20 @@ def section_text(section: str) -> str:
     Raises:
         ConfigError: there is no such section.
     """
-    keys = list(walk(RunConfig))
-    title = next((item.metadata["doc"] for key, item, kind in keys if key == section and is_dataclass(kind)), None)
-    if title is None:
-        known = [key for key, _, kind in keys if is_dataclass(kind)]
-        raise ConfigError(f"--help {section}: no such section; {', '.join(known)}")
-    lines = [f"{section}: {title}\n"]
-    for key, item, kind in keys:
-        if key.startswith(section + ".") and not is_dataclass(kind):
-            lines.append(f"{key} = {_default(item).strip('`')}  ({_kind(item, kind).replace('`', '')})")
-            lines.append(textwrap.fill(item.metadata["doc"], 100, initial_indent="    ", subsequent_indent="    "))
+    rows = {row.key: row for row in reference(RunConfig)}
+    if section not in rows or not rows[section].section:
+        raise ConfigError(f"--help {section}: no such section; {', '.join(key for key, row in rows.items() if row.section)}")
+    lines = [f"{section}: {rows[section].doc}\n"]
+    for key, row in rows.items():
+        if key.startswith(section + ".") and not row.section:
+            lines.append(f"{key} = {'(required)' if row.default is None else row.default or 'empty'}  ({row.wanted})")
+            lines.append(textwrap.fill(row.doc, 100, initial_indent="    ", subsequent_indent="    "))
     return "\n".join(lines)
-
-
-def _kind(item: Any, kind: Any) -> str:
-    choices = item.metadata.get("choices")
-    return ", ".join(f"`{choice}`" for choice in choices) if choices else describe(kind)
-
-
-def _row(key: str, item: Any, kind: Any) -> str:
-    return f"| `{key}` | {_kind(item, kind)} | {_default(item)} | {_cell(item.metadata['doc'])} |"
 
 
 def _cell(text: str) -> str:
     """Text that Markdown shows as it is inside a table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _default(item: Any) -> str:
-    value = to_dict(item.default if item.default_factory is MISSING else item.default_factory())
-    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
-    return f"`{text}`" if text else "empty"
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.loader import dump_yaml
 
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
 

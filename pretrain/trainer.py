@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,16 +12,19 @@ import torch
 
 from fem_common.errors import CommandError
 from fem_common.exits import Exit
-from fem_megatron import platform
-from pretrain.checkpoint import Checkpoints, Progress
+from fem_megatron.megatron import platform
+from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
-from pretrain.data import Datasets, batches
+from pretrain.data.datasets import Datasets, batches
 from pretrain.engines import Engine, StepTimes
-from pretrain.loggers import Callback, Watch
-from pretrain.metrics import Meter, StepRecord, peak_memory_over_ranks
-from pretrain.progress_file import ProgressFile
+from pretrain.ranks import sum_over_ranks
+from pretrain.report.loggers import Callback, Watch
+from pretrain.report.metrics import Meter, StepRecord
+from pretrain.report.progress_file import ProgressFile
+from pretrain.report.stragglers import Stragglers
 from pretrain.schedule import Schedule
-from pretrain.stragglers import Stragglers
+from pretrain.signals import STOP
 
 
 class TooManyBadSteps(CommandError):
@@ -67,14 +69,14 @@ class Trainer:
         """
         stream = self._stream(self.data.train, self.progress.consumed_samples)
         self.meter.restart()
-        stopped_by = self._asked_to_stop()
+        stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
             with self.watch(self.progress.step + 1) as seen:
-                record = self._step(stream)
+                record, sums = self._step(stream)
             self._tell_step(record, seen)
             if self._due(self.config.train.eval_interval):
                 self._evaluate()
-            stopped_by = self._asked_to_stop()
+            stopped_by = self._asked_to_stop(sums)
             hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
             if not hopeless and (self._due(self.config.checkpoint.interval) or stopped_by):
                 self._save()
@@ -94,10 +96,11 @@ class Trainer:
         self.progress_file.tell("stopped" if stopped_by else "complete", signal=stopped_by)
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
-    def _step(self, stream: Iterator[Any]) -> StepRecord:
+    def _step(self, stream: Iterator[Any]) -> tuple[StepRecord, list[float]]:
+        """What it did, and the ranks' sums of `_beside`."""
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
-        result = self.engine.train_step(stream, consumed, timed=self.stragglers.due(before.step + 1))
+        result = self.engine.train_step(stream, consumed, timed=self.stragglers.due(before.step + 1), beside=self._beside)
         self.progress = replace(
             before,
             step=before.step + 1,
@@ -112,13 +115,13 @@ class Trainer:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
-            peak_memory_bytes=peak_memory_over_ranks(),
+            peak_memory_bytes=int(max(result.beside[len(STOP) :])),
             **self.meter.measure(self.schedule.steps - self.progress.step, self._pauses_left()),
         )
         self._note_progress()
         if result.times is not None:
             self._compare_ranks(result.times)
-        return record
+        return record, result.beside
 
     def _compare_ranks(self, times: StepTimes) -> None:
         slowest = self.stragglers.compare(self.progress.step, times)
@@ -141,9 +144,19 @@ class Trainer:
         self.checkpoints.save(self.engine, self.progress, self.content_key)
         self.meter.restart("save")
 
-    def _asked_to_stop(self) -> str | None:
-        """The signal that any rank received, the same answer on every rank; None once the last step is done."""
-        return _agree(self.received) if self.progress.step < self.schedule.steps else None
+    def _beside(self) -> list[float]:
+        """What a step's one all-reduce sums beside the loss: which stop signal came, and every rank's peak memory in a place of its own.
+
+        The gradient's norm is not among them: it decides about the update, before which the other numbers are not known.
+        """
+        peaks = [0.0] * torch.distributed.get_world_size()
+        peaks[torch.distributed.get_rank()] = float(platform.peak_memory_bytes())
+        return [*(float(self.received[:1] == [number]) for number in STOP), *peaks]
+
+    def _asked_to_stop(self, sums: list[float]) -> str | None:
+        """The signal that any rank had received at the end of the step; None once the last step is done."""
+        came = [number for number, count in zip(STOP, sums, strict=False) if count]
+        return max(came).name if came and self.progress.step < self.schedule.steps else None
 
     def _note_progress(self) -> None:
         self.progress_file.at(self.progress.step, self.progress.consumed_samples, self.checkpoints.last)
@@ -189,11 +202,3 @@ class Trainer:
             f"the {what} was not finite for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
             f"look at the data from sample {max(first, 0)} on"
         )
-
-
-def _agree(received: list[int]) -> str | None:
-    """The signal that any rank received, or None; every rank gets the same answer."""
-    flag = torch.tensor([received[0] if received else 0], device=platform.device())
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-    number = int(flag.item())
-    return signal.Signals(number).name if number else None

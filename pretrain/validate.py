@@ -10,37 +10,18 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from fem_common.config import ConfigErrors, Mistake, noted
 from fem_common.errors import ConfigError, files_told
+from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
-from pretrain.data_facts import DataFacts, any_on_disk, check_data, fill_from_data
-from pretrain.deepspeed_settings import check_engine
-from pretrain.loader import ConfigErrors, Mistake, nearest, noted
-from pretrain.plan import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.data.facts import DataFacts, any_on_disk, check_data, fill_from_data
+from pretrain.engines.deepspeed_settings import check_engine
+from pretrain.plan.run_plan import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
-
-_AT_LEAST_ONE = (
-    "model.hidden_size model.num_layers model.recurrence model.num_attention_heads model.ffn_hidden_size model.vocab_size model.rope_base "
-    "model.make_vocab_size_divisible_by model.fem.value_size model.fem.conditioner_size model.num_query_groups model.delta.heads "
-    "model.delta.key_size model.delta.value_size model.attention.head_dim model.attention.sliding_window "
-    "model.attention.rope_original_length data.seq_length parallel.world_size "
-    "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size train.steps train.tokens train.micro_batch_size "
-    "train.global_batch_size train.eval_batches train.max_bad_steps optimizer.decay_steps optimizer.decay_tokens checkpoint.keep_last "
-    "log.interval log.straggler_ratio evaluate.limit engine.deepspeed.reduce_bucket_size engine.deepspeed.allgather_bucket_size "
-    "engine.deepspeed.sub_group_size"
-).split()
-_NOT_NEGATIVE = (
-    "train.seed train.eval_interval optimizer.min_lr optimizer.weight_decay optimizer.clip_grad optimizer.warmup_steps "
-    "optimizer.warmup_tokens checkpoint.interval log.diagnostics_interval log.straggler_interval evaluate.interval "
-    "engine.deepspeed.prefetch_bucket_size engine.deepspeed.param_persistence_threshold engine.deepspeed.model_persistence_threshold "
-    "engine.deepspeed.max_live_parameters engine.deepspeed.max_reuse_distance"
-).split()
-_DECAYS = "optimizer.beta1 optimizer.beta2 model.hyperset.beta1 model.hyperset.beta2".split()
-_POSITIVE = "model.norm_eps model.init_std optimizer.lr optimizer.eps parallel.collective_timeout_minutes evaluate.timeout_minutes".split()
 
 
 @dataclass(frozen=True)
@@ -125,35 +106,7 @@ def _wrong(mistakes: Sequence[Mistake], sections: str) -> bool:
     return bool({section for section, _ in mistakes} & {"", *sections.split()})
 
 
-def _get(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _check_ranges(config: RunConfig, world_size: int) -> Iterator[str]:
-    for keys, holds, wanted in (
-        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
-        (_POSITIVE, lambda value: value > 0, "more than 0"),
-        (
-            _DECAYS,
-            lambda value: 0 <= value < 1,
-            "from 0 to below 1",
-        ),
-    ):
-        for key in keys:
-            value = _get(config, key)
-            if value is not None and not holds(value):
-                yield f"{key} = {value}: must be {wanted}"
-    for split in ("train", "valid", "test"):
-        for number, source in enumerate(getattr(config.data, split)):
-            if not source.prefix:
-                yield f"data.{split}.{number}.prefix is empty: give the path of a .bin/.idx pair without its ending"
-            if not source.weight > 0:
-                yield f"data.{split}.{number}.weight = {source.weight}: must be more than 0; leave the source out instead"
-    if "/" in config.name or config.name in (".", ".."):
-        yield f"name = '{config.name}': must not be a path; use run_dir for the folder"
+def _check_device(config: RunConfig, world_size: int) -> Iterator[str]:
     device = config.log.device
     if device is not None and peak_tflops(device) is None:
         known = list(DEVICE_PEAK_TFLOPS)
@@ -355,7 +308,7 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
 
 # Each with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
-    (_check_ranges, ""),
+    (_check_device, "log"),
     (check_engine, "engine parallel train model"),
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),

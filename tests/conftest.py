@@ -21,6 +21,7 @@ import triton.language
 triton.knobs.runtime.interpret = True
 del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
 mend_bfloat16()
+pytest_plugins = ["tests.wording"]
 _COPIED_CODE = tempfile.TemporaryDirectory(prefix="hf_modules_")
 os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is imported
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 
 
 @contextmanager

@@ -17,17 +17,13 @@ from pathlib import Path
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.loader import load_run
-from pretrain.plan import make_plan, render
+from pretrain.config import RunConfig, load_run
+from pretrain.plan.run_plan import make_plan, render
 from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
-from tests.test_house import ROOT, project, repository_files
+from tests.test_house import ROOT, project, texts
 from tools.scaling.planning import plan_study
-from tools.scaling.plotting import check_same_runs
-from tools.scaling.results import load_fit
 from tools.scaling.study import load_study
-from tools.scaling.table import read_table
 
 # Runs a module's real parser on sys.argv and stops where its work would begin.
 PARSE_ONLY = """
@@ -39,6 +35,8 @@ def stopping(real):
     return parse
 for name in ("parse_args", "parse_intermixed_args"):
     setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
+from fem_common import cli
+cli.parse = lambda *given, real=cli.parse, **more: (real(*given, **more), sys.exit(0))
 how, what, *sys.argv[1:] = sys.argv[1:]
 sys.path.insert(0, "")
 runpy.run_module(what, run_name="__main__", alter_sys=True) if how == "-m" else runpy.run_path(what, run_name="__main__")
@@ -57,11 +55,6 @@ def commands_of(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def documents() -> dict[str, str]:
-    """Path -> text of every Markdown file."""
-    return {name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(".md")}
-
-
 # launch checks the words that argparse leaves it, too.
 LAUNCH_PARSE_ONLY = "import sys; from launch.__main__ import parse; parse(sys.argv[1:])"
 
@@ -72,57 +65,46 @@ def fault(command: str) -> str | None:
     absent = [word for word in words if re.match(r"(configs|docs|tests|tools)/", word) and not (ROOT / word).exists()]
     if absent:
         return f"there is no {absent[0]}"
-    if program == "make":
-        return _make(words)
-    if program in ("git", "cd"):
-        return None
     name = Path(program).name
-    if name == "pip" or (re.fullmatch(r"python3?", name) and words[:2] == ["-m", "pip"]):
-        return _pip(words[2:] if name != "pip" else words)
+    if name == "make":
+        environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        return ended(["make", "-n", *words, f"PYTHON={sys.executable}"], environment)
+    if name == "pip" or (name.startswith("python") and words[:2] == ["-m", "pip"]):
+        return _pip(words)
     if name == "torchrun":
         options = re.fullmatch(r"(?:--standalone )?--nproc-per-node (\d+) (-m .*)", shlex.join(words))
         return _python(shlex.split(options[2]), int(options[1])) if options else "torchrun's options are not those of our documents"
-    if re.fullmatch(r"python3?", name):
+    if name.startswith("python"):
         return _python(words, None)
     if name == "sbatch":
         wrapped = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "--wrap"]
         return fault(wrapped[0]) if wrapped else "sbatch wraps no command"
-    if name == "hf":
-        return _hf(words)
-    return f"{program} is not a command that this test understands"
+    if name == "hf":  # the verb and the options are there
+        known = subprocess.run([str(Path(sys.executable).with_name("hf")), words[0], "--help"], capture_output=True, text=True)
+        return known.stderr or ", ".join(word for word in words if word.startswith("--") and word not in known.stdout) or None
+    return None if name in ("git", "cd") else f"{program} is not a command that this test understands"
 
 
-def _hf(words: list[str]) -> str | None:
-    """Hugging Face's own command line: the verb and the options are there."""
-    known = subprocess.run([str(Path(sys.executable).with_name("hf")), words[0], "--help"], capture_output=True, text=True)
-    absent = [word for word in words if word.startswith("--") and word not in known.stdout]
-    return known.stderr if known.returncode else ", ".join(absent) or None
-
-
-def _make(words: list[str]) -> str | None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(["make", "-n", *words, f"PYTHON={sys.executable}"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    return done.stderr if done.returncode else None
+def ended(command: list[str], environment: dict[str, str] | None = None) -> str | None:
+    """What a command that fails says; None of one that does not."""
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return (done.stderr or done.stdout) if done.returncode else None
 
 
 def _pip(words: list[str]) -> str | None:
     extras = {extra for word in words for listed in re.findall(r"^\.\[(.*)\]$", word) for extra in listed.split(",")}
     missing = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "-c" and not (ROOT / words[index + 1]).is_file()]
-    known = project()["optional-dependencies"]
-    assert isinstance(known, dict)
-    return ", ".join([*missing, *sorted(extras - set(known))]) or None
+    return ", ".join([*missing, *sorted(extras - set(project()["optional-dependencies"]))]) or None
 
 
 def _python(words: list[str], processes: int | None) -> str | None:
-    stops = {"--plan", "--resolve", "--help", "--list-mixers", "--dry-run"} & set(words)
-    if words[:2] == ["-m", "pretrain"] and not stops:
+    if {"--plan", "--resolve", "--help", "--list-mixers", "--dry-run"} & set(words):
+        return ended([sys.executable, *words])
+    if words[:2] == ["-m", "pretrain"]:
         return _pretrain(words[2:], processes)
-    parsed = ["-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])]
     if words[:2] == ["-m", "launch"]:
-        parsed = ["-c", LAUNCH_PARSE_ONLY, *words[2:]]
-    command = [sys.executable, *(words if stops else parsed)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return (done.stderr or done.stdout) if done.returncode else None
+        return ended([sys.executable, "-c", LAUNCH_PARSE_ONLY, *words[2:]])
+    return ended([sys.executable, "-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])])
 
 
 def _pretrain(words: list[str], processes: int | None) -> str | None:
@@ -139,13 +121,10 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=config.model.vocab_size or 4096))
 
 
-def all_commands() -> list[tuple[str, str]]:
-    """(document, command) of all documents, each command once."""
-    found = {command: name for name, text in documents().items() for command in commands_of(text)}
-    return [(name, command) for command, name in found.items()]
+COMMANDS = {command: name for name, text in texts(".md").items() for command in commands_of(text)}
 
 
-@pytest.mark.parametrize(("document", "command"), all_commands())
+@pytest.mark.parametrize(("command", "document"), COMMANDS.items())
 def test_a_documents_command(document: str, command: str) -> None:
     problem = fault(command)
     assert problem is None, f"{document}: {command}\n{problem}"
@@ -162,10 +141,9 @@ def trained_in(command: str) -> Path | None:
 
 def test_no_command_of_a_document_finds_the_run_of_another_complete() -> None:
     """A reader types them one after the other."""
-    for name, text in documents().items():
-        found = [(trained_in(command), command) for command in commands_of(text)]
-        places = [place for place, _ in found if place is not None]
-        assert len(places) == len(set(places)), (name, [command for place, command in found if places.count(place) > 1])  # type: ignore[arg-type]
+    for name, text in texts(".md").items():
+        places = [place for command in commands_of(text) if (place := trained_in(command)) is not None]
+        assert len(places) == len(set(places)), (name, places)
 
 
 def test_the_readme_begins_with_the_two_commands() -> None:
@@ -179,21 +157,16 @@ def test_the_readme_begins_with_the_two_commands() -> None:
     [
         "make dmo",
         "python -m pretrain configs/run/demo.yaml train.stps=20",
-        "python -m pretrain configs/run/dmo.yaml",
         "python -m pretrain configs/run/fem_sm_1.3b_100bt.yaml --plan model.hidden_sise=64",
         "torchrun --nproc-per-node 3 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2",
         "python -m data_prep verfy data",
-        "python -m data_prep run data.parquet",
         "python -m launch submit configs/run/demo.yaml --cluster configs/cluster/slurm_generic.yaml --nods 2",
         "python -m launch submit configs/run/demo.yaml train.stps=20 --cluster configs/cluster/slurm_generic.yaml --dry-run",
         "sbatch --array=0-3 --wrap 'python -m data_prep runn --out data'",
-        "hf download name --included x",
         "python -m tools.hf export runs/demo/fem out --type fp32",
         "python -m pytest tests/test_nothing.py",
-        "python -m tools.nothing",
         "python tools/nothing.py",
         "pip install -c constraints.txt -e .[cpu]",
-        "pip install -c constraint.txt -e .[dev]",
         "frobnicate now",
     ],
 )
@@ -206,12 +179,12 @@ def test_commands_are_found_in_markdown() -> None:
     assert commands_of(text) == ["make a b=1", "cd x", ".venv/bin/python -m c"]
 
 
-def runs() -> list[Path]:
-    """Every complete run."""
-    return sorted((ROOT / "configs/run").glob("*.yaml"))
+RUNS, STUDIES = (sorted((ROOT / "configs" / kind).glob("*.yaml")) for kind in ("run", "studies"))
+# Cluster profiles are launch's.
+PARTS = sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.parent.name not in ("run", "cluster", "studies"))
 
 
-@pytest.mark.parametrize("run", runs(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: path.stem)
 def test_a_run_loads_validates_and_plans(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # relative data prefixes then name no file, whatever was prepared in the working tree
     prepared = prepare(with_vocabulary(load_run(run)), None, plan_only=True)
@@ -220,32 +193,15 @@ def test_a_run_loads_validates_and_plans(run: Path, tmp_path: Path, monkeypatch:
     assert prepared.config.name == run.stem
 
 
-def parts() -> list[Path]:
-    """Every part of a run; cluster profiles are launch's, studies tools.scaling's."""
-    return sorted(path for path in ROOT.glob("configs/*/*.yaml") if path.parent.name not in ("run", "cluster", "studies"))
-
-
-@pytest.mark.parametrize("part", parts(), ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("part", PARTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_part_loads(part: Path) -> None:
-    load_run(runs()[0], [f"{part.parent.name}={part.stem}"])
+    load_run(RUNS[0], [f"{part.parent.name}={part.stem}"])
 
 
-def studies() -> list[Path]:
-    """Every scaling-law study."""
-    return sorted((ROOT / "configs/studies").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", studies(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_a_study_plans_without_its_data(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     study = load_study(path)
-    runs = plan_study(study)
     assert study.name == path.stem
-    assert {run.variant for run in runs} == set(study.variants)
+    assert {run.variant for run in plan_study(study)} == set(study.variants)
     assert Path(study.results).parts[0] == "runs"  # what is tracked is written where it is asked for alone
-
-
-@pytest.mark.parametrize("path", [path for path in studies() if load_study(path).published], ids=lambda path: path.stem)
-def test_a_published_fit_is_of_the_table_beside_it(path: Path) -> None:
-    published = replace(load_study(path), results=str(ROOT / load_study(path).published), published="")
-    check_same_runs(published, load_fit(published.fit_json), read_table(published.runs_csv), published.runs_csv)

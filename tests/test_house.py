@@ -1,7 +1,6 @@
 """The house's rules, read off the sources of the whole repository: who imports whom, who may know CUDA, sizes, docstrings, packaging.
 
 Each rule is a function from sources to faults, and is shown a fault of its kind too: a rule that finds nothing anywhere is worth nothing.
-Long, because every rule of the house stands here beside the faults that it must find.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -34,15 +34,22 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"fem_common"},
 }
 # Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
-TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.loader", "pretrain.plan", "pretrain.validate", "pretrain.data_facts"]
-IN_JOBS_WITH_TORCH = {"launch.bandwidth"}  # a test of the network between ranks
+TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.plan.run_plan", "pretrain.validate", "pretrain.data.facts"]
+PLATFORM = "fem_megatron/megatron/platform.py"
+ASKS_THE_ROOMS = "launch/node/machine.py"  # what training needs here: in a process of its own, which `launch doctor` starts
+IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
+PROSE_COLUMNS = 100
+GENERATED_PAGES = ("docs/configuration.md", "docs/kernels.md", "docs/studies/")
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
-SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # torch documents the assignment as the way to set it
+SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # the way to set it, by torch's documentation
+ADDRESSES = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
+OWN_PATHS = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|scratch|data\d*)/\w|\bfile://")
 HOSTS = {"github.com", "arxiv.org", "huggingface.co", "www.apache.org", "pypi.org", "docs.astral.sh"}
 
 Sources = dict[str, str]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Rule = Callable[[Sources], list[str]]
 
 
 def repository_files() -> list[str]:
@@ -53,14 +60,22 @@ def repository_files() -> list[str]:
 
 
 @functools.cache
-def python_sources() -> Sources:
-    """Path -> text of every Python file."""
-    return {name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(".py")}
+def texts(*endings: str) -> Sources:
+    """Path -> text of every file with one of these endings."""
+    return {name: (ROOT / name).read_text(encoding="utf-8") for name in repository_files() if name.endswith(endings)}
+
+
+python_sources = functools.partial(texts, ".py")
 
 
 def of_rooms() -> Sources:
     """The Python files that are not tests."""
     return {name: text for name, text in python_sources().items() if name.split("/")[0] in ROOMS}
+
+
+def nodes(sources: Sources, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """(path, node) of every node of every file but these."""
+    return ((name, node) for name, text in sources.items() if name not in but for node in ast.walk(ast.parse(text)))
 
 
 def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
@@ -77,20 +92,6 @@ def imported(name: str, text: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, value) for value in named if isinstance(value, str))
 
 
-def definitions(text: str) -> Iterator[tuple[str, Definition]]:
-    """(dotted name, node) of every module-level function and class, and every method."""
-    for node in ast.parse(text).body:
-        if isinstance(node, Definition):
-            yield node.name, node
-        if isinstance(node, ast.ClassDef):
-            yield from ((f"{node.name}.{inner.name}", inner) for inner in node.body if isinstance(inner, ast.FunctionDef))
-
-
-def bases(node: ast.ClassDef) -> list[str]:
-    """The base classes as they are written."""
-    return [ast.unparse(base) for base in node.bases]
-
-
 # --- the rules: sources -> faults ------------------------------------------------------------------------------------------------
 
 
@@ -99,10 +100,8 @@ def imports_against_the_stream(sources: Sources) -> list[str]:
     faults = []
     for name, text in sources.items():
         room = name.split("/")[0]
-        for line, module in imported(name, text):
-            other = module.split(".")[0]
-            if other != room and other in {*ROOMS, "tests"} - ROOMS[room]:
-                faults.append(f"{name}:{line}: {room} imports {module}")
+        barred = {*ROOMS, "tests"} - ROOMS[room] - {room} if name != ASKS_THE_ROOMS else set()
+        faults += [f"{name}:{line}: {room} imports {module}" for line, module in imported(name, text) if module.split(".")[0] in barred]
     return faults
 
 
@@ -110,69 +109,46 @@ def knows_cuda(sources: Sources) -> list[str]:
     """A word about CUDA in code outside the two files that may; strings (documentation, messages, configuration values) may name it."""
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for name, text in sources.items()
-        if name not in ("fem_megatron/platform.py", "kernels/machine.py")
-        for node in ast.walk(ast.parse(text))
+        for name, node in nodes(sources, (PLATFORM, "kernels/machine.py"))
         if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.") and node.attr in ("cuda", "xpu", "mps", "accelerator")
     ]
 
 
 def patches_a_library(sources: Sources) -> list[str]:
     """An assignment into torch or Megatron-core outside platform.py: ``torch.x = ``, ``setattr(torch, ...)``, ``parallel_state.x = ``."""
+    theirs = {name: {"torch", "megatron"} for name in sources}
+    for name, node in nodes(sources):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "megatron"):
+            theirs[name] |= {alias.asname or alias.name for alias in node.names}
     faults = []
-    for name, text in sources.items():
-        if name == "fem_megatron/platform.py":
-            continue
-        tree = ast.parse(text)
-        theirs = {"torch", "megatron"}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "megatron"):
-                theirs |= {alias.asname or alias.name for alias in node.names}
-        for node in ast.walk(tree):
-            targets: list[ast.expr] = []
-            if isinstance(node, ast.Assign):
-                targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
-            elif isinstance(node, ast.AugAssign | ast.AnnAssign) and isinstance(node.target, ast.Attribute):
-                targets = [node.target]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
-                targets = node.args[:1]
-            faults += [
-                f"{name}:{target.lineno}: {ast.unparse(target)}"
-                for target in targets
-                if ast.unparse(target).split(".")[0] in theirs and ast.unparse(target) not in SETTINGS
-            ]
+    for name, node in nodes(sources, (PLATFORM,)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+        written = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            written = [ast.unparse(node.args[0])]
+        faults += [f"{name}:{node.lineno}: {text}" for text in written if text.split(".")[0] in theirs[name] and text not in SETTINGS]
     return faults
 
 
 def own_exit_code(sources: Sources) -> list[str]:
     """A number other than 0 and 1 with which a process, or a command's ``main``, ends: the table of exit codes has its name."""
     faults = []
-    for name, text in sources.items():
-        if name == "fem_common/exits.py":
-            continue
-        tree = ast.parse(text)
-        mains = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "main"]
-        returned = [node.value for main in mains for node in ast.walk(main) if isinstance(node, ast.Return)]
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        ended = [call.args[0] for call in calls if call.args and ast.unparse(call.func) in ("sys.exit", "os._exit", "SystemExit")]
-        faults += [
-            f"{name}:{node.lineno}: {node.value}"
-            for node in (*returned, *ended)
-            if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value not in (0, 1)
-        ]
+    for name, node in nodes(sources, ("fem_common/exits.py",)):
+        ended: list[Any] = []
+        if isinstance(node, ast.FunctionDef) and node.name == "main":
+            ended = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Return)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "os._exit", "SystemExit"):
+            ended = node.args[:1]
+        codes = [code for code in ended if isinstance(code, ast.Constant) and isinstance(code.value, int)]
+        faults += [f"{name}:{code.lineno}: {code.value!r}" for code in codes if code.value not in (0, 1)]
     return faults
 
 
 def own_list_of_secrets(sources: Sources) -> list[str]:
     """A string that is one of the words by which ``fem_common.secrets`` knows a secret: a second list of them."""
     words = {*secrets.SECRET_ENDINGS, *secrets.SECRET_PARTS} - {"KEY", "KEYS", "TOKEN", "TOKENS"}
-    return [
-        f"{name}:{node.lineno}: {node.value}"
-        for name, text in sources.items()
-        if name != "fem_common/secrets.py"
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Constant) and node.value in words
-    ]
+    strings = [(name, node) for name, node in nodes(sources, ("fem_common/secrets.py",)) if isinstance(node, ast.Constant)]
+    return [f"{name}:{node.lineno}: {node.value}" for name, node in strings if node.value in words]
 
 
 def too_long(sources: Sources) -> list[str]:
@@ -180,14 +156,11 @@ def too_long(sources: Sources) -> list[str]:
     faults = []
     for name, text in sources.items():
         tree = ast.parse(text)
-        lines = len(text.splitlines())
-        if lines > MODULE_LINES and not LONG.search(ast.get_docstring(tree) or ""):
-            faults.append(f"{name}: {lines} lines")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > FUNCTION_LINES and not LONG.search(ast.get_docstring(node) or ""):
-                    faults.append(f"{name}:{node.lineno}: {node.name} has {lines} lines")
+        found: list[tuple[str, Any, int, int]] = [("the module", tree, len(text.splitlines()), MODULE_LINES)]
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        found += [(node.name, node, (node.end_lineno or 0) - node.lineno + 1, FUNCTION_LINES) for node in functions]
+        long = [each for each in found if each[2] > each[3] and not LONG.search(ast.get_docstring(each[1]) or "")]
+        faults += [f"{name}: {what} has {lines} lines" for what, _, lines, _ in long]
     return faults
 
 
@@ -197,52 +170,53 @@ def undocumented(sources: Sources) -> list[str]:
     A method may do without where a class of the same file, or one that its class is made from, documents that name (an interface), or
     under torch.autograd.Function.
     """
-    faults = []
-    inherited = documented_by_bases(sources)
+    faults = [f"{name}: the module" for name, text in sources.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
+    classes = {node.name: node for _, node in nodes(sources) if isinstance(node, ast.ClassDef)}
     for name, text in sources.items():
-        if text.strip() and not ast.get_docstring(ast.parse(text)):
-            faults.append(f"{name}: the module")
-        documented = {dotted.split(".")[-1] for dotted, node in definitions(text) if "." in dotted and ast.get_docstring(node)}
-        operations = {
-            dotted for dotted, node in definitions(text) if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in bases(node)
-        }
-        for dotted, node in definitions(text):
-            owner = dotted.split(".")[0]
-            private = any(part.startswith("_") for part in dotted.split("."))
-            excused = "." in dotted and (node.name in documented | inherited.get(owner, set()) or owner in operations)
-            if not private and not excused and not ast.get_docstring(node):
-                faults.append(f"{name}:{node.lineno}: {dotted}")
+        body = ast.parse(text).body
+        public = [node for node in body if isinstance(node, Definition) and not node.name.startswith("_")]
+        faults += [f"{name}:{node.lineno}: {node.name}" for node in public if not ast.get_docstring(node)]
+        here = set[str]().union(*(documented(node) for node in body if isinstance(node, ast.ClassDef)))
+        for node in (node for node in public if isinstance(node, ast.ClassDef) and "torch.autograd.Function" not in bases(node)):
+            bare = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)} - documented(node) - here
+            faults += [f"{name}: {node.name}.{method}" for method in bare - inherited(node, classes) if not method.startswith("_")]
     return faults
 
 
-def documented_by_bases(sources: Sources) -> dict[str, set[str]]:
-    """Class -> names of the methods that a class it is made from documents, through all generations."""
-    nodes = {node.name: node for text in sources.values() for _, node in definitions(text) if isinstance(node, ast.ClassDef)}
-
-    def above(name: str) -> set[str]:
-        parents = [base.split("[")[0].split(".")[-1] for base in bases(nodes[name])] if name in nodes else []
-        own = {
-            inner.name
-            for parent in parents
-            if parent in nodes
-            for inner in nodes[parent].body
-            if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner)
-        }
-        return own.union(*(above(parent) for parent in parents))
-
-    return {name: above(name) for name in nodes}
+def bases(node: ast.ClassDef) -> list[str]:
+    """The base classes as they are written, without their parameters."""
+    return [ast.unparse(base).split("[")[0] for base in node.bases]
 
 
-def names_a_machine(texts: Sources) -> list[str]:
+def documented(node: ast.ClassDef) -> set[str]:
+    """The methods of a class that have a docstring."""
+    return {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner)}
+
+
+def inherited(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """The methods that a class which this one is made from documents, through all generations."""
+    above = [classes[name] for base in bases(node) if (name := base.split(".")[-1]) in classes]
+    return set[str]().union(*(documented(parent) | inherited(parent, classes) for parent in above))
+
+
+def names_a_machine(sources: Sources) -> list[str]:
     """A home or working folder, an address, a host that is not a public reference."""
-    paths = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|mnt|scratch|data\d*)/\w|\bfile://")
-    addresses = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
     faults = []
-    for name, text in texts.items():
+    for name, text in sources.items():
         for number, line in enumerate(text.splitlines(), 1):
-            hosts = [host for host in re.findall(r"\bhttps?://([\w.-]+)", line) if host not in HOSTS]
-            own = [address for address in addresses.findall(line) if address not in ("127.0.0.1", "0.0.0.0")]
-            faults += [f"{name}:{number}: {word}" for word in [*hosts, *own, *(match.group() for match in paths.finditer(line))]]
+            found = [host for host in re.findall(r"\bhttps?://([\w.-]+)", line) if host not in HOSTS]
+            found += [address for address in ADDRESSES.findall(line) if address not in ("127.0.0.1", "0.0.0.0")]
+            faults += [f"{name}:{number}: {word}" for word in [*found, *OWN_PATHS.findall(line)]]
+    return faults
+
+
+def wide_prose(sources: Sources) -> list[str]:
+    """A line of Markdown of more than 100 columns outside code, tables, pictures and what a command writes."""
+    faults = []
+    for name, text in sources.items():
+        own = re.sub(r"^<!--[^\n]*begin -->.*?^<!--[^\n]*end -->|^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        wide = [line for line in own.splitlines() if len(line) > PROSE_COLUMNS and not line.startswith(("|", "![", "    "))]
+        faults += [f"{name}: {line}" for line in wide if not name.startswith(GENERATED_PAGES)]
     return faults
 
 
@@ -252,65 +226,64 @@ def names_a_machine(texts: Sources) -> list[str]:
 def test_every_room_has_a_rule_and_a_first_page() -> None:
     rooms = {name.split("/")[0] for name in python_sources() if "/" in name} - {"tests"}
     assert rooms == set(ROOMS)
-    files = set(repository_files())
     pages = [f"{room}/{page}" for room in sorted(rooms) for page in ("__init__.py", "README.md")]
-    assert [page for page in [*pages, "configs/README.md", "tests/README.md"] if page not in files] == []
+    assert {*pages, "configs/README.md", "tests/README.md"} <= set(repository_files())
     # What the room is and what may not come in.
     assert [room for room in sorted(rooms) if not ast.get_docstring(ast.parse(python_sources().get(f"{room}/__init__.py", "")))] == []
 
 
-@pytest.mark.parametrize(
-    "rule", [imports_against_the_stream, knows_cuda, patches_a_library, own_exit_code, own_list_of_secrets, undocumented]
-)
-def test_in_the_rooms(rule: Callable[[Sources], list[str]]) -> None:
-    faults = rule(of_rooms())
-    assert not faults, "\n".join(faults)
-
-
-def test_sizes() -> None:
-    faults = too_long(python_sources())
-    assert not faults, "\n".join(faults)
-
-
-def test_no_machine_is_named() -> None:
-    texts = {}
-    for name in repository_files():
-        if not name.endswith((".npz", ".png")) and name != "tests/test_house.py":
-            texts[name] = (ROOT / name).read_text(encoding="utf-8")
-    assert len(texts) > 50
-    faults = names_a_machine(texts)
-    assert not faults, "\n".join(faults)
+def everything() -> Sources:
+    """Every file that is text, but this one, which names machines to find them."""
+    return texts(*{name for name in repository_files() if not name.endswith((".npz", ".png", "tests/test_house.py"))})
 
 
 @pytest.mark.parametrize(
-    ("rule", "name", "text"),
+    ("rule", "sources"),
     [
-        (imports_against_the_stream, "fem_common/a.py", "from launch import rank"),
-        (imports_against_the_stream, "kernels/a.py", "from fem_megatron import platform"),
-        (imports_against_the_stream, "kernels/a/b.py", "from ...fem_megatron import platform"),
-        (imports_against_the_stream, "fem_megatron/a.py", "def f():\n    import pretrain.config"),
-        (imports_against_the_stream, "pretrain/a.py", "import kernels.fem_attention as k"),
-        (imports_against_the_stream, "data_prep/a.py", "import importlib\nimportlib.import_module('pretrain.loader')"),
-        (imports_against_the_stream, "tools/a.py", "from tests.kernels import oracle"),
-        (knows_cuda, "pretrain/a.py", "import torch\nx = torch.cuda.is_available()"),
-        (patches_a_library, "pretrain/a.py", "import torch\ntorch.Tensor.cuda = None"),
-        (patches_a_library, "tools/a.py", "from megatron.core import parallel_state as p\np.x = 1"),
-        (patches_a_library, "tools/a.py", "import megatron.core\nsetattr(megatron.core.utils, 'x', 1)"),
-        (own_exit_code, "tools/a.py", "def main():\n    return 2"),
-        (own_exit_code, "tools/a.py", "import sys\nsys.exit(75)"),
-        (own_list_of_secrets, "tools/a.py", "ENDINGS = ('KEY', 'PASSWD')"),
-        (too_long, "tools/a.py", "x = 1\n" * (MODULE_LINES + 1)),
-        (too_long, "tools/a.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
-        (undocumented, "tools/a.py", "x = 1"),
-        (undocumented, "tools/a.py", "'''M.'''\ndef f(): pass"),
-        (undocumented, "tools/a.py", "'''M.'''\nclass C:\n    '''C.'''\n    def f(self): pass"),
-        (names_a_machine, "a.yaml", "prefix: /home/me/data"),
-        (names_a_machine, "a.md", "see http://wiki.internal/page"),
-        (names_a_machine, "a.sh", "MASTER_ADDR=10.0.0.7"),
+        *((rule, of_rooms) for rule in (imports_against_the_stream, knows_cuda, patches_a_library, own_exit_code, own_list_of_secrets)),
+        (undocumented, of_rooms),
+        (too_long, python_sources),
+        (names_a_machine, everything),
+        (wide_prose, lambda: texts(".md")),
     ],
 )
-def test_a_rule_finds_its_fault(rule: Callable[[Sources], list[str]], name: str, text: str) -> None:
+def test_a_rule_holds(rule: Rule, sources: Callable[[], Sources]) -> None:
+    faults = rule(sources())
+    assert not faults, "\n".join(faults)
+
+
+FAULTS: list[tuple[Rule, str, str]] = [
+    (imports_against_the_stream, "fem_common/a.py", "from launch import rank"),
+    (imports_against_the_stream, "kernels/a/b.py", "from ...fem_megatron import platform"),
+    (imports_against_the_stream, "fem_megatron/a.py", "def f():\n    import pretrain.config"),
+    (imports_against_the_stream, "pretrain/a.py", "import kernels.fem_attention as k"),
+    (imports_against_the_stream, "data_prep/a.py", "import importlib\nimportlib.import_module('pretrain.config')"),
+    (imports_against_the_stream, "tools/a.py", "from tests.kernels import oracle"),
+    (knows_cuda, "pretrain/a.py", "import torch\nx = torch.cuda.is_available()"),
+    (patches_a_library, "pretrain/a.py", "import torch\ntorch.Tensor.cuda = None"),
+    (patches_a_library, "tools/a.py", "from megatron.core import parallel_state as p\np.x = 1"),
+    (patches_a_library, "tools/a.py", "import megatron.core\nsetattr(megatron.core.utils, 'x', 1)"),
+    (own_exit_code, "tools/a.py", "def main():\n    return 2"),
+    (own_exit_code, "tools/a.py", "import sys\nsys.exit(75)"),
+    (own_list_of_secrets, "tools/a.py", "ENDINGS = ('KEY', 'PASSWD')"),
+    (too_long, "tools/a.py", "x = 1\n" * (MODULE_LINES + 1)),
+    (too_long, "tools/a.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES),
+    (undocumented, "tools/a.py", "x = 1"),
+    (undocumented, "tools/a.py", "'''M.'''\ndef f(): pass"),
+    (undocumented, "tools/a.py", "'''M.'''\nclass C:\n    '''C.'''\n    def f(self): pass"),
+    (wide_prose, "a.md", "```sh\nmake\n```\n- " + "words " * 17),
+    (names_a_machine, "a.yaml", "prefix: /home/me/data"),
+    (names_a_machine, "a.md", "see http://wiki.internal/page"),
+    (names_a_machine, "a.sh", "MASTER_ADDR=10.0.0.7"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), FAULTS)
+def test_a_rule_finds_its_fault(rule: Rule, name: str, text: str) -> None:
     assert len(rule({name: text})) == 1
+
+
+INTERFACE = "class P:\n    '''P.'''\n    def f(self): 'F.'\nclass C:\n    '''C.'''\n    def f(self): 0"
 
 
 @pytest.mark.parametrize(
@@ -320,31 +293,23 @@ def test_a_rule_finds_its_fault(rule: Callable[[Sources], list[str]], name: str,
         (patches_a_library, "pretrain/a.py", "import torch\nself.torch = torch\nx.torch.y = 1"),
         (own_exit_code, "tools/a.py", "def main():\n    return Exit.WRONG_INPUT\ndef f():\n    return 2\nsys.exit(main())"),
         (too_long, "tools/a.py", "'''M.\n\nLong, because the table is.\n'''\n" + "x = 1\n" * MODULE_LINES),
-        (
-            undocumented,
-            "tools/a.py",
-            "'''M.'''\ndef _f(): pass\nclass P:\n    '''P.'''\n    def f(self): 'F.'\nclass C:\n    '''C.'''\n    def f(self): 0",
-        ),
-        (undocumented, "tools/a.py", "'M.'\nclass C:\n    'C.'\n    def f(self): 'F.'\nclass D(C):\n    'D.'\n    def f(self): 0"),
+        (undocumented, "tools/a.py", f"'''M.'''\ndef _f(): pass\n{INTERFACE}"),
+        (undocumented, "tools/a.py", "'M.'\nclass C:\n    'C.'\n    def f(self): 'F.'\nclass D(C[int]):\n    'D.'\n    def f(self): 0"),
+        (wide_prose, "a.md", f"```sh\n{101 * 'x'}\n```\n| {101 * 'x'} |\n    {101 * 'x'}\n<!-- a:begin -->\n{101 * 'x'}\n<!-- a:end -->"),
         (names_a_machine, "a.md", "https://github.com/x 127.0.0.1 version 1.2.3 ~/data runs/home/x"),
     ],
 )
-def test_a_rule_lets_the_rest_pass(rule: Callable[[Sources], list[str]], name: str, text: str) -> None:
+def test_a_rule_lets_the_rest_pass(rule: Rule, name: str, text: str) -> None:
     assert rule({name: text}) == []
 
 
 # --- what only running tells -----------------------------------------------------------------------------------------------------
 
 
-def loaded_after(modules: list[str], of: tuple[str, ...]) -> str:
+def loaded_after(modules: list[str], of: tuple[str, ...] = ("torch", "megatron", "transformers")) -> str:
     """Which of the packages ``of`` are loaded after importing ``modules`` in a fresh interpreter."""
     code = f"import sys, {', '.join(modules)}; print(*sorted(set({of!r}) & set(sys.modules)))"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def torch_after(modules: list[str]) -> str:
-    """What of torch and Megatron is loaded after importing ``modules`` in a fresh interpreter."""
-    return loaded_after(modules, ("torch", "megatron", "transformers"))
 
 
 def modules_of(room: str) -> list[str]:
@@ -354,23 +319,22 @@ def modules_of(room: str) -> list[str]:
 
 
 def test_torch_free_modules() -> None:
-    assert torch_after(TORCH_FREE) == ""
-    assert torch_after(modules_of("data_prep")) == ""
-    assert torch_after([name for name in modules_of("launch") if name not in IN_JOBS_WITH_TORCH]) == ""
-    assert "torch" in torch_after(["kernels.fem_attention"])  # the probe sees it where it is
+    assert loaded_after(TORCH_FREE) == ""
+    assert loaded_after(modules_of("data_prep")) == ""
+    assert loaded_after([name for name in modules_of("launch") if name not in IN_JOBS_WITH_TORCH]) == ""
+    assert "torch" in loaded_after(["kernels.fem_attention"])  # the probe sees it where it is
 
 
 def test_what_runs_inside_jobs_needs_the_standard_library_alone() -> None:
     """A node's own Python, outside the container, may be all that the supervisor has."""
-    inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + ["launch.rank", "launch.node_check"]
-    inside += modules_of("fem_common")
-    assert loaded_after(inside, ("yaml", "jinja2", "torch", "numpy", "psutil")) == ""
-    assert loaded_after(["launch.profile"], ("yaml",)) == "yaml"  # the probe sees it where it is
+    inside = [name for name in modules_of("launch") if name.startswith("launch.supervise")] + ["launch.node.rank", "launch.node.checks"]
+    assert loaded_after(inside + modules_of("fem_common"), ("yaml", "jinja2", "torch", "numpy", "psutil")) == ""
+    assert loaded_after(["launch.job.render"], ("jinja2",)) == "jinja2"  # the probe sees it where it is
 
 
 def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_wandb() -> None:
     """Importing torch's compiler takes three seconds of every rank, command and test process; wandb one."""
-    code = "import sys, torch; from fem_megatron import platform; platform.import_megatron(); import pretrain.run; "
+    code = "import sys, torch; from fem_megatron.megatron import platform; platform.import_megatron(); import pretrain.run; "
     code += "platform.initialize_distributed(); "
     code += "print(torch.cuda.is_available() or not {'torch._dynamo', 'torch._inductor', 'wandb'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout == "True\n"
@@ -379,19 +343,15 @@ def test_a_process_without_cuda_does_not_wait_for_the_compiler_and_wandb() -> No
 # --- packaging -------------------------------------------------------------------------------------------------------------------
 
 
-def project() -> dict[str, object]:
+def project() -> dict[str, Any]:
     """pyproject.toml's [project]."""
-    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert isinstance(table, dict)
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return table
 
 
 def requirements(*extras: str) -> dict[str, Requirement]:
     """Canonical name -> requirement of the project and the named extras."""
-    table = project()
-    listed = list(table["dependencies"])  # type: ignore[call-overload]
-    for extra in extras:
-        listed += table["optional-dependencies"][extra]  # type: ignore[index]
+    listed = [*project()["dependencies"], *(one for extra in extras for one in project()["optional-dependencies"][extra])]
     return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, listed)}
 
 
@@ -405,13 +365,8 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
 
 
 def test_every_third_party_import_is_declared() -> None:
-    distribution = {
-        "yaml": "pyyaml",
-        "megatron": "megatron-core",
-        "huggingface_hub": "huggingface-hub",
-        "fla": "flash-linear-attention",
-        "lm_eval": "lm-eval",
-    }
+    distribution = {"yaml": "pyyaml", "megatron": "megatron-core", "huggingface_hub": "huggingface-hub", "lm_eval": "lm-eval"}
+    distribution["fla"] = "flash-linear-attention"
     known = {*sys.stdlib_module_names, *ROOMS}
     used = {module.split(".")[0] for name, text in of_rooms().items() for _, module in imported(name, text)} - known
     declared = set(requirements("gpu", "deepspeed", "eval"))
@@ -421,10 +376,18 @@ def test_every_third_party_import_is_declared() -> None:
     assert set(requirements()) - {distribution.get(name, name) for name in used} == {"psutil", "py-spy", "tensorboard"}
 
 
-def test_the_readme_gives_a_reason_for_every_dependency() -> None:
-    rows = re.findall(r"^\| *`([\w-]+)` *\| *(\S.*?) *\|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    reasons = {canonicalize_name(name): reason for name, reason in rows}
-    assert set(requirements("gpu", "deepspeed", "eval", "dev")) <= set(reasons)
+def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"^([\w]+)/ ", text[text.index("```text") :], re.MULTILINE))
+    assert drawn == {name.split("/")[0] for name in repository_files() if "/" in name and not name.startswith(".")}
+    rows = re.findall(r"^\| *`([\w-]+)` *\| *(\S.*?) *\|", text, re.MULTILINE)
+    assert set(requirements("gpu", "deepspeed", "eval", "dev")) <= {canonicalize_name(name) for name, _ in rows}
+
+
+def test_what_is_read_is_short() -> None:
+    """Code and a table's bars are no words."""
+    words = {name: len(re.sub(r"(?s)^```.*?^```$|\||---+", " ", text, flags=re.MULTILINE).split()) for name, text in texts(".md").items()}
+    assert words["README.md"] <= 1000 and sum(words.values()) <= 20_000
 
 
 def test_transformers_does_not_take_our_kernels_for_its_own() -> None:

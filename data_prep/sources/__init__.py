@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from data_prep.errors import UserError
 from data_prep.sources import jsonl, parquet, txt
 from data_prep.sources.finding import Found, find_files, kind_of
-from data_prep.sources.opening import open_input, parquet_footer, sampled, size_of
+from data_prep.sources.rows import Columns, Rows, SourceFile, Span, Unreadable
+from data_prep.sources.streams import open_input, parquet_footer, sampled, size_of
 from data_prep.sources.txt import locate
-from data_prep.sources.types import Columns, Rows, SourceFile, Span, Unreadable
+from fem_common.errors import UserError
 
 __all__ = ["Columns", "Rows", "SourceFile", "Span", "Unreadable", "locate", "open_files", "open_found", "read_span", "spans", "unchanged"]
 
@@ -96,7 +96,7 @@ def read_span(file: SourceFile, span: Span, columns: Columns) -> Iterator[Rows |
         yield from txt.read(file, span, columns)
         return
     own = columns if file.id_prefix is None else replace(columns, id=columns.text)
-    with open_input(file.path) as stream:
+    with open_input(file.path, ahead=True) as stream:
         if (size := size_of(stream)) != file.bytes:
             raise UserError(f"{file.path} has {size} bytes, {file.bytes} when it was planned: it has changed")
         if file.kind == "parquet":

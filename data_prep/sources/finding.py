@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data_prep.errors import UserError
 from data_prep.sources import hub
-from data_prep.sources.packed import GZIP, ZSTD, is_skippable
+from data_prep.sources.streams import GZIP, ZSTD, is_skippable
+from fem_common.errors import UserError
 
 KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 PACKINGS = (".gz", ".zst")

@@ -10,16 +10,16 @@ import difflib
 import fnmatch
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote
 
 import yaml
 
-from data_prep.errors import UserError, one_line
-from data_prep.hub_access import SHORT_WAITS, Repository, patiently
-from data_prep.sources.hub_bytes import BUFFER, HubBytes
+from data_prep.sources.hub_client import LONG_WAITS, SHORT_WAITS, Repository, patiently
+from fem_common.errors import UserError
+from fem_common.text import one_line
 
 SCHEME = "hf://"
 ENDINGS = (".parquet", *(lines + packing for lines in (".jsonl", ".ndjson") for packing in ("", ".gz", ".zst")))
@@ -53,12 +53,81 @@ def resolve(url: str, subset: str | None = None) -> list[RemoteFile]:
     return [RemoteFile(f"hf://datasets/{pinned.id}@{pinned.revision}/{name}", *found[name]) for name in sorted(found, key=_parts)]
 
 
-def open_remote(url: str) -> BinaryIO:
-    """A file of ``resolve`` for reading at any place, buffered; reads from it raise UserError where the bytes do not come."""
+def open_remote(url: str, *, ahead: bool = False) -> BinaryIO:
+    """A file of ``resolve`` for reading at any place; ``ahead``: much of it will be read: large blocks, the next in the background."""
     repository, path = _parse(url)
     if not path:
         raise UserError(f"{url} names no file")
-    return cast(BinaryIO, io.BufferedReader(HubBytes(repository, path), BUFFER))
+    return cast(BinaryIO, HubFile(repository, path, ahead=ahead))
+
+
+class HubFile(io.RawIOBase):
+    """One file at one commit, read only, by huggingface_hub's own file system. A broken read opens it anew and goes on where it was.
+
+    Raises CommandError, never OSError, where the bytes do not come: a reader must not take a broken network for a damaged file.
+    """
+
+    def __init__(self, repository: Repository, path: str, *, ahead: bool = False) -> None:
+        super().__init__()
+        self._repository, self._path, self._ahead = repository, path, ahead
+        self._place, self._file = 0, None
+        self._size: int = self._patiently(lambda file: file.size)
+
+    def _patiently(self, ask: Callable[[Any], Any]) -> Any:
+        def attempt() -> Any:
+            self._file = self._file or self._open()
+            try:
+                return ask(self._file)
+            except BaseException:
+                self._file = None  # its cache may hold the failure
+                raise
+
+        return patiently(attempt, self._repository, LONG_WAITS)
+
+    def _open(self) -> Any:
+        from huggingface_hub import HfFileSystem
+
+        kind, block, blocks = ("background", 8 << 20, 4) if self._ahead else ("blockcache", 1 << 18, 8)
+        where = f"{self._repository.kind}s/{self._repository.id}@{self._repository.revision}/{self._path}"
+        file = HfFileSystem().open(where, block_size=block, cache_type=kind, cache_options={"maxblocks": blocks})
+        address, fetch = file.url(), file.cache.fetcher
+        file.url = lambda: address  # which asks the Hub what the file is, each time
+
+        def whole(start: int, end: int) -> bytes:
+            data: bytes = fetch(start, end := min(end, file.size))
+            if len(data) != end - start:
+                came = f"{len(data)} bytes of {self._path} came where {end - start} were asked for"
+                raise UserError(f"{self._repository}: {came}; first {self._repository.download}")
+            return data
+
+        file.cache.fetcher = whole
+        return file
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place; the place."""
+        self._place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence] + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as the file reaches; the number of bytes."""
+        target = memoryview(buffer).cast("B")
+        start, size = self._place, max(0, min(len(target), self._size - self._place))
+
+        def read(file: Any) -> bytes:
+            file.seek(start)
+            return bytes(file.read(size))
+
+        target[:size] = self._patiently(read) if size else b""
+        self._place += size
+        return size
 
 
 def _parse(url: str) -> tuple[Repository, str]:
@@ -215,13 +284,14 @@ def _configs(repository: Repository) -> dict[str, dict[str, Any]]:
     """config_name -> its entry in the card's front matter; empty where there is no card or it names none."""
     if not _entry(repository, "README.md"):
         return {}
-    with HubBytes(repository, "README.md") as file:
+    with HubFile(repository, "README.md") as file:
         card = file.read().decode("utf-8", errors="replace")
     front = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|$)", card, re.DOTALL)
     try:
         data = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError as error:
-        raise UserError(f"{repository}: the front matter of its README.md is not YAML ({one_line(error)}); give a path instead") from None
+        problem = one_line(getattr(error, "problem", None) or error)
+        raise UserError(f"{repository}: the front matter of its README.md is not YAML ({problem}); give a path instead") from None
     entries = data.get("configs") if isinstance(data, dict) else None
     return {str(entry.get("config_name", "default")): entry for entry in entries or () if isinstance(entry, dict)}
 

@@ -10,12 +10,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from data_prep.drops import Drop
-from data_prep.errors import UserError
-from data_prep.sources.columns import missing_column
-from data_prep.sources.opening import chunks, size_of
-from data_prep.sources.packed import DamagedStream
-from data_prep.sources.types import BATCH_BYTES, ID, ROW_BYTES, Columns, Rows, Span, Unreadable
+from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, Span, Unreadable, missing_column
+from data_prep.sources.streams import DamagedStream, chunks, size_of
+from fem_common.errors import UserError
 
 MAX_LINE_BYTES = 96 << 20  # Python holds 12 times as much where a line has escapes and one character above U+FFFF
 HEAD_BYTES = 1 << 20  # of lines, looked at before any work
@@ -196,6 +193,11 @@ class Head:
         values = (_value(item, self.path(name)) for item in self.objects)
         first = next((value for value in values if value is not None and value is not MISSING), None)
         return None if first is None else _arrow_kind(first)
+
+
+def first_object(file: BinaryIO, kind: str) -> dict[str, Any]:
+    """The object of the first line that has one."""
+    return next(iter(_head(file, kind).objects), {})
 
 
 def _head(file: BinaryIO, kind: str) -> Head:

@@ -11,12 +11,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.drops import Drop
-from data_prep.errors import UserError, one_line
-from data_prep.sources.columns import missing_column
-from data_prep.sources.memory import raise_if_memory
 from data_prep.sources.pages import BadHeader, pages_of
-from data_prep.sources.types import BATCH_BYTES, ID, ROW_BYTES, Columns, Rows, Span, Unreadable
+from data_prep.sources.rows import (
+    BATCH_BYTES,
+    ID,
+    ROW_BYTES,
+    Columns,
+    Drop,
+    Rows,
+    Span,
+    Unreadable,
+    is_text,
+    missing_column,
+    raise_if_memory,
+)
+from fem_common.errors import UserError
+from fem_common.text import one_line
 
 BUFFER_BYTES = 1 << 20  # of a column chunk, read at once
 READ_BYTES = 1 << 15  # aimed at in one read, by the mean size of a row: little, because rows may be far above the mean
@@ -33,9 +43,9 @@ def check(path: str, file: BinaryIO, columns: Columns) -> tuple[int, int, bool]:
     has_id = columns.id != ID or ID in schema.names
     for name in columns.all if has_id else replace(columns, id=columns.text).all:
         kind = _kind(_field(path, schema, name, columns).type)
-        if name == columns.text and not _is_text(kind):
+        if name == columns.text and not is_text(kind):
             raise UserError(f"{path}: column {name!r} is {kind}, not text; name the text column with --text-column")
-        if name == columns.id and not (_is_text(kind) or pa.types.is_integer(kind)):
+        if name == columns.id and not (is_text(kind) or pa.types.is_integer(kind)):
             raise UserError(f"{path}: column {name!r} is {kind}, neither text nor integer; name the id column with --id-column")
     return reader.metadata.num_rows, sum(_sizes(reader.metadata, columns.text)), has_id
 
@@ -114,12 +124,6 @@ def _names(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[str]:
 
 def _kind(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    types = pa.types
-    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary, types.is_binary_view)
-    return any(test(kind) for test in tests)
 
 
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:

@@ -15,13 +15,11 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from data_prep.drops import Drop
-from data_prep.errors import UserError
-from data_prep.sources.columns import missing_column
 from data_prep.sources.finding import BOM, check_text
 from data_prep.sources.jsonl import MAX_LINE_BYTES, lines
-from data_prep.sources.opening import chunks, open_input, sampled, size_of
-from data_prep.sources.types import BATCH_BYTES, ID, ROW_BYTES, Columns, Rows, SourceFile, Span, Unreadable
+from data_prep.sources.rows import BATCH_BYTES, ID, ROW_BYTES, Columns, Drop, Rows, SourceFile, Span, Unreadable, missing_column
+from data_prep.sources.streams import chunks, open_input, sampled, size_of
+from fem_common.errors import UserError
 
 FILE, PARAGRAPH = "txt", "paragraphs"  # the kinds: what is a document
 

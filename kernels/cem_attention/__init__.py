@@ -1,6 +1,6 @@
 """CEM's attention read: keys that are values, ALiBi, a diagonal in the scores. One public function, `cem_attention`.
 
-Projections, preconditioner, norms and steps stay with the layer; `energy` has the energy that the read descends.
+Projections, preconditioner, norms and steps stay with the layer; `reference` has the energy that the read descends.
 """
 
 from __future__ import annotations

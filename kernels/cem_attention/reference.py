@@ -5,13 +5,12 @@ How blocks are cut depends on shapes alone and a masked pair is an exact zero, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.pairs import allowed_pairs
+from kernels.pairs import allowed_pairs, blocks_of_rows
 
 # [b, heads, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
@@ -49,23 +48,12 @@ class Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor | None,
-        h: Tensor | None,
-        d: Tensor | None,
-        slopes: Tensor,
-        alone: Tensor,
-        scale: float,
-        causal: bool,
-        valid: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        q, k, u, h, d, slopes, alone, scale, causal, valid = inputs
         given, (q, k, u, h, d) = (q, k, u, h, d), _wide(slopes.dtype, q, k, u, h, d)
         out = torch.empty_like(q)
-        for rows in _blocks(q, k):
-            weights = _weights(q, k, u, h, d, slopes, alone, scale, causal, valid, rows)
+        for rows in blocks_of_rows(q, k, BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE):
+            weights = _weights((q, k, u, h, d, slopes, alone, scale, causal, valid), rows)
             out[:, :, rows] = weights @ k[:, :, : weights.shape[-1]]
         returned = out.to(given[0].dtype)
         ctx.save_for_backward(*given, slopes, alone, valid, returned if returned is out else None)
@@ -78,8 +66,8 @@ class Read(torch.autograd.Function):
         q, k, u, h, d, d_out = _wide(slopes.dtype, *given, grads[0])
         dq, dk, d_alone = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(alone)
         du, dh, dd = (None if t is None else torch.zeros_like(t) for t in (u, h, d))
-        for rows in _blocks(q, k):
-            weights = _weights(q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid, rows)
+        for rows in blocks_of_rows(q, k, BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE):
+            weights = _weights((q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid), rows)
             n, end = weights.shape[2:]
             read = weights @ k[:, :, :end] if out is None else out[:, :, rows]
             row_terms = (d_out[:, :, rows] * read).sum(-1, keepdim=True)
@@ -106,28 +94,9 @@ def _wide(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Rows of q, in order, as many at a time as the bound on terms allows, at least one."""
-    terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
-    at_once = max(1, terms // (q.shape[0] * q.shape[1] * k.shape[2]))
-    for start in range(0, q.shape[2], at_once):
-        yield slice(start, min(start + at_once, q.shape[2]))
-
-
-def _weights(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor | None,
-    h: Tensor | None,
-    d: Tensor | None,
-    slopes: Tensor,
-    alone: Tensor,
-    scale: float,
-    causal: bool,
-    valid: Tensor | None,
-    rows: slice,
-) -> Tensor:
-    """softmax_j(a_ij) [b, heads, rows, keys] of a block, over the keys that its last row may see."""
+def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
+    """softmax_j(a_ij) [b, heads, rows, keys] of a block, over the keys that its last row may see; given: as `Read`'s."""
+    q, k, u, h, d, slopes, alone, scale, causal, valid = given
     past, tk = k.shape[2] - q.shape[2], k.shape[2]
     own = torch.arange(rows.start, rows.stop, device=q.device) + past
     end = rows.stop + past if causal else tk
@@ -142,3 +111,35 @@ def _weights(
         later = torch.ones(len(own), len(own), dtype=torch.bool, device=q.device).triu_(1)
         scores[..., first:].masked_fill_(later, -torch.inf)
     return scores.softmax(-1)
+
+
+def interaction_energy(
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor,
+    self_bias: Tensor,
+    cross_bias: Tensor,
+    diagonal: Diagonal | None = None,
+    *,
+    own: Tensor,
+    scale: float,
+    causal: bool = True,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """eps(x_i | h_1..i) = -tau sum_heads log sum_j exp(a_ij), tau = 1 / scale, a_ij as in `cem_attention`.
+
+    Of any n tokens, at positions ``own`` [n] among the keys: q [b, heads, n, r], diagonal.u [b, n, D], the rest as there. Returns [b, n],
+    float32 or wider, of these heads (the sum over tensor-parallel ranks is the layer's). n x tk terms are held. Its gradient in u, with q
+    = W_Q u, is minus what the read adds to x; the diagonal's own part, d sum_j p_j h_j, is left out of the step by Algorithm 1.
+    Source: Causal Energy Minimization, equation 1 and appendix B.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, self_bias, cross_bias = (t.to(wide) for t in (q, k, self_bias, cross_bias))
+    parts = None
+    if diagonal is not None:
+        u, h, d = (t.to(wide) for t in diagonal)
+        parts = (u[:, None] * d[:, None], h)
+    scores = pair_scores(q, k, own, slopes.to(wide), (self_bias - cross_bias).sum(), parts, scale)
+    seen = allowed_pairs(own, k.shape[2], causal, valid)
+    terms = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).logsumexp(-1) + cross_bias.sum()
+    return -terms.sum(1) / scale

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm, softplus
 
-from kernels.conditioner_features.reference import features
 from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "conditioner_features"]
@@ -53,3 +53,11 @@ def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: flo
 
         return fused_features(logits, state, weight, eps)
     return features(logits, state, weight, eps)
+
+
+def features(logits: Tensor, state: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The definition, with PyTorch's gradients; arguments as in `conditioner_features`, which has checked them."""
+    size = state.shape[-1]
+    r = softplus(logits.to(state.dtype))
+    r = r * (size**0.5 / r.norm(dim=-1, keepdim=True).clamp_min(eps))
+    return (r * layer_norm(state, (size,), weight.to(state.dtype), None, eps)).to(logits.dtype)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
 from kernels.implementations import interpreted
+from kernels.tiles import Build, build
 from kernels.time_decay_scan.triton import LOG2_E, softplus
 
 NUMBERS = 2048  # of a block, at most, as long as it has several tokens
@@ -123,13 +123,9 @@ def _backward_kernel(
 
 def _build(name, kernel, size):
     constants = _constants(size)
-    types = {"logits": "*bf16", "state": "*fp32", "weight": "*bf16", "out": "*bf16", "d_out": "*bf16", "d_logits": "*bf16"}
-    types |= {"d_state": "*fp32", "d_weights": "*fp32", "eps": "fp32"}
-    types |= dict.fromkeys(("slt", "sln", "sst", "tokens", "size", "each"), "i32")
-    given = {"ssn": 1, "BT": constants["BT"], "BN": constants["BN"]}
-    return Build(
-        f"{name}, {size} channels", kernel, types, given, constants["num_warps"], constants["num_stages"],
-        aligned=("slt", "sst", "size", "tokens"),
+    return build(
+        f"{name}, {size} channels", kernel, constants | {"ssn": 1}, constants["num_warps"], constants["num_stages"], even="size tokens",
+        bf16="logits weight out d_out d_logits", fp32="state d_state d_weights",
     )  # fmt: skip
 
 

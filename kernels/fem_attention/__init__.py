@@ -12,10 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.fem_attention.accelerated import Choice, accelerated_attention
-from kernels.fem_attention.engines import ENGINES, Call, Reading
-from kernels.fem_attention.fused import fused_attention
-from kernels.fem_attention.reference import reference_attention
+from kernels.fem_attention.accelerated import Choice, accelerated_attention, fused_attention
+from kernels.fem_attention.engines import ENGINES, Call
+from kernels.fem_attention.reference import Reading, Tensors, reference_attention
 from kernels.fem_attention.table import order
 from kernels.free_energy.streams import MAX_RANGE, value_centre_and_range
 from kernels.implementations import Implementation, Op, lacks_triton
@@ -68,51 +67,39 @@ def fem_attention(
     Which implementation runs is logged once (level INFO). Raises ValueError for shapes, types or names that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
-    _check(q, k, v, beta, lam, gate)
+    x = Tensors(q, k, v, beta, lam, gate)
+    _check(x)
     _check_keys(keys_valid, cu_seqlens, q, k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = _call(q, k, v, beta, lam, gate, causal, scale, keys_valid is not None, cu_seqlens is not None)
+    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, k.shape[2])
+    reading = Reading(causal, q.shape[-1] ** -0.5 if scale is None else scale, keys_valid, cu_seqlens, bounds)
+    call = _call(x, reading)
     # One query: the exact form costs no more than the fused one, and asks nothing of the range.
     last = ("reference", "fused") if call.tq == 1 and not call.trains else ("fused", "reference")
     chosen = _in_order(("decode", *order(call), *last)).choose(implementation, q.device, _Unfit(call))
-    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, k.shape[2])
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode
 
-        out: Tensor = decode(q, k, v, beta, lam, gate, causal=causal, scale=scale, keys_valid=keys_valid)
+        out: Tensor = decode(*x, causal=causal, scale=reading.scale, keys_valid=keys_valid)
         return out
     if chosen in ENGINES:
-        reading = Reading(causal, scale, keys_valid, cu_seqlens, bounds)
-        return accelerated_attention(q, k, v, beta, lam, gate, reading, Choice(chosen, call, OP.log))
+        return accelerated_attention(x, reading, Choice(chosen, call, OP.log))
     if chosen == "fused":
         centre, spread = (None, None) if beta is None else value_centre_and_range(v, beta)
         if spread is None or (largest := float(spread.max())) <= MAX_RANGE:
-            return fused_attention(q, k, v, beta, lam, gate, centre, spread, keys_valid, bounds, causal=causal, scale=scale)
+            return fused_attention(x, centre, spread, reading)
         OP.log.warning(
             "fem_attention: beta * (max v - min v) reaches %.4g, over %g: the exact reference (slower) runs for such calls",
             largest,
             MAX_RANGE,
         )
-    return reference_attention(q, k, v, beta, lam, gate, keys_valid, bounds, causal=causal, scale=scale)
+    return reference_attention(x, reading)
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    gate: Tensor | None,
-    causal: bool,
-    scale: float,
-    padding: bool,
-    documents: bool,
-) -> Call:
-    b, h, tq, dk = q.shape
-    hk, tk, dv = v.shape[1:]
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, beta, lam, gate))
-    values = dv if beta is None else 2 * dv
-    return Call(q.device, q.dtype, b, h, hk, tq, tk, dk, values, causal, scale >= 0, padding, documents, trains)
+def _call(x: Tensors, reading: Reading) -> Call:
+    (b, h, tq, dk), (hk, tk, dv) = x.q.shape, x.v.shape[1:]
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+    values, given = dv if x.beta is None else 2 * dv, (reading.keys_valid is not None, reading.cu_seqlens is not None)
+    return Call(x.q.device, x.q.dtype, b, h, hk, tq, tk, dk, values, reading.causal, reading.scale >= 0, *given, trains)
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,7 +142,8 @@ def _unfit(name: str, call: Call, deterministic: int) -> str | None:
     return "documents" if call.documents else ENGINES["triton"].unfit(call)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> None:
+def _check(x: Tensors) -> None:
+    q, k, v, beta, lam, gate = x
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"fem_attention: {name} has shape {list(tensor.shape)}, expected 4 dimensions [batch, heads, tokens, width]")
@@ -181,22 +169,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | N
         raise ValueError("fem_attention: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")
     if tq > tk:
         raise ValueError(f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the keys, so tq <= tk")
-    _check_types(q, k, v, beta, lam, gate)
-
-
-def _check_types(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> None:
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
         raise ValueError(f"fem_attention: q is {q.dtype}; use float64, float32 or bfloat16")
-    for name, given, others in (
-        ("k", k, ()),
-        ("v", v, ()),
-        ("beta", beta, (torch.float32,)),
-        ("lam", lam, (torch.float32,)),
-        ("gate", gate, (torch.float32,)),
-    ):
-        allowed = (q.dtype, *others) if q.dtype == torch.bfloat16 else (q.dtype,)
-        if given is not None and given.dtype not in allowed:
-            raise ValueError(f"fem_attention: {name} is {given.dtype} but q is {q.dtype}; use {' or '.join(map(str, allowed))}")
+    for name, (given, _) in expected.items():
+        wide = (torch.float32,) if q.dtype == torch.bfloat16 and name in ("beta", "lam", "gate") else ()
+        if given is not None and given.dtype not in (q.dtype, *wide):
+            raise ValueError(f"fem_attention: {name} is {given.dtype} but q is {q.dtype}; use {' or '.join(map(str, (q.dtype, *wide)))}")
         if given is not None and given.device != q.device:
             raise ValueError(f"fem_attention: {name} is on {given.device} but q is on {q.device}")
 

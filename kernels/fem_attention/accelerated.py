@@ -1,7 +1,8 @@
-"""The free-energy read on a GPU: Triton prep, an attention engine on [v | U], Triton epilogue, and the exact form where it is needed.
+"""The free-energy read as standard attention on [v | U]: prep, an attention, epilogue; in torch's operations, and in Triton on a GPU.
 
-One operation for autograd. Nothing waits for the device, so it can be captured in a CUDA graph: heads whose range passes the engines' are
-told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
+With U of `kernels.free_energy.streams`, attention gives [mu | Z] from the values [v | U], and F - mu follows from the two. On a GPU it is
+one operation for autograd, and nothing waits for the device, so it can be captured in a CUDA graph: heads whose range passes the engines'
+are told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
 """
 
 from __future__ import annotations
@@ -12,13 +13,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from kernels.fem_attention.engines import ENGINES, Call, Reading
-from kernels.fem_attention.reference import repeat_heads
-from kernels.free_energy.streams import MAX_RANGE
+from kernels.fem_attention.engines import ENGINES, Call
+from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
+from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type
+
+
+def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading) -> Tensor:
+    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`.
+
+    centre and spread come from `value_centre_and_range` (None without beta); spread must be at most MAX_RANGE, which the caller checks.
+    Prep and epilogue run in float32 for float32 and bfloat16 inputs, in float64 for float64; the attention runs in q's type.
+    """
+    q, k, v, beta, lam, gate = x
+    compute, heads = compute_type(q), q.shape[1]
+    k = repeat_heads(k, 1, heads)
+    if beta is None or centre is None or spread is None:
+        out = _attend(q, k, repeat_heads(v, 1, heads), reading).to(compute)
+    else:
+        shifted = spread < SHIFT_BELOW
+        inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
+        stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
+        values = repeat_heads(torch.cat((v, stream.to(v.dtype)), dim=-1), 1, heads)
+        mu, z = _attend(q, k, values, reading).to(compute).chunk(2, dim=-1)
+        gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted)))
+        out = mu + (gap if lam is None else lam.to(compute) * gap)
+    return (out if gate is None else gate.to(compute) * out).to(q.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
+    """softmax(scale * q k^T) values by torch's scaled_dot_product_attention; the queries are the last positions of the keys."""
+    (tq, width), tk, value_width, mask = q.shape[2:], k.shape[2], values.shape[-1], reading.mask(q, k)
+    if q.device.type == "cpu" and width != value_width:
+        # The CPU's flash kernel wants equal widths, and padded it still beats the unfused path that runs without it.
+        common = max(width, value_width)
+        q, k, values = F.pad(q, (0, common - width)), F.pad(k, (0, common - width)), F.pad(values, (0, common - value_width))
+    whole = reading.causal and tq == tk and mask is None
+    out = F.scaled_dot_product_attention(q, k, values, attn_mask=mask, is_causal=whole, scale=reading.scale)
+    return out[..., :value_width]
 
 
 @dataclass(frozen=True)
@@ -30,17 +66,15 @@ class Choice:
     log: logging.Logger
 
 
-def accelerated_attention(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, reading: Reading, choice: Choice
-) -> Tensor:
+def accelerated_attention(x: Tensors, reading: Reading, choice: Choice) -> Tensor:
     """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. The engine must fit the call.
 
     Types: float32 or bfloat16; the engine works in q's type, everything before and after it in float32.
     """
-    if beta is None:
-        out = ENGINES[choice.engine].read(q, k, v, reading, choice.call)
-        return out if gate is None else (gate.float() * out.float()).to(q.dtype)
-    out = _Read.apply(q, k, v, beta, lam, gate, reading, choice)
+    if x.beta is None:
+        out = ENGINES[choice.engine].read(x.q, x.k, x.v, reading, choice.call)
+        return out if x.gate is None else (x.gate.float() * out.float()).to(x.q.dtype)
+    out = _Read.apply(*x, reading, choice)
     assert isinstance(out, Tensor)
     return out
 
@@ -53,20 +87,11 @@ class _Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor,
-        lam: Tensor | None,
-        gate: Tensor | None,
-        reading: Reading,
-        choice: Choice,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
         from kernels.fem_attention.triton.exact import exact_forward_
         from kernels.fem_attention.triton.prep import value_constants
 
+        q, k, v, beta, lam, gate, reading, choice = given
         inputs = (q, k, v, beta.float(), lam, gate)
         constants = value_constants(v, inputs[3])
         watch(q.device).note(constants.largest, choice.log)

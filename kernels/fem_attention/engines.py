@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,24 +21,9 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_eff
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import machine
-from kernels.fem_attention.reference import Bounds, repeat_heads
+from kernels.fem_attention.reference import Reading as Reading
+from kernels.fem_attention.reference import repeat_heads
 from kernels.implementations import lacks_triton
-from kernels.pairs import readable_keys
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Which keys are read, and the scale of the scores: as in `fem_attention`, with the bounds of the documents beside cu_seqlens."""
-
-    causal: bool
-    scale: float
-    keys_valid: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    bounds: Bounds | None = None
-
-    def masks(self) -> dict[str, Any]:
-        """What this room's kernels take."""
-        return {"causal": self.causal, "scale": self.scale, "keys_valid": self.keys_valid, "bounds": self.bounds}
 
 
 @dataclass(frozen=True)
@@ -140,11 +124,7 @@ def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
     """With one backend, or with torch's choice (None); groups: it reads grouped heads itself."""
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
-        (heads, tq), tk = q.shape[1:3], k.shape[2]
-        mask = None
-        if reading.keys_valid is not None or reading.bounds is not None or (reading.causal and 1 < tq < tk):
-            mask = readable_keys(tq, tk, q.device, causal=reading.causal, keys_valid=reading.keys_valid, bounds=reading.bounds)
-            mask = mask if mask.dim() == 4 else mask[None, None]
+        (heads, tq), tk, mask = q.shape[1:3], k.shape[2], reading.mask(q, k)
         if not groups:
             k, values = repeat_heads(k, 1, heads), repeat_heads(values, 1, heads)
         with nullcontext() if backend is None else sdpa_kernel(backend):

@@ -10,10 +10,13 @@ exact zero in every sum, so an output never moves by a bit when later tokens cha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.pairs import readable_keys
 
 # [heads, queries, channels, keys] terms held at once (four such tensors live in the backward): a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
@@ -21,29 +24,51 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 18, 1 << 24
 Bounds = tuple[Tensor, Tensor]
 
 
-def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    gate: Tensor | None,
-    keys_valid: Tensor | None = None,
-    bounds: Bounds | None = None,
-    *,
-    causal: bool,
-    scale: float,
-) -> Tensor:
-    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end.
+class Tensors(NamedTuple):
+    """What is read, as `fem_attention` has it."""
 
-    bounds: of documents, as `kernels.pairs.document_bounds` makes them.
-    """
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    lam: Tensor | None
+    gate: Tensor | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which keys are read, and the scale of the scores: as in `fem_attention`, with the bounds of the documents beside cu_seqlens."""
+
+    causal: bool
+    scale: float
+    keys_valid: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    bounds: Bounds | None = None
+
+    def masks(self) -> dict[str, Any]:
+        """What this room's kernels take."""
+        return {"causal": self.causal, "scale": self.scale, "keys_valid": self.keys_valid, "bounds": self.bounds}
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Which keys each query reads, [b or 1, 1, tq, tk] bool; None where causality says it, or nothing."""
+        tq, tk = q.shape[2], k.shape[2]
+        if self.keys_valid is None and self.bounds is None and not (self.causal and 1 < tq < tk):
+            return None
+        made = readable_keys(tq, tk, q.device, causal=self.causal, keys_valid=self.keys_valid, bounds=self.bounds)
+        return made if made.dim() == 4 else made[None, None]
+
+
+def reference_attention(x: Tensors, reading: Reading) -> Tensor:
+    """The read o = gate * (mu + lam * (F - mu)); arguments as in `fem_attention`. bfloat16 is computed in float32, rounded at the end."""
+    q, k, v, beta, lam, gate = x
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     b, h = q.shape[:2]
     heads = [repeat_heads(t.to(compute), 1, h).flatten(0, 1) for t in (q, k, v)]
     temperature = None if beta is None else repeat_heads(beta.to(compute), 0, h).expand(b, -1, -1).flatten(0, 1)
-    valid = None if keys_valid is None else keys_valid.repeat_interleave(h, dim=0)
-    mu, free_energy = (t.unflatten(0, (b, h)) for t in _Read.apply(*heads, temperature, valid, bounds, causal, scale))
+    valid = None if reading.keys_valid is None else reading.keys_valid.repeat_interleave(h, dim=0)
+    mu, free_energy = (
+        t.unflatten(0, (b, h)) for t in _Read.apply(*heads, temperature, valid, reading.bounds, reading.causal, reading.scale)
+    )
     if beta is None:
         out = mu
     elif lam is None:
@@ -65,17 +90,8 @@ class _Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        beta: Tensor | None,
-        valid: Tensor | None,
-        bounds: Bounds | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, beta, valid, bounds, causal, scale = given
         mu = q.new_empty(*q.shape[:2], v.shape[2])
         free_energy = torch.empty_like(mu)
         for n, rows, keys in _blocks(q, v, causal):

@@ -10,9 +10,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.free_energy.exact import exact_read
-from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, value_centre_and_range
-from kernels.free_energy.window import ValueWindow
+from kernels.free_energy.streams import (
+    MAX_RANGE,
+    SHIFT_BELOW,
+    FreeEnergyGap,
+    ValueStream,
+    ValueWindow,
+    compute_type,
+    exact_read,
+    value_centre_and_range,
+)
 from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "ValueWindow", "free_energy_read"]

@@ -1,4 +1,4 @@
-"""The free energy as two plain reads under any prior: a stream U beside v, and F - mu from their reads. Nothing here may clip a value.
+"""The free energy as two plain reads under any prior: a stream U beside v, and F - mu from their reads. And the definition, block by block.
 
 A constant per (batch, head, channel) cancels out of the free energy. With c the middle of v's range over the sequence (detached) and
 x = beta (v - c), a prior that reads [v | U] as [mu | Z] = sum_i p_t(i) [v_i | U_i] gives
@@ -7,16 +7,28 @@ x = beta (v - c), a prior that reads [v | U] as [mu | Z] = sum_i p_t(i) [v_i | U
     kappa = 1:  U = exp(x) - 1 - x,  y = beta (mu - c) + Z        F - mu = (log1p(y) - y + Z) / beta
 
 kappa = 1 where beta * range is small: U then carries only what goes beyond the mean, so a small F - mu keeps its digits, above all
-in bfloat16.
+in bfloat16. Nothing here clips a value.
+
+Decoding: `ValueWindow` is a running window of the values seen, so that exp(beta (v - c)) stays in range. A scan's state holds sums of U;
+when a new value moves c, those sums are multiplied by exp(beta (c_old - c_new)): any constant is valid, so nothing else changes.
+
+The definition, `exact_read`: mu[t, j] = sum_i p_t(i) v[i, j] and F[t, j] = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j]) with its
+own maximum for every (t, j), exact for any finite values. How blocks are cut depends on shapes alone and an unread key is an exact zero in
+every sum, so an output never moves by a bit when later tokens change. Time O(T^2); the backward remakes each block.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kernels.implementations import OncePerMessage
 
 MAX_RANGE = 80.0  # of x: |x| <= 40, so p * exp(x) and its gradients, up to exp(80), stay inside float32 and bfloat16
 SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is under this
@@ -79,3 +91,106 @@ class FreeEnergyGap(torch.autograd.Function):
         d_mu = -d_gap * tilt
         d_beta = torch.addcmul(d_mu * offset, d_gap, gap, value=-1).sum(2, keepdim=True) / beta
         return d_mu, d_gap / mass, d_beta, None, None
+
+
+_log = logging.getLogger("kernels.free_energy")
+_log.addFilter(OncePerMessage())
+
+
+class ValueWindow:
+    """The least and the greatest value of each channel so far, and the constant c that goes with them.
+
+    While beta * (high - low) <= 80, c is the middle and every exponent lies in [-40, 40]; beyond, c = high - 40 / beta: values far under
+    the greatest underflow smoothly, and F falls back to mu where nothing else is read. state [b, h, 2, dv]: (low, high); None: no past.
+    On a CPU a warning says so, once. On a device, and in a compiled step, nothing does: to know the range, each step would wait for it.
+    """
+
+    def __init__(self, v: Tensor, beta: Tensor, state: Tensor | None) -> None:
+        """v [b, h, t, dv], the new values (float32 or float64), beta [h, dv] of the same type; no gradient flows through a window."""
+        self.beta = beta.detach()[:, None].expand(v.shape[0], -1, -1, -1)
+        new = torch.stack(torch.aminmax(v.detach(), dim=2), dim=2)
+        before = new if state is None else state
+        low = torch.minimum(before[:, :, :1], new[:, :, :1])
+        high = torch.maximum(before[:, :, 1:], new[:, :, 1:])
+        self.state = torch.cat((low, high), dim=2)
+        self.centre = self._centre(self.state)
+        self.rescale = torch.exp(self.beta * (self._centre(before) - self.centre))
+        self.v = v
+        if v.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._warn(float((self.beta * (high - low)).max()))
+
+    @staticmethod
+    def _warn(largest: float) -> None:
+        if not largest <= MAX_RANGE:
+            _log.warning(
+                "decoding: beta * (max v - min v) reaches %.4g, over %g: values that far under the greatest so far are lost to F",
+                largest,
+                MAX_RANGE,
+            )
+
+    def _centre(self, state: Tensor) -> Tensor:
+        low, high = state[:, :, :1], state[:, :, 1:]
+        return torch.maximum((low + high) / 2, high - MAX_RANGE / 2 / self.beta)
+
+    def stream(self) -> Tensor:
+        """U [b, h, t, dv], to be read beside v; what a state already sums is to be multiplied by ``rescale`` [b, h, 1, dv] first."""
+        return ValueStream.apply(self.v, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool))
+
+    def gap(self, mu: Tensor, z: Tensor) -> Tensor:
+        """F - mu [b, h, t, dv] from the reads of v and U."""
+        return FreeEnergyGap.apply(mu, z, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool))
+
+
+# [batch, heads, rows, channels, keys] terms of a block: a CPU's cache or so, or enough to fill a device.
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24
+
+
+def exact_read(
+    v: Tensor, beta: Tensor | None, log_weights: Callable[[int, int], Tensor], *, terms: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """(mu, F), each [b, h, t, dv], of v [b, h, t, dv] (float32 or float64) and beta [h, dv]; F is None without beta.
+
+    log_weights(start, stop): log weights [b, h, stop - start, t] of the rows start to stop, -inf for unread keys, at least one of them
+    finite; normalised here. terms: numbers that it holds for one weight (for the size of a block).
+    """
+    b, h, t, dv = v.shape
+    budget = BLOCK_TERMS_CPU if v.device.type == "cpu" else BLOCK_TERMS_DEVICE
+    size = max(1, min(t, budget // (b * h * t * max(dv, terms))))
+
+    def rows(start: int, stop: int, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        log_p = log_weights(start, stop).log_softmax(-1)
+        mu = log_p.exp() @ v
+        if beta is None:
+            return mu, None
+        return mu, _FreeEnergy.apply(log_p, v, beta)
+
+    reads = [
+        checkpoint(rows, start, min(start + size, t), v, beta, use_reentrant=False, preserve_rng_state=False) for start in range(0, t, size)
+    ]
+    mu = torch.cat([read[0] for read in reads], dim=2)
+    return mu, None if beta is None else torch.cat([read[1] for read in reads], dim=2)
+
+
+class _FreeEnergy(torch.autograd.Function):
+    """F [b, h, rows, dv] of log_p [b, h, rows, t], v and beta. The backward keeps E_w[v] - F together: alone they may be large."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+        free_energy = _joint(log_p, v, beta).logsumexp(-1) / beta[:, None]
+        ctx.save_for_backward(log_p, v, beta, free_energy)
+        return free_energy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, v, beta, free_energy = ctx.saved_tensors
+        (d_free,) = grads
+        # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
+        w = _joint(log_p, v, beta).softmax(-1)
+        d_beta = (((w * v.mT[:, :, None]).sum(-1) - free_energy) * d_free).sum((0, 2)) / beta
+        w = w * d_free[..., None]
+        return (w / beta[:, None, :, None]).sum(3), w.sum(2).mT, d_beta
+
+
+def _joint(log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """log p_t(i) + beta_j v[i, j]: [b, h, rows, dv, t]."""
+    return log_p[:, :, :, None] + (beta[:, None] * v).mT[:, :, None]

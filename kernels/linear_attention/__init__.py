@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.implementations import Implementation, Op, lacks_triton
-from kernels.linear_attention.reference import LinearAttention, both_ways
-from kernels.linear_attention.weights import log_weights
+from kernels.linear_attention.reference import LinearAttention, both_ways, log_weights
 
 __all__ = ["OP", "linear_attention", "log_weights"]
 

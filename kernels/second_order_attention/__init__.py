@@ -1,7 +1,7 @@
 """Attention that takes a Newton step on its free energy: one public function, `second_order_attention`.
 
-The projections, the norm and the residual stay with the layer. `energy` has the free energies that are descended, `linear` the first-order
-step on a quadratic energy (linear attention).
+The projections, the norm and the residual stay with the layer. `reference` has the free energies that are
+descended, and the first-order step on a quadratic energy (linear attention).
 """
 
 from __future__ import annotations
@@ -60,34 +60,13 @@ def second_order_attention(
     """
     _check(q, k, gram, temperature, newton_temperature, valid, turn)
     compute = torch.promote_types(q.dtype, torch.float32)
+    wide = (gram.to(compute), temperature.to(compute), newton_temperature.to(compute), None if turn is None else turn.to(compute))
     if OP.choose(implementation, q.device, {"triton": _unfit_for_triton(q, exact)}) == "triton":
-        from kernels.second_order_attention.triton.step import first_order_step
+        from kernels.second_order_attention.triton import first_order_step
 
-        taken: Tensor = first_order_step(
-            q,
-            k,
-            gram.to(compute),
-            temperature.to(compute),
-            newton_temperature.to(compute),
-            None if turn is None else turn.to(compute),
-            causal=causal,
-            valid=valid,
-            jitter=jitter,
-        )
+        taken: Tensor = first_order_step(q, k, *wide, causal=causal, valid=valid, jitter=jitter)
         return taken
-    found = step(
-        q,
-        k.to(compute),
-        gram.to(compute),
-        temperature.to(compute),
-        newton_temperature.to(compute),
-        None if turn is None else turn.to(compute),
-        exact=exact,
-        causal=causal,
-        valid=valid,
-        jitter=jitter,
-    )
-    return found.to(q.dtype)
+    return step(q, k.to(compute), *wide, exact=exact, causal=causal, valid=valid, jitter=jitter).to(q.dtype)
 
 
 def _unfit_for_triton(q: Tensor, exact: bool) -> str | None:

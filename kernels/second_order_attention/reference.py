@@ -2,12 +2,14 @@
 
 A block's scores give both reads, k-bar and the covariance's product, so no log-sum-exp is kept; the backward remakes it (checkpoint).
 How blocks are cut depends on shapes alone and a masked pair is an exact zero, so no bit of an output depends on later tokens.
+Beside it: the free energies that the steps descend, token by token, and the first-order step on a quadratic energy, linear attention.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from kernels.pairs import allowed_pairs
@@ -117,3 +119,71 @@ def _rows(
     hessian = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - covariance / newton[:, None, None, None]
     solved, _ = torch.linalg.solve_ex(hessian, u[..., None])
     return r, rotated(solved[..., 0], turn, back=True)
+
+
+def free_energy(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None = None) -> Tensor:
+    """F = -T log sum_i exp(-|q - k_i|^2 / 2T) of any tokens' q among the keys that they see.
+
+    Its gradient in q is r = q - kbar, its Hessian I - C / T: `second_order_attention` has the symbols.
+    Shapes: q [b, h, n, d] (turned to its position where k is), k [b, h, tk, d], temperature T [h] > 0, seen bool [n, tk] or [b, 1, n, tk]
+    (`reference.allowed_pairs`; None: all). Returns [b, h, n], float32 or wider. n tk terms are held: pass a sample of the tokens.
+    Source: Transformers as Intrinsic Optimizers, theorem 2 (its F is the mean over heads).
+    """
+    compute = torch.promote_types(q.dtype, torch.float32)
+    q, k, temperature = q.to(compute), k.to(compute), temperature.to(compute)
+    return q.square().sum(-1) / 2 - temperature[:, None] * log_weights(q, k, temperature, seen).logsumexp(-1)
+
+
+def quadratic_energy(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor:
+    """F = -1/2 sum_i (q.k_i)^2, linear attention's energy at T = 1, of any tokens' q among the keys that they see; shapes as `free_energy`.
+
+    Its gradient in q is -sum_i (q.k_i) k_i, minus what `linear.energy_linear_attention` reads. Source: the same paper, theorem 3.
+    """
+    compute = torch.promote_types(q.dtype, torch.float32)
+    squares = (q.to(compute) @ k.to(compute).mT).square()
+    return -(squares if seen is None else squares.masked_fill(~seen, 0.0)).sum(-1) / 2
+
+
+CHUNK = 64
+
+
+def energy_linear_attention(
+    q: Tensor, k: Tensor, *, causal: bool = True, valid: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out_t = sum_i (q_t.k_i) k_i over i <= t (causal), or over all i: minus the gradient of `energy.quadratic_energy` in q.
+
+    Shapes: q and k [b, h, t, d], valid [b, t] bool, False at padding (those keys count as nothing), state [b, h, d, d]: the past's sum_i
+    k_i k_i^T (None: none). Returns (out [b, h, t, d] in q's type, the state after the last token).
+    Types: float64, float32 or bfloat16; sums and state are float32 (float64 for float64). Time and memory linear in t.
+    Raises ValueError for shapes or types that do not fit. Source: Transformers as Intrinsic Optimizers, theorem 3, with W = W_Q^T W_K.
+    """
+    _check(q, k, valid, state)
+    b, h, t, d = q.shape
+    kind, compute = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k = q.to(compute), k.to(compute)
+    if valid is not None:
+        k = k * valid[:, None, :, None]
+    past = k.new_zeros(b, h, d, d) if state is None else state
+    if not causal:
+        after = past + k.mT @ k
+        return (q @ after).to(kind), after
+    size = min(CHUNK, t)
+    queries, keys = (pad(x, (0, 0, 0, -t % size)).unflatten(2, (-1, size)) for x in (q, k))
+    sums = torch.cat((past[:, :, None], keys.mT @ keys), dim=2).cumsum(2)
+    inside = (queries @ keys.mT).tril() @ keys
+    return (inside + queries @ sums[:, :, :-1]).flatten(2, 3)[:, :, :t].to(kind), sums[:, :, -1]
+
+
+def _check(q: Tensor, k: Tensor, valid: Tensor | None, state: Tensor | None) -> None:
+    name = "energy_linear_attention"
+    if q.dim() != 4 or q.numel() == 0 or (k.shape, k.dtype) != (q.shape, q.dtype):
+        raise ValueError(
+            f"{name}: q is {list(q.shape)} {q.dtype}, k {list(k.shape)} {k.dtype}; both [batch, heads, tokens, width], not empty"
+        )
+    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"{name}: q is {q.dtype}; use float64, float32 or bfloat16")
+    (b, h, t, d), compute = q.shape, torch.promote_types(q.dtype, torch.float32)
+    if valid is not None and (valid.shape != (b, t) or valid.dtype != torch.bool):
+        raise ValueError(f"{name}: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {t}] bool")
+    if state is not None and (state.shape != (b, h, d, d) or state.dtype != compute):
+        raise ValueError(f"{name}: state is {list(state.shape)} {state.dtype}, expected [{b}, {h}, {d}, {d}] {compute}")

@@ -1,6 +1,6 @@
-"""Hyper-SET's attention: one projection z a head is query, key and value. One public function, `symmetric_attention`.
+"""Hyper-SET's attention: one projection z a head is query, key and value. `symmetric_attention`, `symmetric_linear_attention`.
 
-The projections, the norm that puts z on its sphere and the step stay with the layer; `energy` has the energies behind the operators.
+The projections, the norm that puts z on its sphere and the step stay with the layer; `reference` has the energies behind the operators.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.pairs import allowed_pairs
+from kernels.second_order_attention.reference import energy_linear_attention
 from kernels.symmetric_attention.reference import pairwise_attention
 
-__all__ = ["OP", "symmetric_attention"]
+__all__ = ["OP", "symmetric_attention", "symmetric_linear_attention"]
 
 KINDS = ("softmax", "bisoftmax", "sigmoid")
 WIDEST = 256  # of a head, that the kernels keep in registers
@@ -61,6 +62,34 @@ def symmetric_attention(
     if chosen == "reference":
         return pairwise_attention(z, keys, kind=kind, causal=causal, valid=valid)
     return _by_sdpa(z, keys, causal, valid)
+
+
+def symmetric_linear_attention(
+    z: Tensor, *, causal: bool = True, valid: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out_i = Phi'(z_i) * (1 / sqrt(p)) sum_j Phi(z_j) (Phi(z_j) . Phi(z_i)), Phi the sigmoid; causal: over j <= i.
+
+    It is the gradient of (1 / 4 sqrt(p)) sum_ij (Phi(z_i) . Phi(z_j))^2; causal: of each token's own terms, the keys held fixed.
+    Shapes: z [b, h, t, p], valid [b, t] bool, False at padding (those keys count as nothing), state [b, h, p, p]: sum_j Phi(z_j) Phi(z_j)^T
+    over the past (None: none). Returns (out [b, h, t, p] in z's type, the state after the last token).
+    Types: float64, float32 or bfloat16; sums and state are float32 (float64 for float64). Time and memory linear in t.
+    Raises ValueError for shapes or types that do not fit. Source: Hyper-SET, table 18, linear attention (the released code scales by
+    1 / sqrt(t) instead, which a causal model cannot know).
+    """
+    if z.dim() != 4 or z.numel() == 0:
+        raise ValueError(f"symmetric_linear_attention: z has shape {list(z.shape)}, expected [batch, heads, tokens, width], not empty")
+    if z.dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"symmetric_linear_attention: z is {z.dtype}; use float64, float32 or bfloat16")
+    b, h, t, p = z.shape
+    compute = torch.promote_types(z.dtype, torch.float32)
+    if valid is not None and (valid.shape != (b, t) or valid.dtype != torch.bool):
+        raise ValueError(f"symmetric_linear_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {t}] bool")
+    if state is not None and (state.shape != (b, h, p, p) or state.dtype != compute):
+        raise ValueError(f"symmetric_linear_attention: state is {list(state.shape)} {state.dtype}, expected [{b}, {h}, {p}, {p}] {compute}")
+    wide = z.to(compute)
+    phi = wide.sigmoid()
+    summed, after = energy_linear_attention(phi, phi, causal=causal, valid=valid, state=state)
+    return (phi * (-wide).sigmoid() * p**-0.5 * summed).to(z.dtype), after
 
 
 def _unfit_for_triton(z: Tensor, keys: Tensor | None, kind: str) -> str | None:

@@ -3,17 +3,17 @@
 The scores are symmetric, so the log-sum-exp of a column is that of the row of the same number, and softmax over columns is the transpose
 P^T of softmax over rows: a block of rows of P gives its own rows of P z, and its share of every row of P^T z, in one pass.
 How blocks are cut depends on shapes alone and a masked pair is an exact zero, so no bit of an output depends on later tokens.
+Beside it: the energies that Hyper-SET's steps descend, token by token, and its measures of spread, for diagnostics and tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.pairs import allowed_pairs
+from kernels.pairs import allowed_pairs, blocks_of_rows
 
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
 BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
@@ -35,7 +35,7 @@ class _Pairs(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, keys: Tensor, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
         q, k = _wide(z), _wide(keys)
         out = torch.zeros_like(q)
-        for rows in _blocks(q, k):
+        for rows in blocks_of_rows(q, k, BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE):
             weights, _ = _weights(q, k, rows, kind, causal, valid)
             seen = k[:, :, : weights.shape[-1]]
             out[:, :, rows] += weights @ seen
@@ -51,7 +51,7 @@ class _Pairs(torch.autograd.Function):
         q, k, d_out = (_wide(x) for x in (z, keys, *grads))
         dq, dk = torch.zeros_like(q), torch.zeros_like(k)
         scale = q.shape[-1] ** -0.5
-        for rows in _blocks(q, k):
+        for rows in blocks_of_rows(q, k, BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE):
             weights, scores = _weights(q, k, rows, ctx.kind, ctx.causal, valid)
             seen = slice(0, weights.shape[-1])
             d_weights = d_out[:, :, rows] @ k[:, :, seen].mT
@@ -72,14 +72,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Rows of q, in order, as many at a time as the bound on terms allows, at least one."""
-    terms = BLOCK_TERMS_CPU if q.device.type == "cpu" else BLOCK_TERMS_DEVICE
-    at_once = max(1, terms // (q.shape[0] * q.shape[1] * k.shape[2]))
-    for start in range(0, q.shape[2], at_once):
-        yield slice(start, min(start + at_once, q.shape[2]))
-
-
 def _weights(q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """(A, s) [b, h, rows, keys] of a block, over the keys that its last row may see; A is zero where a pair is not seen."""
     tq, tk = q.shape[2], k.shape[2]
@@ -94,3 +86,71 @@ def _weights(q: Tensor, k: Tensor, rows: slice, kind: str, causal: bool, valid: 
             weights, scores = weights.masked_fill(~seen, 0.0), scores.masked_fill(~seen, 0.0)
         return weights, scores
     return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1), scores
+
+
+def attention_energy(
+    z: Tensor, keys: Tensor | None = None, *, kind: str = "softmax", causal: bool = True, valid: Tensor | None = None
+) -> Tensor:
+    """Each token's energy among the tokens it sees, with s_ij = z_i . z_j / sqrt(p), f_ij = Phi(z_i) . Phi(z_j), Phi the sigmoid.
+
+    softmax, bisoftmax: sqrt(p) log sum_j exp(s_ij)     sigmoid: c sqrt(p) sum_j sigma(s_ij)     linear: c / (2 sqrt(p)) sum_j f_ij^2
+
+    c = 1 where causal: the energy of token i alone, the others held fixed. c = 1/2 otherwise, so that the sum over i is the whole energy,
+    which counts every pair twice. softmax and bisoftmax differ in what moves: z_i alone, or all of z.
+    Shapes: z [b, h, t, p], keys [b, h, tk, p] (None: z; the tokens of z are the last of the keys), valid [b, tk] bool. Returns [b, h, t],
+    float32 or wider. t x tk terms are held: for long sequences pass a few tokens' z at a time. Source: Hyper-SET, equations 3, 4, table 18.
+    """
+    compute = torch.promote_types(z.dtype, torch.float32)
+    z, keys = z.to(compute), (z if keys is None else keys).to(compute)
+    t, tk = z.shape[2], keys.shape[2]
+    seen = allowed_pairs(torch.arange(tk - t, tk, device=z.device), tk, causal, valid)
+    return pair_energy(z, keys, seen, kind=kind, share=1.0 if causal else 0.5)
+
+
+def pair_energy(z: Tensor, keys: Tensor, seen: Tensor | None, *, kind: str, share: float) -> Tensor:
+    """`attention_energy` of any tokens z [b, h, n, p] among keys [b, h, tk, p] of which they see ``seen`` [.., n, tk] (None: all)."""
+    p = z.shape[-1]
+    if kind == "linear":
+        terms = (z.sigmoid() @ keys.sigmoid().mT).square() * (share / (2 * p**0.5))
+        return (terms if seen is None else terms.masked_fill(~seen, 0.0)).sum(-1)
+    scores = z @ keys.mT * p**-0.5
+    if kind == "sigmoid":
+        terms = scores.sigmoid() * (share * p**0.5)
+        return (terms if seen is None else terms.masked_fill(~seen, 0.0)).sum(-1)
+    if kind not in ("softmax", "bisoftmax"):
+        raise ValueError(f"attention_energy: kind {kind!r} is not one of softmax, bisoftmax, sigmoid, linear")
+    return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).logsumexp(-1) * p**0.5
+
+
+def feed_forward_energy(u: Tensor, *, kind: str = "relu") -> Tensor:
+    """Each token's energy among the directions: u [..., M], D^T x after its norm -> [...], float32 or wider.
+
+    relu: -1/2 sum_m relu(u_m)^2     softmax: -log sum_m exp(u_m)     gated: -1/2 (sum_m Phi(u_m))^2, Phi the sigmoid
+    Raises ValueError for another kind. Source: Hyper-SET, equation 5 and table 19.
+    """
+    u = u.to(torch.promote_types(u.dtype, torch.float32))
+    if kind == "relu":
+        return u.relu().square().sum(-1) * -0.5
+    if kind == "softmax":
+        return -u.logsumexp(-1)
+    if kind == "gated":
+        return u.sigmoid().sum(-1).square() * -0.5
+    raise ValueError(f"feed_forward_energy: kind {kind!r} is not one of relu, softmax, gated")
+
+
+def effective_rank(x: Tensor) -> Tensor:
+    """exp of the entropy of the singular values' shares: x [..., n, p], n vectors -> [...]. Source: Hyper-SET, equation 17."""
+    values = torch.linalg.svdvals(x.to(torch.promote_types(x.dtype, torch.float32)))
+    share = values / values.sum(-1, keepdim=True)
+    return torch.special.entr(share).sum(-1).exp()
+
+
+def mean_angle(x: Tensor) -> Tensor:
+    """The angle, in radians, whose cosine is the mean over all pairs: x [..., n, p], n >= 2 vectors -> [...]. Hyper-SET, equation 18.
+
+    The cosines of all pairs add up to (|sum of the unit vectors|^2 - n) / 2, so no n x n matrix is made.
+    """
+    n = x.shape[-2]
+    unit = torch.nn.functional.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+    mean = (unit.sum(-2).square().sum(-1) - n) / (n * (n - 1))
+    return mean.clamp(-1.0, 1.0).acos()

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
 from kernels.implementations import interpreted
+from kernels.tiles import build
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 528  # four for each of an H100's multiprocessors
@@ -209,22 +209,18 @@ def _builds():
     """A packed bfloat16 projection's logits (stride 3) over 4096 steps of 4 x 128 channels, and float32 decays."""
     launch = _Launch(4096, 512, True)
     constants = {name: value for name, value in launch.constants.items() if name.isupper()}
-    sizes = {"steps": "i32", "channels": "i32", "each": "i32"}
     found = []
     for label, kind, logits in (("logits, bfloat16", "*bf16", True), ("decays, float32", "*fp32", False)):
-        strides = {"sat": "i32", "sxt": "i32", "sgt": "i32"} | ({"sac": "i32", "sxc": "i32"} if logits else {})
-        types = {"a": kind, "x": kind, "d_states": "*fp32", "da": kind, "dx": kind, **strides, **sizes}
-        types |= dict.fromkeys(("summary", "states", "initial", "d_initial"), "*fp32")
-        unit = {"sgc": 1} | ({} if logits else {"sac": 1, "sxc": 1})
-        shared = {**constants, "SOFTPLUS": logits}
+        kinds = dict.fromkeys(("a", "x", "da", "dx"), kind)
+        shared = constants | {"sgc": 1, "SOFTPLUS": logits} | ({} if logits else {"sac": 1, "sxc": 1})
         for name, kernel, more in (
             ("summary", _summary_kernel, {"REVERSE": False}),
             ("summary, backward", _summary_kernel, {"REVERSE": True}),
             ("forward", _forward_kernel, {"SEGMENTS": launch.padded, "initial": None}),
             ("backward", _backward_kernel, {"SEGMENTS": launch.padded, "initial": None, "d_initial": None}),
         ):
-            given = {k: v for k, v in {**unit, **shared, **more}.items() if k in kernel.arg_names}
-            found.append(Build(f"{name}, {label}", kernel, types, given, WARPS, STAGES, aligned=("sat", "sxt", "sgt", "channels")))
+            fp32 = "d_states summary states initial d_initial"
+            found.append(build(f"{name}, {label}", kernel, shared | more, WARPS, STAGES, fp32=fp32, kinds=kinds, even="channels"))
     return tuple(found)
 
 

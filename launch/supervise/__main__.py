@@ -1,11 +1,10 @@
-"""launch: ``python -m launch.supervise DIRECTORY [--item N]``: keep one item of a job going. It is the batch script's only process.
+"""``python -m launch.supervise DIRECTORY [--item N]``: keep one item of a job going. It is the batch script's only process.
 
 Standard library alone: it runs from the job's snapshot, before and beside the ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import sys
@@ -14,33 +13,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fem_common.errors import CommandError, InUse, UserError, end
+from fem_common.cli import Parser, run
+from fem_common.errors import InUse, UserError
 from fem_common.exits import Exit
-from launch.job import Item, Job, load_job
-from launch.layout import attempts, launch_folder, read_json
+from launch.job import Item, Job, attempts, launch_folder, load_job, read_json
 from launch.supervise.journal import Journal
-from launch.supervise.local import LocalPlace, end_orphans
 from launch.supervise.loop import REQUEUE_SECONDS, Supervisor
-from launch.supervise.place import Place, PlaceError, Unreachable
-from launch.supervise.signals import Signals, noted
+from launch.supervise.place import LocalPlace, Place, PlaceError, Unreachable, end_orphans
+from launch.supervise.watch import Signals, noted
 
 LOCK_SECONDS = 120.0  # on Slurm: how long a supervisor on a node that went down may seem to live on
 
 
 def main(argv: list[str] | None = None) -> int:
     """Supervise: 0 the item is finished, or saved at a person's wish; 1 it stopped; 2 its input, or this command line, is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m launch.supervise", description="Keep one item of a job going.", allow_abbrev=False)
+    parser = Parser(prog="python -m launch.supervise", description="Keep one item of a job going.")
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="the job's directory, with launch/job.json in it")
     parser.add_argument("--item", type=int, default=0, metavar="N", help="which of the job's items (default: %(default)s)")
     parser.add_argument("--show", action="store_true", help="print what rank 0 says")
     arguments = parser.parse_args(argv)
-    try:
+
+    def keep() -> int:
         job = load_job(arguments.directory.absolute())
         if job is None or not 0 <= arguments.item < len(job.items):
             raise UserError(f"{arguments.directory}: no job there with an item {arguments.item}; it is made by: python -m launch submit")
         return supervise(job, arguments.item, show=arguments.show)
-    except (CommandError, OSError) as error:
-        return end("launch", error)
+
+    return run("launch", keep)
 
 
 def supervise(job: Job, index: int, *, show: bool) -> int:

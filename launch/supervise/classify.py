@@ -1,4 +1,7 @@
-"""launch: how an attempt ended, from what its ranks left behind and what the run's own files say. Standard library alone."""
+"""How an attempt ended: from what its ranks left behind, what the run's own files say, and what Slurm says of its job.
+
+Standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fem_common.exits import Exit
-from launch.failures import Failure as RankFailure
-from launch.failures import first_failure, wrong_on
+from launch.job import last_lines
+from launch.node.failures import Failure as RankFailure
+from launch.node.failures import first_failure, wrong_on
 from launch.supervise.policy import Failure
-from launch.supervise.sight import Sight, has_stepped
+from launch.supervise.run_files import Sight, has_stepped
 
 _SIGNALS: dict[int, str] = {Exit.KILLED: "SIGKILL", Exit.TERMINATED: "SIGTERM"}
 _AGENT_LINES = 400
@@ -98,11 +102,57 @@ def _failure(seen: Observed, folder: Path, first: RankFailure | None, step: int 
 
 def agents_words(folder: Path) -> str | None:
     """The telling line of the agents' own output, the first of it, or else the last line there is."""
-    lines: list[str] = []
-    for path in sorted((folder / "logs").glob("agents*.log")):
-        try:
-            lines += path.read_text(encoding="utf-8", errors="replace").splitlines()[-_AGENT_LINES:]
-        except OSError:
-            continue
-    lines = [line.strip() for line in lines if line.strip()]
+    lines = [line.strip() for path in sorted((folder / "logs").glob("agents*.log")) for line in last_lines(path, _AGENT_LINES)]
     return next((line for line in lines if _TELLING.search(line)), lines[-1] if lines else None)
+
+
+_AWAY = re.compile(
+    r"Unable to contact slurm controller|gave no answer|[Cc]onnection (?:refused|timed out)|connect failure|Zero Bytes|Unexpected message"
+    r"|[Cc]ommunication connection failure|[Ss]ocket timed out|backup controller|Slurm backup|temporarily unable"
+)
+# Faults by the words of `launch.node.checks`: these stay until someone mends or resets the hardware.
+_LASTING = re.compile(
+    r"\bECC\b|row of its memory|\bXid\b|GPU is lost|fallen off the bus|its driver asks for|entries of a product are wrong"
+    r"|^(?!0 )\d+ GPUs are visible, the profile says"
+)
+
+
+def cancelled(fields: Mapping[str, str], restarts: int) -> bool:
+    """Whether a person cancelled the job: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
+    if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
+        return False
+    over = fields.get("JobState") == "COMPLETING" and fields.get("Reason") == "None" and fields.get("ExitCode") == "0:0"
+    return over or fields.get("JobState") == "CANCELLED"
+
+
+def taken(fields: Mapping[str, str], restarts: int) -> bool | None:
+    """Whether the job's nodes are being taken away: preempted, requeued by someone, a node lost.
+
+    False: the job ends for a reason of its own (its time limit, a person's cancel); None: it runs, and nothing is known against it.
+    """
+    if _preempted(fields) or fields.get("Restarts", "0") != str(restarts):
+        return True
+    if fields.get("Reason") == "TimeLimit" or fields.get("JobState") == "TIMEOUT" or cancelled(fields, restarts):
+        return False
+    return None if fields.get("JobState", "RUNNING") == "RUNNING" else True
+
+
+def _preempted(fields: Mapping[str, str]) -> bool:
+    return fields.get("JobState") == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", "")
+
+
+def is_away(refusal: str) -> bool:
+    """Whether a command of Slurm's failed because the controller does not answer, which passes."""
+    return bool(_AWAY.search(refusal))
+
+
+def is_lasting(fault: str) -> bool:
+    """Whether a node's fault is one of its hardware: a full disk, a busy GPU or a mount that is missing may be gone in hours."""
+    return bool(_LASTING.search(fault))
+
+
+def has_features(available: str, wanted: str) -> bool:
+    """Whether a node with these features (``a,b``) may take a job that asks for ``wanted``; true where that is more than ``a&b``."""
+    if wanted in ("", "(null)") or not re.fullmatch(r"[\w.-]+(?:[&,][\w.-]+)*", wanted):
+        return True
+    return set(re.split("[&,]", wanted)) <= set(available.split(","))

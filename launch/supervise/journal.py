@@ -1,17 +1,135 @@
-"""launch: what a supervisor tells: lines, launch/supervisor.log, launch/state.json, the user's hook. Standard library alone."""
+"""What a supervisor says to others: its log, launch/state.json, the user's hook, the cordon file. Standard library alone.
+
+The cordon file names the nodes that no run of ours is to be given. A line is a JSON object {"node", "time", "reason", "run", "until"};
+until: unix time, or null for ever. People may add and delete lines.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import subprocess
+import tempfile
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from launch.job import Item, Job
-from launch.layout import launch_folder, write_json
-from launch.notify import SECONDS, Notifier
+from launch.job import Item, Job, append_json, launch_folder, read_json_lines, write_json
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Why a node is not to be used."""
+
+    node: str
+    time: float  # unix time of the entry
+    reason: str
+    run: str  # the item's directory
+    until: float | None = None  # unix time; None: until someone deletes the line
+
+
+def cordon_file(job: Job) -> Path:
+    """The cordon file that a job heeds: the profile's, else the one of all jobs that were submitted from its working directory."""
+    return cordon_path((job.profile.get("paths") or {}).get("cordon"), job.working_directory)
+
+
+def cordon_path(named: str | None, working_directory: str) -> Path:
+    """The cordon file that a profile names, or else that of a working directory."""
+    return Path(named) if named else Path(working_directory) / "runs" / "cordon.jsonl"
+
+
+def cordoned(path: Path | str, now: float | None = None) -> dict[str, Entry]:
+    """The entries that hold now, by node, the last one of each; none where there is no file. What is no entry is passed over.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    now = time.time() if now is None else now
+    entries = (_entry(line) for line in read_json_lines(Path(path)))
+    return {entry.node: entry for entry in entries if entry is not None and (entry.until is None or entry.until > now)}
+
+
+def cordon(path: Path | str, nodes: Iterable[str], reason: str, run: Path | str, until: float | None = None) -> list[str]:
+    """Add an entry for each node that has none that holds: the nodes that were added.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    already = cordoned(path)
+    added = [node for node in dict.fromkeys(nodes) if node not in already]
+    for node in added:
+        append_json(Path(path), asdict(Entry(node, round(time.time(), 3), reason, str(run), until)))
+    return added
+
+
+def _entry(line: object) -> Entry | None:
+    """A line of the file as an entry, or None: a person's slip must not stop a run."""
+    if not isinstance(line, dict) or not isinstance(line.get("node"), str) or not line["node"]:
+        return None
+    until, at = line.get("until"), line.get("time")
+    return Entry(
+        node=line["node"],
+        time=float(at) if isinstance(at, int | float) else 0.0,
+        reason=str(line.get("reason") or "no reason given"),
+        run=str(line.get("run") or ""),
+        until=float(until) if isinstance(until, int | float) else None,
+    )
+
+
+SECONDS = 30.0  # for a command, from its start; then it is ended
+
+
+class Notifier:
+    """Starts the profile's command for each event, and says later which of them failed. No threads: the supervisor forks."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """``settings``: the profile's ``notify``."""
+        self._command: str | None = settings.get("command")
+        self._events = tuple(settings.get("events") or ())
+        self._hooks: list[tuple[subprocess.Popen[bytes], IO[bytes], float]] = []  # its output, and its end at the latest (monotonic)
+
+    def send(self, event: str, facts: Mapping[str, Any]) -> str | None:
+        """Start the command, if it is to know of such events, with {"event", "time", **facts} as JSON on its input. Why it cannot."""
+        if not self._command or event not in self._events:
+            return None
+        text, command = json.dumps({"event": event, "time": time.time(), **facts}) + "\n", ["sh", "-c", self._command]
+        try:
+            with tempfile.TemporaryFile() as given:
+                given.write(text.encode())
+                given.seek(0)
+                output = tempfile.TemporaryFile()  # noqa: SIM115
+                process = subprocess.Popen(command, stdin=given, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            return f"notify.command cannot be started: {error}"
+        self._hooks.append((process, output, time.monotonic() + SECONDS))
+        return None
+
+    def troubles(self, wait_seconds: float = 0.0) -> Iterator[str]:
+        """Why commands failed that are over, or by then will be; those that take too long are ended."""
+        until = time.monotonic() + wait_seconds
+        while self._hooks:
+            for process, output, end in list(self._hooks):
+                late = process.poll() is None and time.monotonic() > end
+                if late:
+                    process.kill()
+                    process.wait()
+                if process.returncode is None:
+                    continue
+                self._hooks.remove((process, output, end))
+                output.seek(0)
+                said = output.read().decode(errors="replace").strip().splitlines() or ["no word"]
+                output.close()
+                if late:
+                    yield f"notify.command did not end within {SECONDS:g} s"
+                elif process.returncode:
+                    yield f"notify.command ended with {process.returncode}: {said[-1]}"
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.05)
 
 
 class Journal:

@@ -1,4 +1,4 @@
-"""launch: the supervisor of one item: attempt after attempt until it is finished or must stop. Standard library alone."""
+"""The supervisor of one item: attempt after attempt until it is finished or must stop. Standard library alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import shlex
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fem_common.errors import reason
 from fem_common.exits import Exit
-from launch.job import Job
-from launch.layout import launch_folder, write_json
-from launch.supervise import attempt as attempts
-from launch.supervise.attempt import Record
-from launch.supervise.classify import Observed, classify, fresh, last_step
-from launch.supervise.cordon import cordon, cordon_file, cordoned
-from launch.supervise.journal import Journal
+from launch.job import Job, launch_folder, write_json
+from launch.supervise import run_files
+from launch.supervise.classify import Observed, classify, fresh, is_lasting, last_step
+from launch.supervise.journal import Journal, cordon, cordon_file, cordoned
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable
 from launch.supervise.policy import (
     KEEP_SECONDS,
@@ -33,24 +30,14 @@ from launch.supervise.policy import (
     misplaced,
     since_stop,
 )
-from launch.supervise.sight import Sight, has_stepped, look, read
-from launch.supervise.signals import Signals
-from launch.supervise.verdict import is_lasting
-from launch.supervise.watching import POLL_SECONDS, Watch, taken_away
+from launch.supervise.run_files import Record, Sight, has_stepped, look, read
+from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
 REQUEUE_TRIES = 30
 REQUEUE_SECONDS = 10.0  # between two tries: the controller may be restarting
 REQUEUE_MAX_SECONDS = 60.0  # ... and be away for long
 PASSING_SECONDS = 6 * 3600.0  # a node is kept from all runs for what may pass: a full disk, a busy GPU, a mount that is missing
 HOOK_SECONDS = 5.0  # for the user's hook before a requeue, which ends it, too
-
-
-@dataclass
-class Outlook:
-    """What the attempt that just ended means for the next one, beside its record."""
-
-    unhealthy: Mapping[str, str] = field(default_factory=dict)
-    down: Mapping[str, str] = field(default_factory=dict)
 
 
 class Supervisor:
@@ -82,12 +69,12 @@ class Supervisor:
 
     def _run(self, trouble: str | None) -> int:
         """Attempt after attempt; ``trouble``: why this begins anew."""
-        found = attempts.records(self.directory)
+        found = run_files.records(self.directory)
         lost = bool(found) and found[-1].ended is None
-        self.records = attempts.close_lost(self.directory, found, trouble)
+        self.records = run_files.close_lost(self.directory, found, trouble)
         if lost:
             self.journal.say(f"attempt {found[-1].attempt} is lost: {describe(self.records[-1].failure)}")
-            code = self._decide(Outlook(), wait=False)
+            code = self._decide(None, wait=False)
             if code is not None:
                 return code
         while True:
@@ -99,9 +86,9 @@ class Supervisor:
 
     # --- one attempt -------------------------------------------------------------------------------------------------------------
 
-    def _attempt(self) -> Outlook:
-        """Make an attempt; its closed record is the last of ``records``."""
-        number, folder = attempts.new_folder(self.directory)
+    def _attempt(self) -> Observed:
+        """Make an attempt: what was seen of it; its closed record is the last of ``records``."""
+        number, folder = run_files.new_folder(self.directory)
         before = look(self.directory)
         record = Record(
             attempt=number,
@@ -117,8 +104,8 @@ class Supervisor:
             folder=folder,
         )
         record.save()
-        environment = attempts.ranks_environment(self.job, self.item, folder, os.environ, local=self.place.job_id is None)
-        attempts.keep_inputs(self.job, self.item, folder, environment)
+        environment = run_files.ranks_environment(self.job, self.item, folder, os.environ, local=self.place.job_id is None)
+        run_files.keep_inputs(self.job, self.item, folder, environment)
         self.journal.attempt = number
         try:
             nodes = self.place.nodes()
@@ -144,7 +131,7 @@ class Supervisor:
         self._tell_start(attempt, before)
         return self._close(record, Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(show=self.show))
 
-    def _refused(self, record: Record, before: Sight, error: PlaceError) -> Outlook:
+    def _refused(self, record: Record, before: Sight, error: PlaceError) -> Observed:
         """Close an attempt that could not be begun."""
         cancelled, queue = self._stop_wish() is not None, self.place.can_requeue
         taken = not cancelled and taken_away(self.place, self.signals)
@@ -176,7 +163,7 @@ class Supervisor:
         self.journal.state("running")
         self.journal.event("started", f"attempt {attempt.number} {where}{since}", step=before.checkpoint)
 
-    def _close(self, record: Record, seen: Observed, outcome: str | None = None) -> Outlook:
+    def _close(self, record: Record, seen: Observed, outcome: str | None = None) -> Observed:
         """Close an attempt's record."""
         kind, failure = classify(self.job.kind, record.folder, seen)
         if outcome is not None:
@@ -193,9 +180,7 @@ class Supervisor:
         record.save()
         self.records.append(record)
         self._tell_end(record, seen)
-        if kind != "unhealthy":
-            return Outlook(down=seen.down)
-        return Outlook({node: next(filter(is_lasting, faults), faults[0]) for node, faults in seen.faults.items()}, seen.down)
+        return seen
 
     def _tell_end(self, record: Record, seen: Observed) -> None:
         said = seen.after.message if fresh(seen) and record.outcome in ("finished", "saved") else None
@@ -212,16 +197,18 @@ class Supervisor:
 
     # --- what then ---------------------------------------------------------------------------------------------------------------
 
-    def _decide(self, outlook: Outlook, *, wait: bool = True) -> int | None:
+    def _decide(self, seen: Observed | None, *, wait: bool = True) -> int | None:
         """Decide and do it: the exit code, or None to make another attempt."""
         stop = self._stop_wish()
+        faults = seen.faults.items() if seen and self.records[-1].outcome == "unhealthy" else ()
+        unhealthy = {node: next(filter(is_lasting, found), found[0]) for node, found in faults}
         situation = Situation(
             stop=stop,
             ending=self.signals.any,
             restart=self.signals.any and not self.signals.ends,
             can_requeue=self.place.can_requeue,
-            down=outlook.down,
-            unhealthy=outlook.unhealthy,
+            down=seen.down if seen else {},
+            unhealthy=unhealthy,
             nodes=max(1, len(self.records[-1].nodes)),
             checkpoints=self.job.kind == "run",
         )
@@ -230,7 +217,7 @@ class Supervisor:
         self.records[-1] = self.records[-1].decided(decision)
         recent = since_stop(history)
         self.journal.failures = failures_since_progress(recent)
-        self._cordon(decision, outlook)
+        self._cordon(decision, unhealthy)
         if decision.action == "finish":
             self.journal.state("finished")
             self.journal.event("finished", decision.reason, step=self.records[-1].step_end)
@@ -291,20 +278,18 @@ class Supervisor:
         stops = [index for index, record in enumerate(self.records[:-1]) if record.end.stopped]
         recent = self.records[stops[-1] + 1 :] if stops else self.records
         decided = [node for record in recent for node in (record.decision or {}).get("exclude") or ()]
-        return list(dict.fromkeys([*decided, *self._cordon_file()]))
-
-    def _cordon_file(self) -> list[str]:
         try:
-            return list(cordoned(cordon_file(self.job)))
+            away = list(cordoned(cordon_file(self.job)))
         except OSError as error:
             self.journal.say(f"the cordon file cannot be read: {error}")
-            return []
+            away = []
+        return list(dict.fromkeys([*decided, *away]))
 
-    def _cordon(self, decision: Decision, outlook: Outlook) -> None:
+    def _cordon(self, decision: Decision, unhealthy: Mapping[str, str]) -> None:
         """Tell all runs of nodes that failed: for good where the hardware has a fault, for hours where it may pass, else for some days."""
         path = cordon_file(self.job)
         for node, why in decision.cordon.items():
-            if node in outlook.unhealthy:
+            if node in unhealthy:
                 until = None if is_lasting(why) else time.time() + PASSING_SECONDS
             else:
                 failure = self.records[-1].failure

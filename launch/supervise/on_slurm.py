@@ -1,4 +1,4 @@
-"""launch: ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the step, `scontrol` requeues the job.
+"""Ranks on the nodes of a Slurm allocation: `srun` starts them as a step, `scancel` signals the step, `scontrol` requeues the job.
 
 Standard library alone: it runs inside jobs, from the snapshot.
 """
@@ -17,12 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch.layout import launch_folder
-from launch.node_check import check_command, read_reports
-from launch.slurm import SlurmError, call, node_names
-from launch.supervise.command import agent_command
-from launch.supervise.place import Attempt, PlaceError, Unreachable
-from launch.supervise.verdict import cancelled, has_features, is_away, taken
+from launch.cluster.slurm import SlurmError, call, node_names
+from launch.job import last_lines, launch_folder
+from launch.node.checks import check_command, read_reports
+from launch.supervise.classify import cancelled, has_features, is_away, taken
+from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agent_command
 
 # What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
 # node's number from PET_NODE_RANK.
@@ -33,8 +32,10 @@ ANSWER_SECONDS = 20.0  # for a question to Slurm while ranks run
 STATES_DOWN = ("down", "drain", "fail", "error", "power", "reboot", "unk", "inval", "no_respond")
 
 
-class SlurmPlace:
-    """The allocation that this process was started in. Implements `launch.supervise.place.Place`."""
+class SlurmPlace(Place):
+    """The allocation that this process was started in."""
+
+    can_requeue = True
 
     def __init__(self, environ: Mapping[str, str], exclude: Sequence[str] = ()) -> None:
         """environ: the batch script's; exclude: nodes that the profile excludes. Raises PlaceError where it is not that of a Slurm job."""
@@ -45,30 +46,19 @@ class SlurmPlace:
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         # The bare number of an array's last task is the whole array's as well: commands take ARRAY_TASK.
         self._job = f"{array}_{task}" if array and task is not None else raw
+        self.job_id = self._job
         self._number = int(raw)
-        self._restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        self.restart_count = int(environ.get("SLURM_RESTART_COUNT") or 0)
         self._own = tuple(exclude)
         self._guard: subprocess.Popen[bytes] | None = None
-
-    @property
-    def job_id(self) -> str:
-        """The job's id, ARRAY_TASK for a task of an array."""
-        return self._job
-
-    @property
-    def restart_count(self) -> int:
-        """How often Slurm requeued this job."""
-        return self._restarts
-
-    @property
-    def can_requeue(self) -> bool:
-        """A batch job can always go back into the queue."""
-        return True
 
     def nodes(self) -> tuple[str, ...]:
         """The allocation's nodes, the head node first. Raises PlaceError."""
         listed = self._environ.get("SLURM_JOB_NODELIST") or self._environ.get("SLURM_NODELIST") or ""
-        nodes = tuple(_ask("scontrol", "show", "hostnames", listed).split())
+        try:
+            nodes = tuple(call("scontrol", "show", "hostnames", listed).split())
+        except SlurmError as error:
+            raise PlaceError(str(error)) from None
         if not nodes:
             raise PlaceError(f"scontrol knows no nodes in SLURM_JOB_NODELIST={listed!r}")
         return nodes
@@ -77,7 +67,7 @@ class SlurmPlace:
         """Start the ranks as a step; agents write to logs/agents_NODE.log, srun itself to logs/agents.log. Raises PlaceError."""
         self._keep_guard(attempt)
         logs = attempt.folder / "logs"
-        port = rendezvous_port(self._number + 13 * self._restarts + attempt.number)
+        port = rendezvous_port(self._number + 13 * self.restart_count + attempt.number)
         agent = agent_command(attempt, head=attempt.nodes[0], port=port, node_rank=None)
         outputs = [f"--output={_literal(logs)}/agents_%N.log", "--open-mode=append", "--kill-on-bad-exit=1"]
         return self._step(attempt, f"launch-{attempt.number}", agent, outputs, logs / "agents.log")
@@ -100,7 +90,7 @@ class SlurmPlace:
         if code is None:
             step.kill(10.0)
         reports = read_reports(folder, attempt.nodes)
-        said = _last_line(folder / "srun.log")
+        said = "".join(last_lines(folder / "srun.log"))
         if code and not any(report.time for report in reports.values()):  # no node is to blame for what srun could not do
             silence = next(fault for report in reports.values() for fault in report.faults)
             raise PlaceError(f"the nodes cannot be checked: {f'srun: {said}' if said else silence}")
@@ -156,14 +146,14 @@ class SlurmPlace:
     def cancelled(self) -> bool:
         """Whether this job was cancelled: Slurm ends it, for none of its own reasons, and has not put it back into the queue."""
         try:
-            return cancelled(self._shown(), self._restarts)
+            return cancelled(self._shown(), self.restart_count)
         except SlurmError:
             return False
 
     def taken(self) -> bool | None:
-        """Whether this job was preempted, requeued, or lost a node; see `launch.supervise.verdict.taken`."""
+        """Whether this job was preempted, requeued, or lost a node; see `launch.supervise.classify.taken`."""
         try:
-            return taken(self._shown(), self._restarts)
+            return taken(self._shown(), self.restart_count)
         except SlurmError:
             return None
 
@@ -207,7 +197,7 @@ class SlurmPlace:
         end = time.monotonic() + END_SECONDS
         while time.monotonic() < end:
             with suppress(SlurmError):
-                if self._shown().get("Restarts", "0") != str(self._restarts):
+                if self._shown().get("Restarts", "0") != str(self.restart_count):
                     return True
             time.sleep(0.2)
         return False
@@ -236,10 +226,10 @@ class SlurmPlace:
         return job_fields(self._job)
 
     def _keep_guard(self, attempt: Attempt) -> None:
-        """Start `launch.supervise.guard` beside this process, unless it is there: it requeues the job should this process be killed."""
+        """Start the guard beside this process, unless it is there: it requeues the job should this process be killed."""
         if self._guard is not None and self._guard.poll() is None:
             return
-        words = ["launch.supervise.guard", attempt.item.directory, self._job, str(self._restarts), str(os.getpid())]
+        words = ["launch.supervise.slurm_steps", "guard", attempt.item.directory, self._job, str(self.restart_count), str(os.getpid())]
         with suppress(OSError):
             self._guard = beside(attempt.nodes[:1], "guard", words, launch_folder(Path(attempt.item.directory)) / "guard.log")
 
@@ -261,7 +251,11 @@ class SlurmRunning:
         now = time.monotonic()
         first, self._over = self._over is None, self._over or now
         if not self._gone:
-            self._gone = now - self._over > END_SECONDS or not self._left(certain=code >= 0)
+            try:
+                left = bool(self._steps())
+            except SlurmError as error:  # where Slurm does not answer, srun's own code says that the step is over
+                left = code < 0 and "Invalid job id" not in str(error)
+            self._gone = now - self._over > END_SECONDS or not left
         if not self._gone:
             if first and code >= 0:  # the step's end is on its way to slurmctld
                 time.sleep(0.2)
@@ -283,7 +277,7 @@ class SlurmRunning:
             if code:  # Slurm starts no step beside: every process of the step gets it, then
                 self._scancel(signal.Signals(number).name.removeprefix("SIG"))
                 return
-        folder, words = self._attempt.folder, ["launch.supervise.tell", str(self._attempt.folder), str(number)]
+        folder, words = self._attempt.folder, ["launch.supervise.slurm_steps", "signal", str(self._attempt.folder), str(number)]
         with suppress(OSError):
             self._telling[number] = beside(self._attempt.nodes, "tell", words, folder / "logs" / "signals.log"), time.monotonic()
 
@@ -307,13 +301,6 @@ class SlurmRunning:
         answer = call("squeue", "--steps", "--noheader", f"--jobs={self._job}", "--format=%i|%j", timeout=ANSWER_SECONDS)
         rows = (line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)
         return [step for step, name in rows if name == self._name and step.startswith(f"{self._job}.")]
-
-    def _left(self, certain: bool) -> bool:
-        """Whether the step is still there; certain: whether it is over where Slurm does not answer."""
-        try:
-            return bool(self._steps())
-        except SlurmError as error:
-            return not certain and "Invalid job id" not in str(error)
 
 
 def beside(nodes: Sequence[str], name: str, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
@@ -376,18 +363,3 @@ def _outermost(paths: Sequence[str]) -> list[str]:
 def _literal(path: Path) -> str:
     """A path in srun's file name patterns."""
     return str(path).replace("\\", "\\\\").replace("%", "%%")
-
-
-def _last_line(path: Path) -> str:
-    try:
-        return next((line for line in reversed(path.read_text(errors="replace").splitlines()) if line.strip()), "")
-    except OSError:
-        return ""
-
-
-def _ask(*command: str) -> str:
-    """A Slurm command's answer. Raises PlaceError."""
-    try:
-        return call(*command)
-    except SlurmError as error:
-        raise PlaceError(str(error)) from None

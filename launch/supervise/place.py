@@ -1,16 +1,28 @@
-"""launch: where ranks run, as the supervisor's loop sees it: this machine (`local`) or the nodes of a Slurm allocation (`on_slurm`).
+"""Where ranks run, as the supervisor's loop sees it, and the place that is this machine; `on_slurm` has the other.
 
 Standard library alone: it runs inside jobs, from the snapshot. The loop decides; a place starts, signals, ends, and says what it sees.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from launch.job import Item, Job
+from fem_common.errors import reason
+from launch.cluster.slurm import SlurmError, call
+from launch.job import Item, Job, read_json
+from launch.node.checks import check_command, node_name, read_reports
+from launch.node.rank import die_with
 
 
 @dataclass(frozen=True)
@@ -40,59 +52,233 @@ class Running(Protocol):
         """The exit code of the whole (torchrun's, srun's; 128 + n for a signal), once no process is left; None before. Does not wait."""
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank's `launch.rank` (USR1: save and end; USR2: dump stacks; TERM). Never raises: ranks may be gone."""
+        """Send a signal to every rank's keeper (USR1: save and end; USR2: dump stacks; TERM). Never raises: ranks may be gone."""
 
     def kill(self) -> None:
         """End every process with SIGKILL, on all nodes, and return once they are gone, or after a minute if a node does not answer."""
 
 
-class Place(Protocol):
-    """Where an item runs."""
+class Place:
+    """Where an item runs; what it says of a queue is that there is none."""
 
-    @property
-    def job_id(self) -> str | None:
-        """Slurm's job id (of an array's task: its own), or None."""
-
-    @property
-    def restart_count(self) -> int:
-        """How often Slurm requeued this job; 0 elsewhere."""
-
-    @property
-    def can_requeue(self) -> bool:
-        """Whether `requeue` can get other nodes and another time limit."""
+    job_id: str | None = None  # Slurm's; of an array's task ARRAY_TASK
+    restart_count = 0  # how often Slurm requeued this job
+    can_requeue = False  # whether `requeue` can get other nodes and another time limit
 
     def nodes(self) -> tuple[str, ...]:
         """The nodes to run on, the head node first. Raises PlaceError."""
+        raise NotImplementedError
 
     def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
-        """Run the pre-flight check (`launch.node_check`) on every node; node -> its faults, empty for a sound one.
+        """Run the pre-flight check (`launch.node.checks`) on every node; node -> its faults, empty for a sound one.
 
         A node that does not answer within health.timeout_seconds has that as its fault. The reports are in ATTEMPT/health/NODE.json.
         """
+        raise NotImplementedError
 
     def start(self, attempt: Attempt) -> Running:
-        """Start the ranks (`launch.supervise.command.agent_command`). Raises PlaceError.
+        """Start the ranks (`agent_command`). Raises PlaceError.
 
         The agents' own output goes to ATTEMPT/logs/agents.log, or a file a node, agents_NODE.log.
         """
+        raise NotImplementedError
 
     def down_nodes(self) -> dict[str, str]:
         """Nodes of the allocation that are down, failing or draining now -> the reason. Empty when nothing is known. Never raises."""
+        return {}
 
     def cancelled(self) -> bool:
         """Whether the queue says that a person cancelled this job; asked after SIGTERM. Never raises; False where nothing is known."""
+        return False
 
     def taken(self) -> bool | None:
         """Whether the queue takes the allocation away (preemption, a requeue, a lost node); asked once after a bad end. Never raises.
 
         False: the job ends for a reason of its own, such as its time limit; None: nothing is known of an end.
         """
+        return None
 
     def enough_without(self, exclude: Sequence[str]) -> bool:
         """Whether the job could still get its nodes if it were never given those. Never raises; False where nothing is known."""
+        return False
 
     def requeue(self, exclude: Sequence[str]) -> None:
         """Put this job back into the queue, never again on the nodes `exclude`, if enough are left. Raises PlaceError, Unreachable.
 
         Ends this process (Slurm kills it): it returns, or raises, only where that failed.
         """
+        raise PlaceError(f"this machine has no queue to go back to, nor other nodes than {', '.join(exclude) or 'this'}")
+
+
+def agent_command(attempt: Attempt, *, head: str, port: int, node_rank: int | None) -> list[str]:
+    """What runs once on each node: torchrun with static rendezvous at head:port, or the rank itself where the job takes no torchrun.
+
+    With node_rank None torchrun takes its node's number from the environment variable PET_NODE_RANK.
+    """
+    job = attempt.job
+    rank = ["-m", "launch.node.rank", str(attempt.folder), "--", job.python, *attempt.item.arguments]
+    if not job.torchrun:
+        return [job.python, *rank]
+    numa = (job.profile.get("nodes") or {}).get("numa") or "none"
+    number = [] if node_rank is None else [f"--node-rank={node_rank}"]
+    binding = [] if numa == "none" else [f"--numa-binding={numa}"]
+    return [
+        *(job.python, "-m", "torch.distributed.run"),
+        *(f"--nnodes={len(attempt.nodes)}", *number, f"--nproc-per-node={job.processes_per_node}"),
+        *("--rdzv-backend=static", f"--master-addr={address(head)}", f"--master-port={port}", "--max-restarts=0", *binding),
+        *("--no-python", job.python, *rank),
+    ]
+
+
+def address(node: str) -> str:
+    """A node's name, or, where that does not resolve here, the address by which Slurm reaches it, if it knows one."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        try:
+            found = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", node))
+        except SlurmError:
+            return node
+        return found[1] if found else node
+    return node
+
+
+_GONE_SECONDS = 60.0
+
+
+class LocalPlace(Place):
+    """This machine, without a queue."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def nodes(self) -> tuple[str, ...]:
+        """This machine. Raises PlaceError where the job asks for more than one."""
+        if self.job.nodes != 1:
+            raise PlaceError(
+                f"the job asks for {self.job.nodes} nodes, and this is one machine; --nodes 1, or a profile with scheduler: slurm"
+            )
+        return (node_name(),)
+
+    def check_nodes(self, attempt: Attempt) -> dict[str, list[str]]:
+        """Run the pre-flight check here; see `Place.check_nodes`."""
+        folder, health = attempt.folder / "health", self.job.profile.get("health") or {}
+        folder.mkdir(exist_ok=True)
+        began = time.time()
+        command = check_command(self.job.profile, folder, python=self.job.python, folders=[attempt.item.directory])
+        try:
+            with (attempt.folder / "logs" / "check.log").open("ab") as log:
+                subprocess.run(
+                    command,
+                    cwd=self.job.working_directory,
+                    env=attempt.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=float(health.get("timeout_seconds") or 180.0),
+                )
+        except subprocess.TimeoutExpired:
+            pass  # the missing report says it
+        except OSError as error:
+            return {attempt.nodes[0]: [f"the check cannot be started: {reason(error)}"]}
+        return {node: list(report.faults) for node, report in read_reports(folder, attempt.nodes, began).items()}
+
+    def start(self, attempt: Attempt) -> LocalRanks:
+        """Start torchrun, or the only rank. Raises PlaceError."""
+        command = agent_command(attempt, head="127.0.0.1", port=free_port(), node_rank=0)
+        try:
+            with (attempt.folder / "logs" / "agents.log").open("ab") as log:
+                agent = subprocess.Popen(
+                    command,
+                    cwd=self.job.working_directory,
+                    env=attempt.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=functools.partial(_in_the_agent, os.getpid()),
+                )
+        except OSError as error:
+            raise PlaceError(f"cannot start the ranks: {reason(error)}") from None
+        return LocalRanks(attempt, agent)
+
+
+def _in_the_agent(supervisor: int) -> None:
+    """Between fork and exec: die with the supervisor; the ranks' signals are not the agent's own."""
+    die_with(supervisor, signal.SIGKILL)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class LocalRanks:
+    """An attempt's processes on this machine: those whose environment names its folder."""
+
+    def __init__(self, attempt: Attempt, agent: subprocess.Popen[bytes]) -> None:
+        self.attempt, self._agent = attempt, agent
+        self._over_since: float | None = None
+
+    def poll(self) -> int | None:
+        """See `Running.poll`. What the agent leaves running is ended after a moment."""
+        code = self._agent.poll()
+        if code is None:
+            return None
+        now = time.monotonic()
+        self._over_since = self._over_since or now
+        left = processes(self.attempt.folder)
+        if left and now - self._over_since < _GONE_SECONDS:
+            if now - self._over_since > 10.0:  # launch.node.rank ends what its command leaves behind within that
+                _send(left, signal.SIGKILL)
+            return None
+        return 128 - code if code < 0 else code
+
+    def signal(self, number: int) -> None:
+        """See `Running.signal`."""
+        keepers = (pid for pid in processes(self.attempt.folder) if _read(pid, "cmdline").split(b"\0")[1:3] == [b"-m", b"launch.node.rank"])
+        _send(list(keepers), number)
+
+    def kill(self) -> None:
+        """See `Running.kill`."""
+        deadline = time.monotonic() + _GONE_SECONDS
+        while time.monotonic() < deadline:
+            left = processes(self.attempt.folder)
+            _send(left, signal.SIGKILL)
+            self._agent.poll()
+            if not left:
+                return
+            time.sleep(0.05)
+
+
+def end_orphans(folders: Sequence[Path]) -> int:
+    """End the processes that earlier attempts left on this machine when their supervisor was killed: how many there were."""
+    mine = [folder for folder in folders if (read_json(folder / "attempt.json") or {}).get("host") == socket.gethostname()]
+    left = [pid for folder in mine for pid in processes(folder)]
+    _send(left, signal.SIGKILL)
+    return len(left)
+
+
+def processes(folder: Path) -> list[int]:
+    """The processes on this machine, zombies aside, that belong to the attempt of a folder."""
+    marker = os.fsencode(f"LAUNCH_ATTEMPT={folder}")
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
+    mine = (pid for pid in pids if marker in _read(pid, "environ").split(b"\0"))
+    return [pid for pid in mine if _read(pid, "stat").rpartition(b")")[2].split()[:1] != [b"Z"]]
+
+
+def free_port() -> int:
+    """A TCP port on the loopback that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _send(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)

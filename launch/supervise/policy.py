@@ -1,4 +1,4 @@
-"""launch: what to do after an attempt, as a pure function of how the attempts ended. Standard library alone: it runs inside jobs.
+"""What to do after an attempt, as a pure function of how the attempts ended. Standard library alone: it runs inside jobs.
 
 The rules, in the order in which they hold:
 
@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fem_common.exits import Exit
+from fem_common.settings import setting
 
 KEEP_SECONDS = 3 * 86400.0  # a node's failures are held against it for so long
 # Kinds of failure that say something of the program, so that the same one twice in a row will come again.
@@ -45,14 +46,14 @@ MISPLACED_TIMES = 3  # in a row: then the nodes are taken as they are
 
 @dataclass(frozen=True)
 class Limits:
-    """The profile's ``restarts``."""
+    """When a run that failed starts again: the profile's ``restarts``."""
 
-    max_failures: int = 5
-    max_attempts: int = 500
-    same_failure: int = 2  # 0: never stops for this
-    node_failures: int = 2  # 0: never leaves a node for this
-    back_off_seconds: float = 30.0
-    back_off_max_seconds: float = 900.0
+    max_failures: int = setting(5, "Failures without a new checkpoint in between before giving up.", least=0)
+    max_attempts: int = setting(500, "Attempts of a run, the ones that were stopped by a signal included.", least=1)
+    same_failure: int = setting(2, "The same failure at the same step this often in a row: gives up with a diagnosis; 0: never.", least=0)
+    node_failures: int = setting(2, "Failures of the same node before runs keep away from it; 0: never.", least=0)
+    back_off_seconds: float = setting(30.0, "Wait before the first restart; doubles with every failure without progress.", least=0)
+    back_off_max_seconds: float = setting(900.0, "Longest wait before a restart.", least=0)
 
 
 @dataclass(frozen=True)
@@ -317,15 +318,8 @@ def describe(failure: Failure | None) -> str:
     """A failure in one line."""
     if failure is None:
         return "no failure is known"
-    where = ", ".join(
-        text
-        for text in (
-            f"rank {failure.rank}" if failure.rank is not None else "",
-            f"on {failure.host}" if failure.host else "",
-            f"after step {failure.step}" if failure.step is not None else "",
-        )
-        if text
-    )
+    places = {"rank": failure.rank, "on": failure.host or None, "after step": failure.step}
+    where = ", ".join(f"{word} {value}" for word, value in places.items() if value is not None)
     return f"{failure.message} ({where})" if where else failure.message
 
 

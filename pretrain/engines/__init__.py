@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pretrain.data import Batch
+if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
+    from pretrain.data.datasets import Batch
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class StepResult:
     lr: float
     skipped: bool  # loss or gradient was not finite: nothing was updated
     times: StepTimes | None = None  # this rank's, where they were asked for
+    beside: list[float] = field(default_factory=list)  # sums over the ranks of what was to be summed beside the loss
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,17 @@ class StepTimes:
     waiting: float  # reducing the gradients: waiting for the other ranks, and the transfer
 
 
+Beside = Callable[[], Iterable[float]]
+
+
 class Engine(Protocol):
     """A model, its optimizer and its layout."""
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
         """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``.
 
-        ``timed``: tell this rank's times, too; that waits for the device and changes no number.
+        ``timed``: tell this rank's times, too; that waits for the device and changes no number. ``beside``: asked when the step is done
+        for numbers that are summed over the ranks in the loss's all-reduce.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:

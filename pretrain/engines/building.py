@@ -1,22 +1,28 @@
-"""What every engine is built from: process groups, the model's layout, optimizer groups and learning rates; and which engine it is."""
+"""What every engine is built from: process groups, the model's layout, groups of parameters, learning rates; and a step's mean loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
-from fem_megatron import model as fem_model
-from fem_megatron import platform
+from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron import platform
+from fem_megatron.mup import decay_factor, lr_factor
+from fem_megatron.shape import Weight
 from pretrain.config import RunConfig
-from pretrain.data import Batch
-from pretrain.engines import Engine
+from pretrain.data.datasets import Batch
 from pretrain.schedule import Schedule
+
+Overrides = dict[ParamKey, ParamGroupOverride]
 
 
 def initialize_model_parallel(config: RunConfig) -> None:
@@ -42,22 +48,6 @@ def destroy_model_parallel() -> None:
     for group in groups:
         with suppress(ValueError):  # Megatron has destroyed three of them
             torch.distributed.destroy_process_group(group)
-
-
-def make_engine(config: RunConfig, schedule: Schedule, say: Callable[[str], None] = lambda text: None) -> Engine:
-    """The engine that ``engine.name`` names, its weights fresh. What it has to tell goes to ``say``.
-
-    Raises:
-        ValueError: a width does not divide (see ``ModelConfig.blocks``).
-        ConfigError: DeepSpeed does not take its settings.
-    """
-    if config.engine.name == "deepspeed":  # not installed everywhere
-        from pretrain.engines.deepspeed import DeepSpeedEngine
-
-        return DeepSpeedEngine(config, schedule, say)
-    from pretrain.engines.megatron import MegatronEngine
-
-    return MegatronEngine(config, schedule)
 
 
 def model_layout(config: RunConfig) -> fem_model.Layout:
@@ -89,6 +79,34 @@ def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
+
+
+def group_overrides(model: ModelConfig, parameters: list[torch.nn.Parameter], settings: MegatronOptimizerConfig) -> Overrides:
+    """What departs from the settings, a group of parameters each: what is not decayed, and muP's rates.
+
+    The scheduler reads a group's max_lr and min_lr and its wd_mult; a checkpoint knows a group by its wd_mult and lr_mult. All ranks must
+    name the same groups, which Megatron sees to: one that holds none of a group's parameters has it empty.
+    """
+    undecayed = ParamPredicate("not decayed", lambda parameter: not parameter.spec.decayed)
+    overrides: Overrides = {ParamKey(predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
+    for exponent, weight in {parameter.spec.scaling.lr: parameter.spec for parameter in parameters}.items():  # type: ignore[attr-defined]
+        factor = lr_factor(model, weight)
+        if factor == 1.0:
+            continue
+        rate = {"lr_mult": factor, "max_lr": settings.lr * factor, "min_lr": settings.min_lr * factor}
+        overrides[_key("rate", exponent, decayed=False)] = ParamGroupOverride(**rate)
+        overrides[_key("decay", exponent, decayed=True)] = ParamGroupOverride(wd_mult=decay_factor(model, weight))
+    return overrides
+
+
+def _key(what: str, exponent: float, *, decayed: bool) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(f"{what} of m^{exponent:g}", partial(_matches, exponent, decayed)))
+
+
+def _matches(exponent: float, decayed: bool, parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter learns by this power of m; ``decayed``: and is decayed."""
+    spec: Weight = parameter.spec  # type: ignore[attr-defined]
+    return spec.scaling.lr == exponent and (spec.decayed or not decayed)
 
 
 class LearningRates:
@@ -126,14 +144,21 @@ def summed_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch
     return (losses.float() * mask).sum(), mask.sum()
 
 
-def mean_loss(reports: Iterable[torch.Tensor]) -> float:
-    """Mean over the tokens of all ranks, the same on each, from this rank's reports ``[sum, tokens]``; the pipeline's last stage has them.
+def poisoned(total: torch.Tensor) -> torch.Tensor:
+    """A summed loss that, where it is not finite, makes its rank's gradients NaN, and the norm of all ranks' with them."""
+    return total * torch.where(total.detach().isfinite(), 1.0, torch.nan)
 
-    Its tensor-parallel ranks know the same loss: one of them speaks.
+
+def mean_loss(reports: Iterable[torch.Tensor], beside: Iterable[float] = ()) -> tuple[float, list[float]]:
+    """Mean over the tokens of all ranks, from this rank's reports ``[sum, tokens]``; the pipeline's last stage has them.
+
+    Its tensor-parallel ranks know the same loss: one of them speaks. ``beside``: numbers that are summed over the ranks in the same
+    all-reduce. Returns the mean and these sums, the same on each rank.
     """
     total = torch.zeros(2, dtype=torch.float64, device=platform.device())
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for report in reports:
             total += report.double()
-    torch.distributed.all_reduce(total)
-    return (total[0] / total[1]).item()
+    summed = torch.cat([total, torch.tensor([*beside], dtype=torch.float64, device=total.device)])
+    torch.distributed.all_reduce(summed)
+    return (summed[0] / summed[1]).item(), summed[2:].tolist()

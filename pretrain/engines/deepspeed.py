@@ -18,17 +18,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import _get_param_groups
 
 from fem_common.errors import ConfigError
-from fem_megatron import model as fem_model
-from fem_megatron import platform
-from fem_megatron.layers.update import Update
+from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron import platform
+from fem_megatron.update import Update
 from pretrain.config import RunConfig
-from pretrain.data import Batch
-from pretrain.deepspeed_settings import deepspeed_config
-from pretrain.engines import StepResult, StepTimes
-from pretrain.engines.building import LearningRates, mean_loss, model_layout, optimizer_settings, summed_loss
+from pretrain.data.datasets import Batch
+from pretrain.engines import Beside, StepResult, StepTimes
+from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
 from pretrain.engines.deepspeed_ops import prepare_environment
+from pretrain.engines.deepspeed_settings import deepspeed_config
 from pretrain.engines.megatron import SHARDING
-from pretrain.engines.parameter_groups import group_overrides
 from pretrain.engines.zero_state import ZeroState, sharded_weights
 from pretrain.schedule import Schedule
 
@@ -93,7 +92,7 @@ class DeepSpeedEngine:
         """This rank's bare model."""
         return [self.model]
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
         """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
         lr = self.rates.set(samples_after)
         step = list(itertools.islice(batches, self.micro_batches))
@@ -104,13 +103,11 @@ class DeepSpeedEngine:
             total, tokens = self._forward(batch)
             times = self._times(started) if started is not None else times
             reports.append(torch.stack([total.detach(), tokens]))
-            # A loss that is not finite makes this rank's gradients so, and the norm of all with them.
-            finite = torch.where(total.detach().isfinite(), 1.0, torch.nan)
-            self.engine.backward(total * (scale * finite))
+            self.engine.backward(poisoned(total) * scale)
             self.engine.step()
-        loss = mean_loss(reports)
         grad_norm = self._grad_norm()
-        return StepResult(loss, grad_norm, lr, skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)), times=times)
+        loss, sums = mean_loss(reports, beside())
+        return StepResult(loss, grad_norm, lr, skipped=not math.isfinite(grad_norm), times=times, beside=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -118,7 +115,7 @@ class DeepSpeedEngine:
         self.engine.eval()
         reports = [torch.stack(self._forward(batch)) for batch in itertools.islice(batches, global_batches * self.micro_batches)]
         self.engine.train()
-        return mean_loss(reports)
+        return mean_loss(reports)[0]
 
     def sharded_state(self) -> dict[str, Any]:
         """What the Megatron engine would write of the same weights and moments."""

@@ -33,29 +33,12 @@ from fem_common.signals import signal_name
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder"}  # op -> the class that DeepSpeed builds it with
 QUIET_SECONDS = 1800.0  # either compiles in minutes even on two busy cores, and each file that is done changes the folder
-FIX, BUILD = "python -m tools.doctor --fix", "python -m tools.doctor --build"
+FIX, BUILD = "python -m launch doctor --fix", "python -m launch doctor --build"
 INSTALL = "python -m pip install -c constraints.txt -e .[deepspeed]"
 
 State = Literal["built", "missing", "locked"]
 
-_NETWORK = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "fuse.",
-    "9p",
-    "virtiofs",
-    "afs",
-    "panfs",
-    "weka",
-    "pvfs",
-    "orangefs",
-    "gfs",
-)
+_NETWORK = tuple("nfs cifs smb lustre gpfs beegfs ceph fuse. 9p virtiofs afs panfs weka pvfs orangefs gfs".split())
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux's proc_ns.h: the machine's own, outside all containers
 # SIGTERM as an exception, so that torch's `finally` removes the lock.
 _LOAD = """
@@ -144,7 +127,7 @@ def file_system(path: Path) -> tuple[str, bool]:
 
 
 def _accelerator() -> str:
-    from fem_megatron.platform import has_cuda
+    from fem_megatron.megatron.platform import has_cuda
 
     return "cuda" if has_cuda() else "cpu"
 

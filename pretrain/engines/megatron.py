@@ -14,13 +14,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from fem_megatron import model as fem_model
-from fem_megatron import platform
+from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
-from pretrain.data import Batch
-from pretrain.engines import StepResult, StepTimes
-from pretrain.engines.building import LearningRates, mean_loss, model_layout, optimizer_settings, summed_loss
-from pretrain.engines.parameter_groups import group_overrides
+from pretrain.data.datasets import Batch
+from pretrain.engines import Beside, StepResult, StepTimes
+from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
 from pretrain.schedule import Schedule
 
 # Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
@@ -49,7 +48,7 @@ class MegatronEngine:
         """This rank's bare model chunks."""
         return [chunk.module for chunk in self.chunks]
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
         """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
         started = platform.Moment() if timed else None
         self.reduction = [] if timed else None
@@ -57,22 +56,23 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         lr = self.rates.set(samples_after)
-        loss = self._run(batches, self.micro_batches, forward_only=False)
+        reports = self._run(batches, self.micro_batches, forward_only=False)
         times = self._times(started)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return StepResult(loss, grad_norm, lr, skipped=True, times=times)
-        self._clip(grad_norm)
-        self.optimizer.step_with_ready_grads()
-        return StepResult(loss, grad_norm, lr, skipped=False, times=times)
+        finite = math.isfinite(grad_norm)  # and the loss (`poisoned`)
+        if finite:
+            self._clip(grad_norm)
+            self.optimizer.step_with_ready_grads()
+        loss, sums = mean_loss(reports, beside())
+        return StepResult(loss, grad_norm, lr, skipped=not finite, times=times, beside=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
         """Mean loss in nats a token over ``global_batches`` global batches."""
         for chunk in self.chunks:
             chunk.eval()
-        loss = self._run(batches, global_batches * self.micro_batches, forward_only=True)
+        loss, _ = mean_loss(self._run(batches, global_batches * self.micro_batches, forward_only=True))
         for chunk in self.chunks:
             chunk.train()
         return loss
@@ -156,8 +156,8 @@ class MegatronEngine:
         begun, done = self.reduction
         return StepTimes(busy=started.seconds_until(begun), waiting=begun.seconds_until(done))
 
-    def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> float:
-        """All micro-batches of a step through the pipeline; the mean loss, equal on every rank."""
+    def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> list[torch.Tensor]:
+        """All micro-batches of a step through the pipeline; on its last stage their reports ``[sum of losses, tokens]``."""
         streams: Any = batches
         if len(self.chunks) > 1:
             replay = _Replay(batches, len(self.chunks))
@@ -171,7 +171,7 @@ class MegatronEngine:
             micro_batch_size=self.config.train.micro_batch_size,
             forward_only=forward_only,
         )
-        return mean_loss(report["loss"] for report in reports)
+        return [report["loss"] for report in reports]
 
     def _clip(self, grad_norm: float) -> None:
         limit = self.config.optimizer.clip_grad
@@ -205,4 +205,4 @@ def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, A
 def _loss(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum of losses, number of tokens, report): Megatron divides gradients by the tokens of the whole step, whatever the layout."""
     total, tokens = summed_loss(losses, batch)
-    return total, tokens.to(torch.int), {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+    return poisoned(total), tokens.to(torch.int), {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}

@@ -1,17 +1,21 @@
-"""A small corpus, its tokenizer and its data folder, made once; and the command line as a user calls it."""
+"""A small corpus, its tokenizer and its data, made once; the command line as a user calls it; and ways to spoil a folder."""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,20 +23,35 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.files import LOCK
-from data_prep.indexed import read_index
+from data_prep.encode.encoders import make
+from data_prep.encode.tokenizer import load_folder
+from data_prep.encode.unit import Engine
+from data_prep.store.indexed import index_bytes, read_index, sample_digest
+from data_prep.store.layout import read_plan
+from data_prep.store.staging import LOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARES = ("--valid-percent", "10", "--test-percent", "5")
+ALL_TRAIN = ("--valid-percent", "0", "--test-percent", "0")
 SMALL_UNITS = ("--unit-mb", "0.001")  # a unit for each row group
 HF = ("--encoder", "hf")  # spares a run gigatoken's self-check, which takes longer than the rest of it
 WORDS = "the of and energy free mixer value return import class self def tensor gate prior reads writes 3.14 2025 naïve 東京 🙂 ".split(" ")
+Documents = list[tuple[str | None, str | None]]
 
 
 def make_documents(number: int, words: int, seed: int = 0) -> list[tuple[str, str]]:
     """(id, text) of ``number`` documents, each with its own text."""
     random_ = random.Random(seed)
     return [(f"doc-{seed}-{i}", f"{i}\n    " + " ".join(random_.choices(WORDS, k=random_.randint(1, words)))) for i in range(number)]
+
+
+def rows_with_faults(number: int, seed: int = 11) -> Documents:
+    """Documents, and now and then a row that is none."""
+    rows: Documents = []
+    for place, document in enumerate(make_documents(number, 40, seed)):
+        bad: Documents = [(f"null-{place}", None), (None, "no id")]
+        rows += [document, *bad[: 1 + place % 2 if place % 37 == 5 else 0]]
+    return rows
 
 
 def write_parquet(path: Path, documents: Sequence[tuple[str | None, str | None]], row_group_size: int = 100) -> Path:
@@ -42,15 +61,52 @@ def write_parquet(path: Path, documents: Sequence[tuple[str | None, str | None]]
     return path
 
 
+# --- commands ---------------------------------------------------------------------------------------------------------------------------
+
+
 def command(*arguments: object) -> list[str]:
     """The words of ``python -m data_prep …``."""
     return [sys.executable, "-m", "data_prep", *map(str, arguments)]
 
 
-def cli(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m data_prep …`` in its own process."""
+def cli(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python -m data_prep …`` in this process, with these variables, in the folder HERE: exit code and what it said."""
+    here, words, out, err = environment.pop("HERE", str(ROOT)), list(map(str, arguments)), io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(here)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def done(*arguments: object, **environment: str) -> str:
+    """What a command that succeeds prints."""
+    result = cli(*arguments, **environment)
+    assert result.returncode == 0, result
+    return result.stdout
+
+
+def refused(*arguments: object, code: int = 2, **environment: str) -> str:
+    """The one line of a command that fails."""
+    result = cli(*arguments, **environment)
+    assert (result.returncode, result.stderr.count("\n")) == (code, 1) and result.stderr.startswith("data_prep: error: "), result
+    return result.stderr
+
+
+def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command in its own process."""
     known = {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command(*arguments), cwd=cwd, env=known, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(*arguments), cwd=ROOT, env=known, capture_output=True, text=True, timeout=60)
+
+
+def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program of Python in its own process."""
+    words, known = [sys.executable, "-c", code, *map(str, arguments)], {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(words, cwd=ROOT, env=known, capture_output=True, text=True, timeout=500)
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
@@ -81,6 +137,35 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.005)
 
 
+# --- folders ----------------------------------------------------------------------------------------------------------------------------
+
+
+def plan_folder(out: Path, inputs: Iterable[Path], tokenizer: Path, *options: str) -> Path:
+    """A folder with a plan, nothing done."""
+    shares = () if "--valid-percent" in options else SHARES
+    done("plan", *inputs, "--tokenizer", tokenizer, "--out", out, *shares, *options)
+    return out
+
+
+def encode_units(out: Path, numbers: Iterable[int] | None = None) -> Path:
+    """Do units of a folder's plan in this process, all where none are named: what merge and verify start from, without workers."""
+    plan = read_plan(out)
+    engine = Engine(out, plan, make(load_folder(out / "tokenizer"), "hf"))
+    for number in range(len(plan.units)) if numbers is None else numbers:
+        engine.encode_unit(plan.units[number], lambda read, tally: None)
+    return out
+
+
+def merge(out: Path, *options: str) -> Path:
+    """``merge``, with every bad row accepted."""
+    done("merge", out, "--max-bad", "100%", *options)
+    return out
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
 def merged_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of the merged pairs in a data folder."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.[bi][id][nx]"))}
@@ -93,9 +178,98 @@ def read_split(folder: Path, name: str) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, np.cumsum(index.lengths)[:-1])]
 
 
+def manifest_of(folder: Path) -> Any:
+    return json.loads((folder / "manifest.json").read_text())
+
+
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content, but for locks."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+
+
+def restore(folder: Path, before: dict[str, bytes]) -> None:
+    """Make every file what a snapshot says; others go."""
+    now = snapshot(folder)
+    for name in now.keys() - before.keys():
+        (folder / name).unlink()
+    for name in (name for name, content in before.items() if now.get(name) != content):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(before[name])
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------------------------
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file in place."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def spoil(folder: Path, how: str) -> None:
+    """Spoil a file as a line says: ``FILE cut 2``, ``flip 40``, ``gone``, ``write TEXT``, ``add TEXT``, ``swap FILE``, ``copy FILE``,
+    ``ids AT=ID ...``, ``lengths AT+BY ...``, ``set KEY.KEY JSON``, ``pop KEY.KEY``."""
+    name, verb, *words = how.split(" ", 3 if " set " in how else 2)
+    path, given = folder / name, words[0] if words else ""
+    raw = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+    if verb == "gone":
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif verb == "swap":
+        path.write_bytes((folder / given).read_bytes())
+        (folder / given).write_bytes(raw)
+    elif verb == "copy":
+        path.write_bytes((folder / given).read_bytes())
+    elif verb in ("cut", "write", "add"):
+        path.write_bytes(raw[: -int(given)] if verb == "cut" else given.encode() if verb == "write" else raw + given.encode())
+    elif verb == "flip":
+        raw[int(given)] ^= 1
+        path.write_bytes(raw)
+    elif verb == "ids":
+        ids = np.frombuffer(raw, "<u2")
+        for at, value in (pair.split("=") for pair in given.split()):
+            ids[int(at)] = int(value)
+        path.write_bytes(raw)
+    elif verb == "lengths":
+        lengths = read_index(path).lengths.copy()
+        for at, by in (pair.split("+") for pair in given.split()):
+            lengths[int(at)] += int(by)
+        path.write_bytes(index_bytes(lengths, "uint16"))
+    else:
+        assert verb in ("set", "pop"), how
+        edit_json(path, lambda value: _edit(value, given.split("."), words[1:]))
+
+
+def _edit(value: Any, keys: list[str], new: list[str]) -> None:
+    *above, last = [int(key) if key.isdigit() else key for key in keys]
+    for key in above:
+        value = value[key]
+    if new:
+        value[last] = json.loads(new[0])
+    else:
+        del value[last]
+
+
+def reseal(folder: Path, name: str, manifest: str = "manifest.json", key: str = "") -> None:
+    """Make a manifest or an entry agree with a pair's bytes, so that only what is inside them can tell."""
+    said: dict[str, object] = {} if key else {"bin_sample": sample_digest(folder / f"{name}.bin")}
+    for kind in ("bin", "idx"):
+        raw = (folder / f"{name}.{kind}").read_bytes()
+        said |= {f"{kind}_sha256": hashlib.sha256(raw).hexdigest(), f"{kind}_bytes": len(raw)}
+    edit_json(folder / manifest, lambda value: value["splits"][key or name].update(said))
+
+
+def edit_units(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change units.jsonl and the manifest's hash of it."""
+    path = folder / "units.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit_json(folder / "manifest.json", lambda manifest: manifest["units"].update(sha256=digest, count=len(lines)))
+
+
+# --- what all tests share ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -111,15 +285,44 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, documents: list[tuple[str, 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     out = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
-    assert main(["train-tokenizer", str(corpus), "--vocab-size", "320", "--out", str(out)]) == 0
+    done("train-tokenizer", corpus, "--vocab-size", 320, "--out", out)
     return out
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Path) -> Path:
+    """The data of the corpus, by a whole ``run``."""
     out = tmp_path_factory.mktemp("made") / "data"
-    assert main(["run", str(corpus), "--tokenizer", str(tokenizer), "--out", str(out), *SHARES]) == 0
+    done("run", corpus, "--tokenizer", tokenizer, "--out", out, *SHARES)
     return out
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with bad rows, in five row groups."""
+    return write_parquet(tmp_path_factory.mktemp("rows") / "rows.parquet", rows_with_faults(250), row_group_size=60)
+
+
+@pytest.fixture(scope="session")
+def encoded(tmp_path_factory: pytest.TempPathFactory, rows: Path, tokenizer: Path) -> Path:
+    """Its five units, done and not merged."""
+    return encode_units(plan_folder(tmp_path_factory.mktemp("encoded") / "data", [rows], tokenizer, *SMALL_UNITS))
+
+
+@pytest.fixture(scope="session")
+def merged(tmp_path_factory: pytest.TempPathFactory, encoded: Path) -> Path:
+    """The same, merged without interruption."""
+    return merge(copied(encoded, tmp_path_factory.mktemp("merged") / "data"))
+
+
+@pytest.fixture
+def shards(tmp_path: Path, encoded: Path) -> Path:
+    return copied(encoded, tmp_path / "data")
+
+
+@pytest.fixture
+def data(tmp_path: Path, merged: Path) -> Path:
+    return copied(merged, tmp_path / "data")
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +333,5 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
-    """Its data, made in 40 units by an uninterrupted run."""
-    out = tmp_path_factory.mktemp("many_made") / "data"
-    assert main(["run", str(many), "--tokenizer", str(tokenizer), "--out", str(out), *SHARES, *SMALL_UNITS, *HF]) == 0
-    return out
+    """Its data: 40 units, encoded one after the other in this process."""
+    return merge(encode_units(plan_folder(tmp_path_factory.mktemp("many_made") / "data", [many], tokenizer, *SMALL_UNITS)))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from data_prep.sources import Columns, Rows, SourceFile, Span, Unreadable, read_span
-from data_prep.sources.types import BATCH_BYTES, ROW_BYTES
+from data_prep.sources import Columns, Rows, SourceFile, Span, Unreadable, open_files, read_span, spans
+from data_prep.sources.rows import BATCH_BYTES, ROW_BYTES
 
 TEXT = 'plain words, naïve é, 東京 🙂, "quoted", back\\slash, tab\t, line\nend\r\n, \x00 '
-
+COLUMNS = Columns()
+WHOLE = 1 << 40
 Read = tuple[Any, ...]  # (text, id, place)
 
 
@@ -31,16 +34,25 @@ def packed(name: str, content: bytes) -> bytes:
     return bytes(pa.compress(content, codec="zstd", asbytes=True)) if name.endswith(".zst") else content
 
 
-def write_lines(path: Path, lines: Iterable[bytes]) -> Path:
-    """A JSONL file, packed as its name says."""
-    path.write_bytes(packed(path.name, b"".join(line + b"\n" for line in lines)))
-    return path
+def written(path: Path, rows: list[dict[str, Any]], columns: Columns = COLUMNS, **options: Any) -> SourceFile:
+    """A file of rows, of the kind that its name says, opened."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    else:
+        path.write_bytes(packed(path.name, b"".join(json.dumps(item).encode() + b"\n" for item in rows)))
+    return open_files([str(path)], columns)[0]
 
 
-def parts(file: SourceFile, spans: Iterable[Span], columns: Columns) -> list[Rows | Unreadable]:
+def opened(path: Path, content: bytes, columns: Columns = COLUMNS) -> SourceFile:
+    """A file of that content."""
+    path.write_bytes(content)
+    return open_files([str(path)], columns)[0]
+
+
+def parts(file: SourceFile, cuts: Iterable[Span], columns: Columns = COLUMNS) -> list[Rows | Unreadable]:
     """All that is read, each batch checked for what every batch promises."""
     found = []
-    for span in spans:
+    for span in cuts:
         for part in read_span(file, span, columns):
             if isinstance(part, Rows):
                 part.batch.validate(full=True)
@@ -53,10 +65,10 @@ def parts(file: SourceFile, spans: Iterable[Span], columns: Columns) -> list[Row
     return found
 
 
-def read_all(file: SourceFile, spans: Iterable[Span], columns: Columns | None = None) -> list[Read]:
-    """(text, id, …, place) of each row; (reason, rows, place) of what could not be read."""
+def read_all(file: SourceFile, cuts: Iterable[Span] | int = WHOLE, columns: Columns = COLUMNS) -> list[Read]:
+    """(text, id, …, place) of each row; (reason, rows, place) of what could not be read. ``cuts``: spans, or the bytes of a unit."""
     found: list[Read] = []
-    for part in parts(file, spans, columns or Columns()):
+    for part in parts(file, spans(file, columns, cuts) if isinstance(cuts, int) else cuts, columns):
         if isinstance(part, Unreadable):
             found.append((str(part.reason), part.rows, part.place))
         else:

@@ -1,4 +1,4 @@
-"""Rows to documents: equal to plain Python on fuzzed rows, whatever the batches; settings that make no sense are refused."""
+"""Rows to documents: equal to plain Python on fuzzed rows, whatever the batches; splits; a user's own mask."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_prep.documents import BAD_ROWS_LISTED, Selection, Settings, add_settings_arguments, settings_of
-from data_prep.drops import BadRow, Drop
-from data_prep.errors import UserError
+from data_prep.encode.documents import BAD_ROWS_LISTED, Selection, Settings, add_settings_arguments, settings_of
+from data_prep.encode.splits import SPLITS, Split, fitting, hash64, hash_ids
 from data_prep.sources import Rows
-from data_prep.splits import SPLITS, Split, hash64, hash_ids
+from data_prep.sources.rows import BadRow, Drop
+from fem_common.errors import UserError
 
-# Invalid: a lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
-PIECES: list[bytes] = [
-    b"plain ",
-    "é".encode(),
-    "東京".encode(),
-    "🙂".encode(),
-    b"\x00",
-    "\U0010ffff".encode(),
-    "\ud7ff\ue000\uffff".encode(),
-]
+PIECES = [b"plain ", "é".encode(), "東京".encode(), "🙂".encode(), b"\x00", "\U0010ffff".encode(), "\ud7ff\ue000\uffff".encode()]
+# A lone surrogate, half of one, an overlong NUL and slash, past U+10FFFF, cut short, a stray continuation, latin-1.
 BROKEN = [
     b"\xed\xa0\x80",
     b"\xed\xbf\xbf",
@@ -50,8 +43,8 @@ class Row:
     place: int
     text: bytes | None
     id: bytes | None
-    score: float | None
-    language: str | None
+    score: float | None = None
+    language: str | None = None
 
 
 def fuzz(number: int, seed: int = 0, broken: float = 0.15) -> list[Row]:
@@ -70,121 +63,87 @@ def fuzz(number: int, seed: int = 0, broken: float = 0.15) -> list[Row]:
     def maybe(value: Any) -> Any:
         return None if random_.random() < 0.1 else value
 
+    scores, languages = [0.5, 2.5, 3.0, math.nan], ["en", "fr", "EN"]
     return [
-        Row(
-            7 * i,
-            text(),
-            maybe(f"id-{seed}-{i}".encode()),
-            maybe(random_.choice([0.5, 2.5, 3.0, math.nan])),
-            maybe(random_.choice(["en", "fr", "EN"])),
-        )
+        Row(7 * i, text(), maybe(f"id-{seed}-{i}".encode()), maybe(random_.choice(scores)), maybe(random_.choice(languages)))
         for i in range(number)
     ]
 
 
-def arrow(rows: list[Row], dictionary: bool = False, sliced: bool = False) -> Rows:
+def arrow(rows: list[Row], form: str = "plain") -> Rows:
     """Rows as sources give them; ``sliced``: as a view into a longer batch."""
+    sliced = form == "sliced"
     rows = [rows[0], *rows] if sliced else rows
-    columns: dict[str, pa.Array] = {
-        "text": pa.array([row.text for row in rows], pa.large_binary()),
-        "id": pa.array([row.id for row in rows], pa.large_binary()),
-        "score": pa.array([row.score for row in rows], pa.float64()),
-        "language": pa.array([row.language for row in rows], pa.string()),
-    }
-    if dictionary:
+    kinds = {"text": pa.large_binary(), "id": pa.large_binary(), "score": pa.float64(), "language": pa.string()}
+    columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()}
+    if form == "dictionary":
         columns = {name: column.dictionary_encode() for name, column in columns.items()}
-    batch = pa.RecordBatch.from_pydict(columns)
-    return Rows(np.array([row.place for row in rows], np.int64)[sliced:], batch.slice(int(sliced)))
+    return Rows(np.array([row.place for row in rows], np.int64)[sliced:], pa.RecordBatch.from_pydict(columns).slice(int(sliced)))
+
+
+def batch_of(**columns: Any) -> Rows:
+    """Rows of these columns, beside texts and ids where they are not among them."""
+    number = len(next(iter(columns.values())))
+    columns = {"text": ["a"] * number, "id": [str(i) for i in range(number)]} | columns
+    return Rows(np.arange(number) * 10, pa.RecordBatch.from_pydict(columns))
+
+
+def is_utf8(text: bytes) -> bool:
+    return text.decode(errors="ignore").encode() == text
 
 
 def verdict(row: Row, settings: Settings) -> Drop | None:
     """The definition: the first reason that holds."""
-    document_id = row.text if settings.id_column == "text" else row.id
-    if row.text is None:
-        return Drop.NULL_TEXT
-    if not row.text:
-        return Drop.EMPTY_TEXT
-    try:
-        row.text.decode()
-    except UnicodeDecodeError:
-        return Drop.INVALID_UTF8
-    if document_id is None:
-        return Drop.NULL_ID
-    if len(row.text) > settings.max_bytes:
-        return Drop.ABOVE_MAX_BYTES
-    if len(row.text) < settings.min_bytes:
-        return Drop.BELOW_MIN_BYTES
-    if settings.min_score is not None and (row.score is None or not row.score >= settings.min_score):
-        return Drop.BELOW_MIN_SCORE
-    if settings.languages and row.language not in settings.languages:
-        return Drop.OTHER_LANGUAGE
-    return None
+    size, language = len(row.text or b""), settings.languages and row.language not in settings.languages
+    holds = {
+        Drop.NULL_TEXT: row.text is None,
+        Drop.EMPTY_TEXT: not row.text,
+        Drop.INVALID_UTF8: not is_utf8(row.text or b""),
+        Drop.NULL_ID: settings.id_column == "id" and row.id is None,
+        Drop.ABOVE_MAX_BYTES: size > settings.max_bytes,
+        Drop.BELOW_MIN_BYTES: size < settings.min_bytes,
+        Drop.BELOW_MIN_SCORE: settings.min_score is not None and not (row.score or 0) >= settings.min_score,
+        Drop.OTHER_LANGUAGE: language,
+    }
+    return next((reason for reason, held in holds.items() if held), None)
 
 
 ALL_FILTERS = Settings(min_score=2.5, languages=("en", "EN"), min_bytes=12, max_bytes=60, valid_percent=20, test_percent=30)
 SETTINGS = {
     "none": Settings(valid_percent=30, test_percent=10),
-    "score": Settings(min_score=3.0),
-    "language": Settings(languages=("en",)),
-    "bytes": Settings(min_bytes=10, max_bytes=40),
     "all": ALL_FILTERS,
-    "text as id": replace(ALL_FILTERS, id_column="text", min_bytes=0),
-    "one split": Settings(valid_percent=0, test_percent=0),
+    "text as id": replace(ALL_FILTERS, id_column="text", min_bytes=0, languages=()),
+    "one split": Settings(min_bytes=10, max_bytes=40, valid_percent=0, test_percent=0),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("form", ["plain", "dictionary", "sliced", "all valid"])
+@pytest.mark.parametrize("form", ["plain", "dictionary", "sliced", "all valid", "batches"])
 def test_every_row_is_one_document_or_one_drop(name: str, form: str) -> None:
-    settings = SETTINGS[name]
-    rows = fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15)
-    documents, dropped, bad = Selection(settings).of(arrow(rows, dictionary=form == "dictionary", sliced=form == "sliced"))
+    settings, rows, random_ = SETTINGS[name], fuzz(2000, seed=1, broken=0.0 if form == "all valid" else 0.15), random.Random(3)
+    cuts = sorted(random_.choices(range(len(rows) + 1), k=700)) if form == "batches" else []  # some batches are empty
+    selection, found, dropped, bad = Selection(settings), list[tuple[Any, ...]](), Counter[Drop](), list[BadRow]()
+    for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+        whole = arrow(rows, form) if form != "batches" else arrow(rows)
+        documents, reasons, bads = selection.of(Rows(whole.places[start:stop], whole.batch.slice(start, stop - start)))
+        assert documents.texts.type == pa.large_string() and documents.ids.type == pa.large_binary()
+        documents.texts.validate(full=True)
+        columns = (documents.texts.to_pylist(), documents.ids.to_pylist(), documents.splits.tolist(), documents.places.tolist())
+        found += zip(*columns, strict=True)
+        assert documents.text_bytes == sum(len(text.encode()) for text in columns[0])
+        dropped, bad = dropped + reasons, bad + bads
     verdicts = [verdict(row, settings) for row in rows]
     kept = [row for row, reason in zip(rows, verdicts, strict=True) if reason is None]
-    assert 100 < len(kept) < len(rows)
-    ids = [row.text if settings.id_column == "text" else row.id for row in kept]
-    assert documents.texts.type == pa.large_string() and documents.ids.type == pa.large_binary()
-    assert documents.texts.null_count == 0
-    documents.texts.validate(full=True)
-    assert documents.texts.to_pylist() == [(row.text or b"").decode() for row in kept]
-    assert documents.ids.to_pylist() == ids
-    assert documents.places.tolist() == [row.place for row in kept]
-    assert [SPLITS[split] for split in documents.splits] == [settings.split.of(document_id or b"") for document_id in ids]
-    assert documents.text_bytes == sum(len(row.text or b"") for row in kept)
-    assert dropped == Counter(reason for reason in verdicts if reason)
-    assert all(dropped.values())
+    ids = [(row.text if settings.id_column == "text" else row.id) or b"" for row in kept]
+    splits = [SPLITS.index(settings.split.of(document_id)) for document_id in ids]
+    places = [row.place for row in kept]
+    assert found == list(zip([(row.text or b"").decode() for row in kept], ids, splits, places, strict=True)) and 100 < len(kept) < len(
+        rows
+    )
+    assert dropped == Counter(reason for reason in verdicts if reason) and all(dropped.values())
     expected = [(row.place, reason) for row, reason in zip(rows, verdicts, strict=True) if reason and not reason.asked_for]
-    assert [(row.place, row.reason) for row in bad] == expected[:BAD_ROWS_LISTED]
-
-
-@pytest.mark.parametrize("name", ["all", "none"])
-def test_batches_make_no_difference(name: str) -> None:
-    rows, selection, random_ = fuzz(600, seed=2), Selection(SETTINGS[name]), random.Random(3)
-    texts, ids, splits, places, dropped, bad = [], [], [], [], Counter[Drop](), []
-    at = 0
-    while at < len(rows):
-        step = random_.choice([1, 1, 2, 3, 50])
-        documents, reasons, bads = selection.of(arrow(rows[at : at + step], sliced=random_.random() < 0.5))
-        texts += documents.texts.to_pylist()
-        ids += documents.ids.to_pylist()
-        splits += documents.splits.tolist()
-        places += documents.places.tolist()
-        dropped += reasons
-        bad += bads
-        at += step
-    whole, reasons, bads = selection.of(arrow(rows))
-    assert (texts, ids) == (whole.texts.to_pylist(), whole.ids.to_pylist())
-    assert (splits, places) == (whole.splits.tolist(), whole.places.tolist())
-    assert dropped == reasons
-    assert bad[:BAD_ROWS_LISTED] == bads and len(bads) == BAD_ROWS_LISTED
-
-
-def test_no_row_at_all() -> None:
-    for rows in (Rows(np.empty(0, np.int64), arrow(fuzz(1)).batch.slice(1)), arrow([Row(0, None, b"a", 3.0, "en")])):
-        documents, dropped, _ = Selection(ALL_FILTERS).of(rows)
-        assert (len(documents.texts), len(documents.ids), len(documents.splits), len(documents.places)) == (0, 0, 0, 0)
-        assert documents.text_bytes == 0
-        assert dropped.total() == len(rows.places)
+    assert [(row.place, row.reason) for row in bad[:BAD_ROWS_LISTED]] == expected[:BAD_ROWS_LISTED] and len(expected) > BAD_ROWS_LISTED
+    assert form == "batches" or len(bad) == BAD_ROWS_LISTED
 
 
 def test_every_invalid_sequence_is_found_and_no_valid_one() -> None:
@@ -192,76 +151,56 @@ def test_every_invalid_sequence_is_found_and_no_valid_one() -> None:
     texts = [bytes([a, b]) for a in range(0x70, 256) for b in range(256)]
     texts += [bytes([a, b, c]) for a in range(0xE0, 0xF0) for b in range(0x7E, 0xC2) for c in (0x7F, 0x80, 0xBF, 0xC0)]
     texts += [bytes([a, b, 0x80, c]) for a in range(0xEF, 0xF6) for b in range(0x7E, 0xC2) for c in (0x7F, 0x80, 0xBF, 0xC0)]
-    rows = [Row(i, text, b"id", None, None) for i, text in enumerate(texts)]
-    documents, dropped, _ = Selection(Settings()).of(arrow(rows))
-    expected = [i for i, text in enumerate(texts) if text.decode(errors="ignore").encode() == text]
-    assert 0 < len(expected) < len(texts)
-    assert documents.places.tolist() == expected
-    assert dropped == {Drop.INVALID_UTF8: len(texts) - len(expected)}
+    documents, dropped, _ = Selection(Settings()).of(arrow([Row(i, text, b"id") for i, text in enumerate(texts)]))
+    expected = [i for i, text in enumerate(texts) if is_utf8(text)]
+    assert documents.places.tolist() == expected and dropped == {Drop.INVALID_UTF8: len(texts) - len(expected)} and expected
 
 
-def test_bad_rows_say_what_is_wrong() -> None:
-    rows = [Row(10, b"good", b"1", None, None), Row(20, b"caf\xe9 au lait", b"2", None, None), Row(30, b"a", None, None, None)]
-    _, _, bad = Selection(Settings()).of(arrow(rows))
+def test_bad_rows_say_what_is_wrong_and_a_row_at_a_limit_is_in() -> None:
+    rows = [
+        Row(10, b"good", b"1"),
+        Row(20, b"caf\xe9 au lait", b"2"),
+        Row(30, b"abcd", None),
+        Row(40, b"four", b"3"),
+        Row(50, b"fivee", b"4"),
+    ]
+    documents, dropped, bad = Selection(Settings(min_bytes=4, max_bytes=4)).of(arrow(rows))
     assert bad == [BadRow(20, Drop.INVALID_UTF8, "byte 3: invalid continuation byte"), BadRow(30, Drop.NULL_ID)]
+    assert documents.places.tolist() == [10, 40] and dropped[Drop.ABOVE_MAX_BYTES] == 1
 
 
-@pytest.mark.parametrize("kind", [pa.int8(), pa.int64(), pa.uint64(), pa.string(), pa.large_string(), pa.binary()])
+@pytest.mark.parametrize("kind", [pa.int8(), pa.uint64(), pa.string(), pa.large_string(), pa.binary()])
 def test_ids_of_every_kind_hash_as_their_text(kind: pa.DataType) -> None:
-    values = [1, 22, 103]
-    ids = pa.array([value if pa.types.is_integer(kind) else str(value) for value in values], kind)
-    batch = pa.RecordBatch.from_pydict({"text": pa.array(["a", "b", "c"]), "id": ids})
-    documents, _, _ = Selection(Settings(valid_percent=40, test_percent=40)).of(Rows(np.arange(3), batch))
-    assert documents.ids.to_pylist() == [b"1", b"22", b"103"]
+    values = [value if pa.types.is_integer(kind) else str(value) for value in (1, 22, 103)]
+    assert Selection(Settings()).of(batch_of(id=pa.array(values, kind)))[0].ids.to_pylist() == [b"1", b"22", b"103"]
 
 
 SCORES = [[1, 3, None], pa.array([1.0, 3.0, None], pa.float32()), ["1", "3e0", "three"], pa.array(["", "3", None]).dictionary_encode()]
 
 
-@pytest.mark.parametrize("column", [pa.array(scores) for scores in SCORES], ids=lambda column: str(column.type))
-def test_score_of_any_number_type(column: pa.Array) -> None:
-    batch = pa.RecordBatch.from_pydict({"text": ["a"] * len(column), "id": ["b"] * len(column), "rating": column})
-    selection = Selection(Settings(min_score=2, score_column="rating"))
-    documents, dropped, bad = selection.of(Rows(np.arange(len(column)), batch))
-    assert documents.places.tolist() == [1]
-    assert (dropped, bad) == ({Drop.BELOW_MIN_SCORE: 2}, [])
+def test_a_filter_takes_a_column_of_any_type_that_can_be_read_so() -> None:
+    for scores in SCORES:
+        documents, dropped, bad = Selection(Settings(min_score=2, score_column="rating")).of(batch_of(rating=pa.array(scores)))
+        assert documents.places.tolist() == [10] and (dropped, bad) == ({Drop.BELOW_MIN_SCORE: 2}, [])
+    for column in (pa.nulls(2), pa.array([True, False]), pa.array([1.5, None])):
+        rows = batch_of(score=pa.array([True, None]) if column.null_count < 2 else column, language=column)
+        assert Selection(Settings(languages=("en",))).of(rows)[1] == {Drop.OTHER_LANGUAGE: 2}
+        assert Selection(Settings(min_score=0)).of(rows)[1] == {Drop.BELOW_MIN_SCORE: 2}
+        assert Selection(Settings()).of(rows)[1] == {}
 
 
-def test_columns_that_no_filter_can_use() -> None:
-    columns = {"text": ["a", "b"], "id": ["1", "2"], "score": pa.array([[1.0], [2.0]]), "language": pa.array([["en"], None])}
-    batch = pa.RecordBatch.from_pydict(columns)
-    for settings, said in (
-        (Settings(min_score=1), "column 'score' is list<.*>, not a number; name the score's column with --score-column"),
-        (Settings(languages=("en",)), "column 'language' is list<.*>, not text; name it with --language-column"),
-    ):
-        with pytest.raises(UserError, match=said):
-            Selection(settings).of(Rows(np.arange(2), batch))
-    for column in (pa.array([True, False]), pa.array([1.5, None])):
-        batch = pa.RecordBatch.from_pydict(columns | {"score": pa.array([True, None]), "language": column})
-        assert Selection(Settings(languages=("en",))).of(Rows(np.arange(2), batch))[1] == {Drop.OTHER_LANGUAGE: 2}
-        assert Selection(Settings(min_score=0)).of(Rows(np.arange(2), batch))[1] == {Drop.BELOW_MIN_SCORE: 2}
-
-
-def test_column_of_nulls_alone_passes_no_filter() -> None:
-    batch = pa.RecordBatch.from_pydict({"text": ["a", "b"], "id": ["1", "2"], "score": pa.nulls(2), "language": pa.nulls(2)})
-    for settings, reason in ((Settings(min_score=-1e9), Drop.BELOW_MIN_SCORE), (Settings(languages=("en",)), Drop.OTHER_LANGUAGE)):
-        assert Selection(settings).of(Rows(np.arange(2), batch))[1] == {reason: 2}
-    assert Selection(Settings()).of(Rows(np.arange(2), batch))[1] == {}
-
-
-# --- splits --------------------------------------------------------------------------------------------------------------------------
+# --- splits -----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shares", [(0, 0), (2, 2), (0, 5), (5, 0), (1e-9, 1e-12), (33.333, 66.666), (99.999999, 0), (12.5, 25)])
 def test_split_of_hashes_is_split_of_ids_to_the_last_bit(shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    split = Split(*shares)
+    split, random_ = Split(*shares), random.Random(5)
     borders = [int(share / 100 * 2**64) for share in (split.test_percent, split.test_percent + split.valid_percent)]
     hashes = {0, 1, 2**63, 2**64 - 1} | {border + step for border in borders for step in range(-3000, 3000)}
-    inside = sorted(value for value in hashes if 0 <= value < 2**64)
-    inside += [random.Random(5).randrange(2**64) for _ in range(2000)]
+    inside = sorted(value for value in hashes if 0 <= value < 2**64) + [random_.randrange(2**64) for _ in range(2000)]
     expected = []
     for value in inside:
-        monkeypatch.setattr("data_prep.splits.hash64", lambda _, value=value: value)
+        monkeypatch.setattr("data_prep.encode.splits.hash64", lambda _, value=value: value)
         expected.append(split.of(b""))
     assert [SPLITS[index] for index in split.of_hashes(np.array(inside, np.uint64))] == expected
     assert set(split.names) >= set(expected)
@@ -276,7 +215,19 @@ def test_hashes_are_hash64_of_each_id() -> None:
     assert hash_ids(pa.array([], pa.large_binary())).tolist() == []
 
 
-# --- settings ------------------------------------------------------------------------------------------------------------------------
+def test_the_shares_that_fit_leave_no_split_empty() -> None:
+    random_ = np.random.default_rng(3)
+    for _ in range(200):
+        hashes = random_.integers(0, 2**64, size=random_.integers(3, 2000), dtype=np.uint64)
+        split = Split(*random_.choice([0.0, 0.001, 0.05, 2.0, 30.0], size=2).tolist())
+        found = fitting(split, hashes)
+        assert found or len(hashes) < 20
+        if found:
+            assert len(np.unique(found.of_hashes(hashes))) == len(found.names) == len(split.names)
+            assert found.valid_percent >= split.valid_percent and found.test_percent >= split.test_percent
+
+
+# --- settings and masks -----------------------------------------------------------------------------------------------------------------
 
 
 def parse(*options: str) -> Settings:
@@ -286,33 +237,73 @@ def parse(*options: str) -> Settings:
 
 
 def test_options_become_settings() -> None:
-    assert parse() == Settings()
+    assert parse() == Settings() and Settings().columns.extra == ()
     options = "--text-column t --id-column i --score-column s --min-score 2.5 --language-column l --language en --language fr --language en"
-    more = "--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0"
-    settings = parse(*options.split(), *more.split())
+    settings = parse(*options.split(), *"--min-bytes 3 --max-bytes 9 --valid-percent 1 --test-percent 0".split())
     assert settings == Settings("t", "i", "s", "l", 2.5, ("en", "fr"), 3, 9, valid_percent=1.0, test_percent=0.0)
     assert (settings.columns.text, settings.columns.id, settings.columns.extra) == ("t", "i", ("s", "l"))
     assert Settings.from_json(json.loads(json.dumps(settings.as_json()))) == settings
-    assert Settings().columns.extra == ()
     assert Settings(min_score=1, languages=("en",), score_column="x", language_column="x").columns.extra == ("x",)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--min-score nan", "--min-score is nan; it must be a finite number"),
-        ("--min-bytes -1", "--min-bytes is -1; it must be at least 0"),
-        ("--max-bytes 0", "--max-bytes is 0; it must be at least 1"),
-        ("--min-bytes 10 --max-bytes 9", "--max-bytes is 9; it must be at least --min-bytes, 10"),
-        ("--valid-percent -1", "--valid-percent is -1.0; it must be at least 0 and below 100"),
-        ("--test-percent inf", "--test-percent is inf"),
-        ("--valid-percent 60 --test-percent 40", "leave nothing to train on"),
-        ("--language=", "--language is empty"),
-        ("--text-column=", "--text-column is empty; name a column"),
-        ("--mask dedup.py", "--mask is 'dedup.py'; it must be FILE.py:FUNCTION"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line(options: str, said: str) -> None:
-    with pytest.raises(UserError, match=said) as raised:
-        parse(*options.split())
-    assert "\n" not in str(raised.value)
+DEDUPLICATE = """
+from pathlib import Path
+import pyarrow as pa
+import pyarrow.compute as pc
+
+files, columns, seen = ("duplicates.txt",), ("url", "id"), []
+duplicates = pa.array(Path(__file__).with_name("duplicates.txt").read_text().split(), pa.large_string())
+
+def keep(batch, places, path):
+    seen.append((batch.to_pydict(), [str(kind) for kind in batch.schema.types], places.tolist(), places.dtype.name, path))
+    return pc.invert(pc.is_in(batch.column("id"), value_set=duplicates))
+"""
+
+
+def masked(folder: Path, code: str, *options: str) -> Settings:
+    """What a command line with --mask gives."""
+    (folder / "mask.py").write_text(code)
+    return parse("--mask", f"{folder / 'mask.py'}:keep", *options)
+
+
+def test_a_mask_sees_the_rows_that_all_else_lets_pass_and_the_columns_it_wants(tmp_path: Path) -> None:
+    (tmp_path / "duplicates.txt").write_text("id-4 id-99")
+    settings = masked(tmp_path, DEDUPLICATE, "--min-bytes", "2")
+    assert settings.columns.extra == ("url",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["duplicates.txt", "mask.py"]  # nothing is left beside it
+    texts = pa.array([b"one", None, b"\xff\xff", b"2", b"three", b"four"], pa.large_binary())
+    ids = pa.array([b"\xff1", b"id-1", b"id-2", b"id-3", b"id-4", b"id-5"], pa.large_binary())
+    selection = Selection(settings)
+    documents, dropped, bad = selection.of(batch_of(text=texts, id=ids, url=pa.array(["u0", "u1", "u2", "u3", "bad", "u5"])), "x.parquet")
+    assert documents.texts.to_pylist() == ["one", "four"] and documents.ids.to_pylist() == [b"\xff1", b"id-5"] and len(bad) == 2
+    assert dropped == {Drop.NULL_TEXT: 1, Drop.INVALID_UTF8: 1, Drop.BELOW_MIN_BYTES: 1, Drop.MASKED: 1}
+    assert selection.mask is not None
+    ((batch, kinds, *where),) = selection.mask.function.__globals__["seen"]
+    assert batch == {"url": ["u0", "bad", "u5"], "id": ["\ufffd1", "id-4", "id-5"], "text": ["one", "three", "four"]}
+    assert dict(zip(batch, kinds, strict=True)) == {"url": "string", "id": "large_string", "text": "large_string"}
+    assert where == [[0, 40, 50], "int64", "x.parquet"]
+
+
+def test_text_as_id_and_no_rows_left_for_the_mask(tmp_path: Path) -> None:
+    code = "import pyarrow as pa\ndef keep(batch, places, path):\n    return pa.array([v > 'b' for v in batch['text'].to_pylist()])\n"
+    selection = Selection(masked(tmp_path, code.replace("    return", "    assert len(places)\n    return"), "--id-column", "text"))
+    assert selection.of(batch_of(text=[b"a", b"c"]))[0].ids.to_pylist() == [b"c"]
+    assert selection.of(batch_of(text=pa.array([None, b""], pa.binary())))[1] == {Drop.NULL_TEXT: 1, Drop.EMPTY_TEXT: 1}
+    for answer in ("np.array([True, False, True])", "pa.array([True, False, True])", "pa.chunked_array([[True], [False, True]])"):
+        code = f"import numpy as np\nimport pyarrow as pa\ndef keep(batch, places, path):\n    return {answer}\n"
+        documents, dropped, _ = Selection(masked(tmp_path, code)).of(batch_of(text=["a", "b", "c"]))
+        assert documents.texts.to_pylist() == ["a", "c"] and dropped == {Drop.MASKED: 1}
+
+
+def test_the_masks_hash_covers_what_it_reads_and_a_change_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "duplicates.txt").write_text("id-1")
+    settings = masked(tmp_path, DEDUPLICATE)
+    assert settings.mask_sha256 == masked(tmp_path, DEDUPLICATE).mask_sha256
+    assert "mask.py" not in str(settings.deciding()) and settings.deciding()["mask"] == "keep"
+    for name, other in (("duplicates.txt", "id-2"), ("mask.py", DEDUPLICATE + "\n")):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(other)
+        with pytest.raises(UserError, match=r"mask.py \(--mask\) or a file it names has changed since"):
+            Selection(settings)
+        (tmp_path / name).write_text(before)
+        assert Selection(Settings.from_json(settings.as_json())).mask is not None

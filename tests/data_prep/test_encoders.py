@@ -1,37 +1,36 @@
-"""Both encoders: equal to ``Tokenizer.encode`` document by document, whatever the batch; and how one of them is chosen."""
+"""Both encoders: equal to ``Tokenizer.encode`` document by document, whatever the batch; which is chosen; ``run`` against datatrove."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import shutil
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders
+from tokenizers.processors import TemplateProcessing
 
-from data_prep import encoders, selfcheck
-from data_prep.encoder import TokenizerFolder, load_folder
-from data_prep.encoders import Encoded, Encoder, Gigatoken, HuggingFace, choose, encoding_spec, make
-from data_prep.errors import UserError
-from data_prep.selfcheck import PARTS, battery, check, compare
-from data_prep.settled import unsettled_documents, unsettled_points
-from tests.data_prep.conftest import ROOT
-from tests.data_prep.tokenizers_made import EXACT, INEXACT, write
+from data_prep.encode import encoders, selfcheck
+from data_prep.encode.encoders import Encoded, Gigatoken, HuggingFace, choose, make, unsettled_documents, unsettled_points
+from data_prep.encode.selfcheck import PARTS, battery, check, compare
+from data_prep.encode.tokenizer import TokenizerFolder, load_folder
+from fem_common.errors import UserError
+from tests.data_prep import conftest as room
+from tests.data_prep.tokenizers_made import EOD, EXACT, INEXACT, Spec, changed, gpt, llama, texts, write
 
 KINDS = ("gigatoken", "hf")
 LONG = ("1a", "!\n", "a", " ", "\n \t", "don't ", "x'", "!!\r\n", " é漢1", "the quick 12345  \n\n  brown ", "\u3000\u00a0", "\x1c \x1d")
+Made = Callable[[str], TokenizerFolder]
 
 
-def arrow(texts: list[str]) -> pa.LargeStringArray:
-    return pa.array(texts, pa.large_string())
+def arrow(strings: list[str]) -> pa.LargeStringArray:
+    return pa.array(strings, pa.large_string())
 
 
 def lists(encoded: Encoded) -> list[list[int]]:
@@ -41,38 +40,29 @@ def lists(encoded: Encoded) -> list[list[int]]:
     return [encoded.ids[start:stop].tolist() for start, stop in zip(encoded.offsets[:-1], encoded.offsets[1:], strict=True)]
 
 
-def alone(folder: TokenizerFolder, texts: list[str]) -> list[list[int]]:
-    """The oracle: a tokenizer without special tokens, one document a call."""
-    tokenizer = Tokenizer.from_str(json.dumps(encoding_spec(folder)))
-    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-
-
-def as_written(folder: TokenizerFolder, texts: list[str]) -> list[list[int]]:
-    """Another oracle, for texts without special tokens: the tokenizer as it is."""
+def as_written(folder: TokenizerFolder, strings: list[str]) -> list[list[int]]:
+    """The tokenizer as it is, one document a call: the oracle for texts without special tokens."""
     tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
-    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return [tokenizer.encode(string, add_special_tokens=False).ids for string in strings]
+
+
+def alone(folder: TokenizerFolder, strings: list[str]) -> list[list[int]]:
+    """The tokenizer without special tokens: the oracle for texts that hold their names."""
+    tokenizer = Tokenizer.from_str(json.dumps(encoders.encoding_spec(folder)))
+    return [tokenizer.encode(string, add_special_tokens=False).ids for string in strings]
 
 
 @pytest.fixture(scope="session")
-def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TokenizerFolder]:
+def made_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The folder of a kind of tokenizer, made when it is asked for first."""
     root = tmp_path_factory.mktemp("tokenizers")
 
     def folder(name: str) -> TokenizerFolder:
-        path = root / name
-        make_it = EXACT[name] if name in EXACT else INEXACT[name][0]
-        return load_folder(path) if path.exists() else write(path, make_it())
+        if (root / name).exists():
+            return load_folder(root / name)
+        return write(root / name, (EXACT[name] if name in EXACT else INEXACT[name][0])())
 
     return folder
-
-
-Made = Callable[[str], TokenizerFolder]
-
-
-def text_of_the_library() -> list[str]:
-    """The standard library's modules."""
-    files = sorted(Path(os.__file__).parent.rglob("*.py"))
-    return [file.read_bytes().decode("utf-8", "replace") for file in files if "site-packages" not in file.parts][:600]
 
 
 def special_contents(folder: TokenizerFolder) -> list[str]:
@@ -80,40 +70,45 @@ def special_contents(folder: TokenizerFolder) -> list[str]:
     return [token["content"] for token in tokens if token["special"]]
 
 
-# --- the ids ------------------------------------------------------------------------------------------------------------------------
+def text_of_the_library(most: int) -> list[str]:
+    """Modules of the standard library."""
+    files = sorted(Path(os.__file__).parent.rglob("*.py"))
+    return [file.read_bytes().decode("utf-8", "replace") for file in files[: 2 * most] if "site-packages" not in file.parts][:most]
+
+
+# --- the ids ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*EXACT, *INEXACT])
 def test_hugging_face_gives_each_documents_own_ids(made_of: Made, name: str) -> None:
     folder = made_of(name)
-    strings = [*battery(folder, 150, 1000), ""]
+    strings, special = [*battery(folder, 150, 1000), ""], special_contents(folder)
     encoded = lists(HuggingFace(folder).encode(arrow(strings)))
-    special = special_contents(folder)
     plain = [number for number, string in enumerate(strings) if not any(content in string for content in special)]
     assert len(plain) > 300
     assert [encoded[number] for number in plain] == as_written(folder, [strings[number] for number in plain])
-    if name != "added after special":
-        assert encoded == alone(folder, strings)
+    assert name == "added after special" or encoded == alone(folder, strings)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_gigatoken_is_exact(made_of: Made, name: str) -> None:
     folder = made_of(name)
-    strings = list(battery(folder, 4000 if name in ("gpt", "llama") else 1000, 200, seed=7))
-    gigatoken = Gigatoken(folder)
+    strings, gigatoken = list(battery(folder, 4000 if name in ("gpt", "llama") else 1000, 200, seed=7)), Gigatoken(folder)
+    strings.append("".join(text_of_the_library(40))[: 600_000 if name in ("gpt", "llama") else 0])
     assert compare(HuggingFace(folder), gigatoken, strings) is None
-    offsets, data = encoders.text_buffers(arrow(strings))
-    left = unsettled_documents(offsets, data, gigatoken.unsettled)
+    left = unsettled_documents(*encoders.text_buffers(arrow(strings)), gigatoken.unsettled)
     assert len(left) < len(strings) / (2 if name == "qwen" else 10), "Hugging Face was compared with itself"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_gigatoken_is_exact_on_every_assigned_code_point_and_much_fuzz(made_of: Made, name: str) -> None:
+def test_gigatoken_is_exact_on_every_code_point_much_fuzz_and_a_corpus(made_of: Made, name: str) -> None:
     folder = made_of(name)
     hugging_face, gigatoken = HuggingFace(folder), Gigatoken(folder)
     for seed in range(3):
         assert compare(hugging_face, gigatoken, list(battery(folder, 20_000, 1 if seed == 0 else 50, seed))) is None
+    strings = [string for string in text_of_the_library(600) if len(string) < 300_000]
+    assert sum(map(len, strings)) > 4_000_000 and lists(gigatoken.encode(arrow(strings))) == alone(folder, strings)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "added after special"])
@@ -123,7 +118,7 @@ def test_special_tokens_in_text_are_text(made_of: Made, name: str, kind: str) ->
     tokenizer, encoder = Tokenizer.from_file(str(folder.path / "tokenizer.json")), make(folder, kind)
     tokenizer.decoder = tokenizer.decoder or decoders.ByteLevel()
     for content in set(special_contents(folder)) - {"<unk>"}:
-        for text in (f"{content}", f"a{content}b", f"a {content} b", content * 3, f"{content}\n"):
+        for text in (content, f"a{content}b", f"a {content} b", content * 3, f"{content}\n"):
             ids = lists(encoder.encode(arrow([text])))[0]
             assert ids and tokenizer.token_to_id(content) not in ids
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
@@ -132,129 +127,87 @@ def test_special_tokens_in_text_are_text(made_of: Made, name: str, kind: str) ->
 @pytest.mark.parametrize("name", ["gpt", "llama", "qwen"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_slices_and_order_make_no_difference(made_of: Made, name: str, kind: str) -> None:
-    folder = made_of(name)
+    folder, random_ = made_of(name), random.Random(1)
     strings = ["", *battery(folder, 200, 2000), "", "x" * 5000, ""]
-    encoder, texts = make(folder, kind), arrow(strings)
-    whole = lists(encoder.encode(texts))
-    assert whole[0] == whole[-1] == []
-    random_ = random.Random(1)
+    encoder, whole_texts = make(folder, kind), arrow(strings)
+    whole = lists(encoder.encode(whole_texts))
+    assert whole[0] == whole[-1] == [] and lists(encoder.encode(arrow([]))) == []
     for _ in range(20):
         start = random_.randrange(len(strings))
         stop = random_.randrange(start, len(strings) + 1)
-        assert lists(encoder.encode(texts.slice(start, stop - start))) == whole[start:stop]
+        assert lists(encoder.encode(whole_texts.slice(start, stop - start))) == whole[start:stop]
     order = random_.sample(range(len(strings)), len(strings))
-    assert lists(encoder.encode(texts.take(pa.array(order)))) == [whole[number] for number in order]
-    assert [lists(encoder.encode(texts.slice(number, 1)))[0] for number in range(60)] == whole[:60]
+    assert lists(encoder.encode(whole_texts.take(pa.array(order)))) == [whole[number] for number in order]
+    assert [lists(encoder.encode(whole_texts.slice(number, 1)))[0] for number in range(60)] == whole[:60]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def without_type(spec: Spec) -> None:
+    del spec["model"]["type"]  # as GPT-2's first files; Hugging Face tokenizers tells it by the rest
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_leaves_the_models_type_out(made_of: Made, name: str, kind: str, tmp_path: Path) -> None:
-    """As GPT-2's first files do; Hugging Face tokenizers tells it by the rest."""
-    folder = made_of(name)
+def test_what_of_a_tokenizers_settings_reaches_the_ids(tmp_path: Path, made_of: Made, kind: str) -> None:
+    """Neither truncation, padding, BOS nor a model's type that is left out; the ids of added tokens that are text do."""
+    text, plain = "import tensor as the free energy of the mixer", made_of("gpt")
+    odd = gpt()
+    odd.enable_truncation(4)
+    odd.enable_padding(length=8)
+    odd.post_processor = TemplateProcessing(single=f"{EOD} $A", special_tokens=[(EOD, 0)])
+    folder = write(tmp_path / "odd", odd)
     spec = json.loads((folder.path / "tokenizer.json").read_bytes())
-    del spec["model"]["type"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    shutil.copy(folder.path / "tokenizer_config.json", tmp_path)
-    texts = ["some text", " and  more\n", "x" * 100]
-    assert lists(make(load_folder(tmp_path), kind).encode(arrow(texts))) == alone(folder, texts)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_and_empty_texts(made_of: Made, kind: str) -> None:
-    encoder = make(made_of("gpt"), kind)
-    assert lists(encoder.encode(arrow([]))) == []
-    assert lists(encoder.encode(arrow(["a"]).slice(1))) == []
-    assert lists(encoder.encode(arrow(["", ""]))) == [[], []]
+    without_type(spec)
+    (folder.path / "tokenizer.json").write_text(json.dumps(spec))
+    assert lists(make(load_folder(folder.path), kind).encode(arrow([text]))) == as_written(plain, [text]) != [odd.encode(text).ids]
+    for name in ("added", "added after special"):
+        folder = made_of(name)
+        number = Tokenizer.from_file(str(folder.path / "tokenizer.json")).token_to_id("<tool>")
+        ids = lists(make(folder, kind).encode(arrow([f"a<tool>b{EOD}<|pad|>"])))[0]
+        assert number in ids and folder.eod_id not in ids and number >= 1500 and not {0, 1500 * (name != "added")} & set(ids)
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "qwen"])
 @pytest.mark.parametrize("window", [40, 61, 1000])
 def test_windows_of_a_long_document_are_exact(made_of: Made, name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = made_of(name)
+    folder, random_ = made_of(name), random.Random(window)
     encoder = HuggingFace(folder)
     assert encoder.has_windows == (name != "qwen")
     monkeypatch.setattr(encoders, "WINDOW", window)
     monkeypatch.setattr(encoders, "BATCH_BYTES", 1)
-    random_ = random.Random(window)
-    strings = [part * (4500 // len(part)) for part in LONG]
-    strings += ["".join(random_.choices(PARTS, k=600)) for _ in range(20)]
+    strings = [part * (4500 // len(part)) for part in LONG] + ["".join(random_.choices(PARTS, k=600)) for _ in range(20)]
     strings += ["".join(random_.choice(LONG) * random_.choice((1, 1, 2, 9, 40)) for _ in range(80)) for _ in range(30)]
     assert lists(encoder.encode(arrow(strings))) == alone(folder, strings)
 
 
-@pytest.mark.parametrize("megabytes", [0.6, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_megabytes_are_one_document(made_of: Made, name: str, megabytes: float) -> None:
-    folder = made_of(name)
-    part = "".join(text_of_the_library())
-    text = (part * (1 + int(megabytes * 1e6) // len(part)))[: int(megabytes * 1e6)]
-    expected = alone(folder, [text])
-    for kind in KINDS:
-        assert lists(make(folder, kind).encode(arrow([text]))) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("letters", ["a", " ", "!\n", "1a", "漢", "\U0010fffd", "\ufdd0", "kqzjx"])
-def test_the_longest_document_keeps_memory_bounded(made_of: Made, name: str, kind: str, letters: str) -> None:
-    code = (
-        "import sys, pyarrow as pa; from pathlib import Path; from data_prep.encoder import load_folder; from data_prep import encoders\n"
-        "encoder = encoders.make(load_folder(Path(sys.argv[1])), sys.argv[2])\n"
-        "text = sys.argv[3] * (encoders.MAX_DOCUMENT_BYTES // len(sys.argv[3].encode()))\n"
-        "encoder.encode(pa.array([text], pa.large_string()))\n"
-        "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
-    )
-    command = [sys.executable, "-c", code, str(made_of(name).path), kind, letters]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    assert int(result.stdout) * 1024 < 1.4e9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama"])
-def test_a_whole_corpus_is_exact(made_of: Made, name: str) -> None:
-    folder = made_of(name)
-    strings = [string for string in text_of_the_library() if len(string) < 300_000]
-    assert sum(map(len, strings)) > 4_000_000
-    texts = arrow(strings)
-    expected = alone(folder, strings)
-    for kind in KINDS:
-        assert lists(make(folder, kind).encode(texts)) == expected
-
-
-# --- one thread, bounded memory -----------------------------------------------------------------------------------------------------
+THREADS = """
+import os, sys, pyarrow as pa
+from pathlib import Path
+from data_prep.encode import encoders
+from data_prep.encode.tokenizer import load_folder
+texts = pa.array(["one two " * 50, "three \\ufdd0"] * 200, pa.large_string())
+before = len(os.listdir("/proc/self/task"))
+encoders.make(load_folder(Path(sys.argv[1])), sys.argv[2]).encode(texts)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_threads(made_of: Made, kind: str) -> None:
-    code = (
-        "import os, sys, pyarrow as pa; from pathlib import Path\n"
-        "from data_prep.encoder import load_folder; from data_prep.encoders import make\n"
-        "texts = pa.array(['one two ' * 50, 'three \\ufdd0'] * 200, pa.large_string()); before = len(os.listdir('/proc/self/task'))\n"
-        "make(load_folder(Path(sys.argv[1])), sys.argv[2]).encode(texts); print(len(os.listdir('/proc/self/task')) - before)"
-    )
-    command = [sys.executable, "-c", code, str(made_of("gpt").path), kind]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "0"
+    assert room.python(THREADS, made_of("gpt").path, kind).stdout == "0\n"
 
 
 FORGETS = """
 import sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from data_prep import encoders
-from data_prep.encoder import load_folder
+from data_prep.encode import encoders
+from data_prep.encode.tokenizer import load_folder
 encoders.CACHE_EVERY, encoders.CACHE_BYTES = 2_000_000, 8_000_000
-encoder, random = encoders.Gigatoken(load_folder(Path(sys.argv[1]))), np.random.default_rng(0)
-loaded = 1
+encoder, random, loaded = encoders.Gigatoken(load_folder(Path(sys.argv[1]))), np.random.default_rng(0), 1
 for _ in range(20):
     letters = random.integers(97, 123, 1_000_000, dtype=np.uint8)
     letters[::9] = 32
     text = pa.array([letters.tobytes().decode()], pa.large_string())
-    before = encoder.tokenizer
-    ids = encoder.encode(text).ids
+    before, ids = encoder.tokenizer, encoder.encode(text).ids
     if encoder.tokenizer is not before:
         loaded += 1
         assert np.array_equal(encoder.encode(text).ids, ids)
@@ -264,12 +217,10 @@ print(loaded)
 
 def test_gigatoken_forgets_words_when_they_take_too_much(made_of: Made) -> None:
     """In a process of its own: what counts is how much the process grows."""
-    command = [sys.executable, "-c", FORGETS, str(made_of("gpt").path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert 2 < int(result.stdout) < 12
+    assert 2 < int(room.python(FORGETS, made_of("gpt").path).stdout) < 12
 
 
-# --- settled code points ------------------------------------------------------------------------------------------------------------
+# --- settled code points ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("composed", [False, True])
@@ -283,19 +234,13 @@ def test_unsettled_documents_are_found(composed: bool) -> None:
     expected = [number for number, string in enumerate(strings) if any(points[ord(letter)] for letter in string)]
     assert 100 < len(expected) < 2900
     assert unsettled_documents(*encoders.text_buffers(arrow(strings)), points).tolist() == expected
-
-
-def test_settled_text_is_in_its_composed_form() -> None:
-    settled = [point for point in np.flatnonzero(~unsettled_points(composed=True)).tolist() if not 0xD800 <= point < 0xE000]
-    random_ = random.Random(0)
+    settled = [point for point in np.flatnonzero(~points).tolist() if not 0xD800 <= point < 0xE000]
     text = "".join(map(chr, random_.sample(settled, 50_000)))
-    assert unicodedata.normalize("NFC", text) == text
-    assert len(settled) > 250_000
+    assert len(settled) > 250_000 and (not composed or unicodedata.normalize("NFC", text) == text)
 
 
 def test_unsettled_documents_are_left_to_hugging_face(made_of: Made) -> None:
-    folder = made_of("gpt")
-    strings = ["\U00011de0", "one two", "", "three \ufdd0 four", "five", "1\U00011de0234", ""]
+    folder, strings = made_of("gpt"), ["\U00011de0", "one two", "", "three \ufdd0 four", "five", "1\U00011de0234", ""]
     encoder = Gigatoken(folder)
     assert lists(encoder.encode(arrow(strings))) == alone(folder, strings)
     assert lists(encoder.encode(arrow(strings).slice(1, 4))) == alone(folder, strings[1:5])
@@ -303,46 +248,33 @@ def test_unsettled_documents_are_left_to_hugging_face(made_of: Made) -> None:
     assert differs != alone(folder, ["1\U00011de0234"]), "a digit of Unicode 17 is none of Hugging Face's: if now it is, try a newer one"
 
 
-# --- the choice ---------------------------------------------------------------------------------------------------------------------
+# --- the choice -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_gigatoken_is_chosen_where_it_is_exact(made_of: Made, name: str) -> None:
+def test_gigatoken_is_chosen_where_it_is_exact(made_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choice = choose(made_of(name), "auto", ["a sample", "</s>" * 300_000])
-    assert (choice.kind, choice.name) == ("gigatoken", "gigatoken 0.10.0")
-    assert choice.why.startswith("equal to tokenizers ")
+    assert (choice.kind, choice.name) == ("gigatoken", "gigatoken 0.10.0") and choice.why.startswith("equal to tokenizers ")
     assert make(made_of(name), choice.kind).name == choice.name
+    monkeypatch.setattr(selfcheck, "check", None)  # not called
+    assert choose(made_of("gpt"), "hf", []).why == "asked for"
 
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_hugging_face_is_chosen_where_it_is_not_and_says_why(made_of: Made, name: str) -> None:
-    folder, why = made_of(name), INEXACT[name][1]
-    found = selfcheck.answer(folder, [])
-    assert found.fault is not None and why in found.fault
-    assert "\n" not in found.fault
+    fault = selfcheck.answer(made_of(name), []).fault
+    assert fault is not None and INEXACT[name][1] in fault and "\n" not in fault
 
 
-def test_difference_in_a_sample_is_named(made_of: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = made_of("single word")
-    sample = f"{'a long line of text, and ' * 9}_sw"
+def test_a_difference_in_a_sample_is_named(made_of: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, sample = made_of("single word"), f"{'a long line of text, and ' * 9}_sw"
+    said = r"gigatoken cannot be used with .*single word: gigatoken .* differ on '.* from token \d+ on; give --encoder hf"
+    with pytest.raises(UserError, match=said):
+        choose(folder, "gigatoken", [])
+    assert "not gigatoken: " in choose(folder, "auto", []).why
     monkeypatch.setattr(selfcheck, "battery", lambda folder: [])
     fault = selfcheck.answer(folder, ["fine", sample]).fault
     assert fault is not None and f"differ on {sample[:60]!r}… ({len(sample)} characters) from token " in fault
-
-
-def test_asking_for_an_encoder(made_of: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(made_of("gpt"), "gigatoken", []).kind == "gigatoken"
-    with pytest.raises(
-        UserError, match=r"gigatoken cannot be used with .*single word: gigatoken .* differ on '.* from token \d+ on; give --encoder hf"
-    ):
-        choose(made_of("single word"), "gigatoken", [])
-    assert "not gigatoken: " in choose(made_of("single word"), "auto", []).why
-
-    def never(*_: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(selfcheck, "check", never)
-    assert choose(made_of("gpt"), "hf", []).why == "asked for"
 
 
 BROKEN = {
@@ -363,27 +295,17 @@ def test_a_crash_of_gigatoken_means_hugging_face(made_of: Made, tmp_path: Path, 
     assert check(made_of("gpt"), []).fault == BROKEN[code]
 
 
-def test_breakdown_while_encoding_is_one_line(made_of: Made) -> None:
-    encoder = Gigatoken(made_of("gpt"))
+class PanicException(BaseException):
+    """As Rust's panics arrive."""
 
-    class PanicException(BaseException):
-        pass
+
+def test_a_breakdown_while_encoding_is_one_line_and_one_wrong_id_is_found(made_of: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made_of("gpt")
+    encoder, right, strings = Gigatoken(folder), HuggingFace(folder), list(battery(folder, 300, 500))
 
     class Panicking:
         def encode_batch(self, texts: object, parallel: bool) -> None:
             raise PanicException("index out of bounds\nmore")
-
-    encoder.tokenizer = Panicking()  # type: ignore[assignment]
-    with pytest.raises(UserError, match=r"^gigatoken broke down \(index out of bounds\); give --encoder hf$"):
-        encoder.encode(arrow(["a"]))
-
-
-def test_self_check_finds_an_encoder_that_is_wrong_once(made_of: Made) -> None:
-    """Of all ids one differs: it is found, and its string named."""
-    folder = made_of("gpt")
-    right = HuggingFace(folder)
-    strings = list(battery(folder, 300, 500))
-    assert len(set(strings)) > 0.9 * len(strings)
 
     class Wrong:
         name = "wrong"
@@ -394,7 +316,51 @@ def test_self_check_finds_an_encoder_that_is_wrong_once(made_of: Made) -> None:
             ids[len(ids) // 2] += 1
             return Encoded(ids, encoded.offsets)
 
-    wrong: Encoder = Wrong()
-    fault = compare(right, wrong, strings)
-    assert fault is not None and fault.startswith("wrong and tokenizers ")
-    assert compare(right, right, strings) is None
+    fault = compare(right, Wrong(), strings)
+    assert fault is not None and fault.startswith("wrong and tokenizers ") and compare(right, right, strings) is None
+    monkeypatch.setattr(encoder, "tokenizer", Panicking())
+    with pytest.raises(UserError, match=r"^gigatoken broke down \(index out of bounds more\); give --encoder hf$"):
+        encoder.encode(arrow(["a"]))
+
+
+# --- run against datatrove's MegatronDocumentTokenizer, as its users run it -------------------------------------------------------------
+
+DATATROVE = """
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import ParquetReader
+from datatrove.pipeline.tokens import MegatronDocumentTokenizer
+source, tokenizer, eod, out = sys.argv[1:]
+step = MegatronDocumentTokenizer(output_folder=out, tokenizer_name_or_path=tokenizer, eos_token=eod)
+LocalPipelineExecutor(pipeline=[ParquetReader(source), step], tasks=1, logging_dir=out + "/logs").run()
+"""
+
+
+def widen(entries: int) -> Callable[[Spec], object]:
+    """A change: entries that no text reaches, up to a number."""
+    return lambda spec: spec["model"]["vocab"].update({f"[{n}]": n for n in range(len(spec["model"]["vocab"]), entries)})
+
+
+@pytest.mark.parametrize(("style", "kind", "entries"), [("gpt", "parquet", 1500), ("llama", "jsonl", 66_000)])
+def test_files_are_those_of_datatrove(tmp_path: Path, style: str, kind: str, entries: int) -> None:
+    folder = write(tmp_path / "tokenizer", changed(gpt() if style == "gpt" else llama(), widen(entries)))
+    strings, special = [*texts(), *battery(folder, 600, 300), *(text for _, text in room.make_documents(300, 60))], special_contents(folder)
+    strings = [string for string in strings if not any(content in string for content in special)]
+    rows: list[str | None] = [*strings[:300], None, "", *strings[300 : None if entries == 1500 else 400], None]
+    for number, part in enumerate((rows[:200], rows[200:])):
+        names = [f"{number}-{place}" for place in range(len(part))]
+        (tmp_path / "parquet").mkdir(exist_ok=True)
+        (tmp_path / "jsonl").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"id": names, "text": part}), tmp_path / "parquet" / f"{number}.parquet", row_group_size=200)
+        lines = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in zip(names, part, strict=True))
+        (tmp_path / "jsonl" / f"{number}.jsonl").write_text(lines, encoding="utf-8")
+    theirs = tmp_path / "datatrove"
+    result = room.python(DATATROVE, tmp_path / "parquet", folder.path / "tokenizer.json", folder.eod_token, theirs)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for number, options in enumerate((("hf", "--workers", "1"), ("gigatoken", "--unit-mb", "0.1"))):
+        out = tmp_path / f"ours-{number}"
+        given = ("--tokenizer", folder.path, "--out", out, *room.ALL_TRAIN, "--max-bad", "1%", "--encoder", *options)
+        room.done("run", tmp_path / kind, *given)
+        for ending in ("bin", "idx"):
+            assert (out / f"train.{ending}").read_bytes() == (theirs / f"00000_tokens.{ending}").read_bytes()
+        assert room.manifest_of(out)["dtype"] == ("int32" if entries > 65_536 else "uint16")

@@ -1,13 +1,11 @@
-"""Each error as a user would cause it: exit code 2, one line that names the thing, no traceback, nothing under a final name."""
+"""Each mistake as a user would make it: exit code 2, one line that names the thing (tests/wording.yaml), nothing written anywhere."""
 
 from __future__ import annotations
 
 import errno
-import json
-import re
-import shutil
+import gzip
+import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -16,191 +14,226 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.__main__ import VERBS, main
-from tests.data_prep.conftest import ROOT, cli, command, make_documents, write_parquet
+from data_prep.__main__ import VERBS
+from tests.data_prep import conftest as room
+from tests.wording import Wording
+
+FILES: dict[str, bytes] = {
+    "x.jsonl": b'{"text": "x", "id": "y"}\n',
+    "mine/empty.parquet": b"",
+    "mine/blank.jsonl": b"\n \r\n",
+    "mine/none.jsonl.gz": gzip.compress(b"", mtime=0),
+    "mine/magic.parquet": b"PAR1PAR1",
+    "mine/lines.parquet": b'{"text":"a"}\n',
+    "mine/packed.jsonl": gzip.compress(b"{}\n", mtime=0),
+    "mine/plain.jsonl.gz": b'{"text":"a"}\n',
+    "mine/lfs.parquet": b"version https:" + b"//git-lfs.github.com/spec/v1\n",
+    "mine/page.parquet": b"<!DOCTYPE html>",
+    "mine/array.jsonl": b'[{"text": "a"}]',
+    "mine/wide.jsonl": '{"text"'.encode("utf-16"),
+    "mine/x.any": b"text,id\n",
+    "mine/pretty.jsonl": b'{\n "text": "a"\n}\n',
+    "mine/early.jsonl.gz": gzip.compress(b'{"text":"a"}\n' * 9, mtime=0)[:12],
+    "mine/number.jsonl": b'{"text": 1, "id": "1"}\n',
+    "mine/real.jsonl": b'{"text": "a", "id": 1.5}\n',
+    "wide.txt": "text".encode("utf-16"),
+    "parquet.txt": b"PAR1....",
+    "lines.txt": b'{"text": "x"}\n{"text": "y"}\n',
+    "meta.jsonl": b'{"text": "a", "meta": {"set": 1}}\n',
+    "old/plan.json": b'{"format": 1}',
+    "v1/manifest.json": b'{"format": 1}',
+    "listed/manifest.json": b"[]",
+    "blend.yaml": b"mine: 1\n",
+    **dict.fromkeys(("good.txt", "note", "note.parquet", "kept/valid.bin", "empty/readme.md", "bad/plan.json", "shards/x"), b"{mine"),
+}
+TABLES: dict[str, dict[str, list[object]]] = {
+    "name": {"text": ["a"], "name": ["b"]},
+    "texts": {"texts": ["a"], "id": ["b"]},
+    "wide": {"id": ["a"], **{f"column{i}": ["b"] for i in range(99)}},
+    "real": {"text": [1.5], "id": ["b"]},
+    "list": {"text": [["a"]], "id": ["b"]},
+    "realid": {"text": ["a"], "id": [1.5]},
+    "boolid": {"text": ["a"], "id": [True]},
+    "nested": {"text": ["a"], "id": ["b"], "score": [[1.0]], "language": [["en"]]},
+    "nothing": {"text": [""], "id": ["a"]},
+    "few": {"text": ["a", "b", "c"], "id": [1, 2, 3]},
+}
+MASKS = {  # the file of a mask -> its code
+    "zero": "x = 1\ny = 1 / 0\ndef keep(b, p, q): ...",
+    "syntax": "x = 1\ndef keep(b, p, q:\n",
+    "imports": "import absent_module\n",
+    "columns": "columns = 'url'\ndef keep(b, p, q): ...",
+    "files": "files = ('gone.txt',)\ndef keep(b, p, q): ...",
+    "few": "number = 1\ndef helper(): ...\ndef keep(b, p, q): ...",
+}
+# Answers of a mask for three rows.
+ANSWERS = (
+    "raise_() | b['nothing'] | None | [True] * 3 | np.ones(3) | np.ones((3, 1), bool) | np.ones(2, bool) | pa.array([1, 0, 1]) | "
+    "pa.array([True, None, None]) | pa.array([True] * 4)"
+).split(" | ")
+# How commands begin: how they go on.
+COMMANDS = """
+inspect: absent.parquet; *.pq; empty; corpus.parquet ./corpus.parquet; corpus.parquet link.parquet; tables tables/few.parquet
+inspect: twice.parquet; truncated.parquet; tables/name.parquet --id-column nam; meta.jsonl --id-column meta.sat
+inspect: wide.txt; parquet.txt; lines.txt; good.txt --min-score 1; good.txt --id-column name
+inspect tables/nested.parquet: --min-score 1; --language en
+inspect corpus.parquet: --subset x; --sample-mb 0; --sample-mb nan; --workers 0; --paragraphs; --text-column txet; --text-column=
+inspect corpus.parquet: --id-column key; --min-score 1; --min-score nan; --min-bytes -3; --max-bytes 0; --min-bytes 10 --max-bytes 9
+inspect corpus.parquet --mask: dedup.py; masks/few.txt:keep; masks/few.py:keep(); absent.py:keep; masks/few.py:keeep; masks/few.py:number
+inspect corpus.parquet: --language=; --mask masks.py:keep
+run: absent.parquet --tokenizer tok --out out; corpus.parquet --out out; --out out; --out old; --out bad
+run corpus.parquet --out out --tokenizer: none/at/all; tok/tokenizer.json
+run corpus.parquet --tokenizer tok --out: note; note/out; kept
+run corpus.parquet --tokenizer tok --out out: --workers 0; --encoder fast; --unit-mb 0; --unit-mb nan; --worker 3
+run corpus.parquet --tokenizer tok --out out: --max-bad few; --max-bad 101%; --max-bad=-1
+run corpus.parquet --tokenizer tok --out out: --task-id 3 --tasks 3; --task-id 3; --task-id 0 --tasks 3 --overwrite
+run corpus.parquet --tokenizer tok --out out: --valid-percent -1; --test-percent nan; --test-percent inf; --valid-percent two
+run corpus.parquet --tokenizer tok --out out: --valid-percent 60 --test-percent 40
+run tables/few.parquet --tokenizer tok --out out: --valid-percent 0.001 --test-percent 0
+plan: corpus.parquet --out out; none.parquet --tokenizer tok --out out
+train-tokenizer corpus.parquet --out out --vocab-size: 100; 353 --style llama; 300 --sample-mb 0
+train-tokenizer --vocab-size 400 --out: out tables/nothing.parquet; out corrupt.parquet; tok corpus.parquet
+stdlib: note.parquet; empty; note/s.parquet
+status: none; empty; old; data --tasks 0
+merge: none; empty; data --tasks 0
+verify: none; empty; .; v1; listed; data --sample -1; data --index-cache none
+stats: none; empty; data --picture a.jpg; cut
+blend out.yaml: none; empty; corpus.parquet; data data; data empty/../data; data=0; data=-1; data=nan; data=much; data other=2
+blend out.yaml: data otherend; data other; cut; data --seq-length 1000000; data --seq-length 0
+blend: blend data; blend.yaml data; folder.yaml data
+"""
 
 
-class Place:
-    """A folder with a corpus and a tokenizer, and ways to spoil them."""
-
-    def __init__(self, root: Path, corpus: Path, tokenizer: Path) -> None:
-        self.root, self.corpus, self.tokenizer, self.out = root, corpus, tokenizer, root / "out"
-
-    def run(
-        self, *inputs: object, tokenizer: Path | None = None, out: Path | None = None, options: tuple[object, ...] = ()
-    ) -> list[object]:
-        return ["run", *(inputs or (self.corpus,)), "--tokenizer", tokenizer or self.tokenizer, "--out", out or self.out, *options]
-
-    def file(self, name: str, content: bytes) -> Path:
-        (self.root / name).write_bytes(content)
-        return self.root / name
-
-    def corrupt(self) -> Path:
-        documents = make_documents(300, 40, seed=5)
-        raw = bytearray(write_parquet(self.root / "corrupt.parquet", documents).read_bytes())
-        raw[len(raw) // 2 : len(raw) // 2 + 64] = bytes(64)
-        return self.file("corrupt.parquet", bytes(raw))
-
-    def bit_flipped(self) -> Path:
-        """One letter changed in a page that is neither compressed nor encoded: its checksum alone can tell."""
-        documents = make_documents(300, 40, seed=5)
-        table = pa.table({"id": [d[0] for d in documents], "text": [d[1] for d in documents]})
-        options = {"compression": "none", "use_dictionary": False, "row_group_size": 100, "write_page_checksum": True}
-        pq.write_table(table, self.root / "flipped.parquet", **options)
-        raw = bytearray((self.root / "flipped.parquet").read_bytes())
-        raw[raw.index(b" import ", len(raw) // 2) + 1] ^= 1
-        return self.file("flipped.parquet", bytes(raw))
-
-    def columns(self, **columns: object) -> Path:
-        pq.write_table(pa.table(columns), self.root / "columns.parquet")
-        return self.root / "columns.parquet"
-
-    def tokenizer_without(self, part: str) -> Path:
-        folder = Path(shutil.copytree(self.tokenizer, self.root / "spoilt"))
-        if part == "eos_token":
-            config = json.loads((folder / "tokenizer_config.json").read_text())
-            del config["eos_token"]
-            (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        elif part == "entry":
-            (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-        elif part == "file":
-            (folder / "tokenizer.json").unlink()
-        else:
-            (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-        return folder
+@pytest.fixture
+def spoilt(tmp_path: Path, corpus: Path, tokenizer: Path, merged: Path) -> Path:
+    """A folder with all that the commands name."""
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    for folder in ("tables", "masks", "folder.yaml", "masks.py"):
+        (tmp_path / folder).mkdir()
+    for name, columns in TABLES.items():
+        pq.write_table(pa.table(columns), tmp_path / "tables" / f"{name}.parquet")
+    pq.write_table(pa.table([["a"], ["b"], ["1"]], names=["text", "text", "id"]), tmp_path / "twice.parquet")
+    for name, code in MASKS.items():
+        (tmp_path / "masks" / f"{name}.py").write_text(code)
+    for number, answer in enumerate(ANSWERS):
+        code = f"import numpy as np, pyarrow as pa\ndef raise_():\n    raise ValueError('a\\nb')\ndef keep(b, p, q):\n    return {answer}\n"
+        (tmp_path / "masks" / f"answer{number}.py").write_text(code)
+    raw = corpus.read_bytes()
+    corrupt = bytearray(room.write_parquet(tmp_path / "corrupt.parquet", room.make_documents(300, 40, seed=5)).read_bytes())
+    corrupt[len(corrupt) // 2 : len(corrupt) // 2 + 64] = bytes(64)
+    for name, content in (("corpus", raw), ("truncated", raw[: len(raw) // 2]), ("corrupt", bytes(corrupt))):
+        (tmp_path / f"{name}.parquet").write_bytes(content)
+    room.write_parquet(tmp_path / "none.parquet", [])
+    (tmp_path / "link.parquet").symlink_to("corpus.parquet")
+    room.copied(tokenizer, tmp_path / "tok")
+    for name, how in (("data", "train.idx add "), ("other", 'manifest.json set tokenizer.sha256 "99"'), ("cut", "test.idx cut 8"),
+                      ("otherend", "manifest.json set tokenizer.eod_id 7")):  # fmt: skip
+        room.spoil(room.copied(merged, tmp_path / name), how)
+    return tmp_path
 
 
-CASES: dict[str, tuple[Callable[[Place], list[object]], str]] = {
-    "missing file": (lambda p: p.run(p.root / "absent.parquet"), "no such file: .*absent.parquet"),
-    "glob without match": (lambda p: p.run(p.root / "*.pq"), r"no file matches .*\*.pq"),
-    "folder without parquet": (lambda p: p.run(p.tokenizer), "no .parquet, .* file in the folder"),
-    "file given twice": (lambda p: p.run(p.corpus, p.corpus), "corpus.parquet is given twice"),
-    "wrong file type": (lambda p: p.run(p.file("a.parquet", b'{"text": "x"}\n')), "a.parquet is not a parquet file: its content is jsonl"),
-    "parquet called JSONL": (lambda p: p.run(p.file("a.jsonl", p.corpus.read_bytes())), "a.jsonl"),
-    "not gzip": (lambda p: p.run(p.file("a.jsonl.gz", b'{"text": "x", "id": "y"}\n')), "a.jsonl.gz"),
-    "unknown file type": (lambda p: p.run(p.file("a.csv", b"text,id\n")), "a.csv"),
-    "empty file": (lambda p: p.run(p.file("a.parquet", b"")), "a.parquet is empty"),
-    "truncated parquet": (lambda p: p.run(p.file("t.parquet", p.corpus.read_bytes()[:-20])), "t.parquet is not a readable parquet file"),
-    "corrupt row group in training": (
-        lambda p: ["train-tokenizer", p.corrupt(), "--vocab-size", 300, "--out", p.out],
-        "corrupt.parquet: row group 1 of 3 cannot be read",
-    ),
-    "missing text column": (lambda p: p.run(options=("--text-column", "txet")), "no column 'txet' .*did you mean 'text'"),
-    "missing id column": (
-        lambda p: p.run(p.columns(text=["a"], name=["b"]), options=("--id-column", "key")),
-        r"no column 'key' \(it has: text, name\); name it with --id-column",
-    ),
-    "text is no text": (lambda p: p.run(p.columns(text=[1.5], id=["b"])), "column 'text' is double, not text"),
-    "id is a float": (lambda p: p.run(p.columns(text=["a"], id=[1.5])), "column 'id' is double"),
-    "no tokenizer": (lambda p: p.run(tokenizer=p.root / "none"), "no such folder: .*none"),
-    "tokenizer is a file": (lambda p: p.run(tokenizer=p.tokenizer / "tokenizer.json"), "tokenizer.json is a file"),
-    "tokenizer without tokenizer.json": (lambda p: p.run(tokenizer=p.tokenizer_without("file")), "no tokenizer.json in"),
-    "tokenizer unreadable": (lambda p: p.run(tokenizer=p.tokenizer_without("content")), "tokenizer.json is not a tokenizer"),
-    "tokenizer without EOD": (lambda p: p.run(tokenizer=p.tokenizer_without("eos_token")), "has no EOD: set eos_token"),
-    "EOD not in vocabulary": (lambda p: p.run(tokenizer=p.tokenizer_without("entry")), "EOD token '</s>' .* is not in tokenizer.json"),
-    "inputs without tokenizer": (lambda p: ["run", p.corpus, "--out", p.out], "inputs without --tokenizer"),
-    "neither inputs nor a plan": (lambda p: ["run", "--out", p.out], "no plan.json in .*: .*plan INPUT"),
-    "status of nothing": (lambda p: ["status", p.out], "no such folder: .*out"),
-    "merge of nothing": (lambda p: ["merge", p.out], "no such folder: .*out"),
-    "plan without tokenizer": (lambda p: ["plan", p.corpus, "--out", p.out], "arguments are required: --tokenizer"),
-    "no workers": (lambda p: p.run(options=("--workers", 0)), "--workers is 0; it must be at least 1"),
-    "unknown encoder": (lambda p: p.run(options=("--encoder", "fast")), "--encoder: invalid choice: 'fast'"),
-    "unit of nothing": (lambda p: p.run(options=("--unit-mb", 0)), "--unit-mb is 0; it must be at least 0.001"),
-    "unit of no number": (lambda p: p.run(options=("--unit-mb", "nan")), "--unit-mb is nan"),
-    "bad rows no number": (lambda p: p.run(options=("--max-bad", "few")), "--max-bad is 'few'; give a number of rows"),
-    "bad rows over all": (lambda p: p.run(options=("--max-bad", "101%")), "--max-bad is '101%'"),
-    "bad rows below none": (lambda p: p.run(options=("--max-bad=-1",)), "--max-bad is '-1'"),
-    "task out of range": (lambda p: p.run(options=("--task-id", 3, "--tasks", 3)), "--task-id is 3; of 3 tasks it must be 0 to 2"),
-    "task without tasks": (lambda p: p.run(options=("--task-id", 3)), "--task-id and --tasks go together"),
-    "task that overwrites": (lambda p: p.run(options=("--task-id", 0, "--tasks", 3, "--overwrite")), "--overwrite is not for one task"),
-    "out below a file": (lambda p: p.run(out=p.file("note", b"x") / "out"), "cannot create the folder .*note"),
-    "percent out of range": (lambda p: p.run(options=("--valid-percent", "-1")), "--valid-percent is -1.0; it must be at least 0"),
-    "percent not finite": (lambda p: p.run(options=("--test-percent", "nan")), "--test-percent is nan"),
-    "percent no number": (lambda p: p.run(options=("--valid-percent", "two")), "--valid-percent: invalid float value: 'two'"),
-    "percents leave no train": (lambda p: p.run(options=("--valid-percent", 60, "--test-percent", 40)), "leave nothing to train on"),
-    "vocabulary too small": (lambda p: ["train-tokenizer", p.corpus, "--vocab-size", 100, "--out", p.out], "smallest is 257"),
-    "sample of nothing": (
-        lambda p: ["train-tokenizer", p.corpus, "--vocab-size", 300, "--out", p.out, "--sample-mb", 0],
-        "--sample-mb is 0.0; it must be above 0",
-    ),
-    "nothing to train on": (
-        lambda p: ["train-tokenizer", p.columns(text=[""], id=["a"]), "--vocab-size", 300, "--out", p.out],
-        "no document to train on",
-    ),
-    "stdlib over another file": (lambda p: ["stdlib", p.file("mine.parquet", b"mine")], "mine.parquet exists and holds something else"),
-    "stdlib into a folder": (lambda p: ["stdlib", p.root], "is a folder; name the file to write"),
-    "out is a file": (lambda p: p.run(out=p.file("note", b"x")), "cannot create the folder .*note"),
-    "stdlib below a file": (lambda p: ["stdlib", p.file("note", b"x") / "s.parquet"], "cannot create the folder .*note"),
-    "verify nothing": (lambda p: ["verify", p.root / "none"], "no such folder: .*none"),
-    "verify a folder without manifest": (lambda p: ["verify", p.tokenizer], "no manifest.json in"),
-    "unknown verb": (lambda p: ["runn"], "invalid choice: 'runn'"),
-    "unknown option": (lambda p: p.run(options=("--worker", 3)), "unrecognized arguments: --worker 3"),
-    "no verb": (lambda p: [], "the following arguments are required: VERB"),
+def test_a_mistake_is_one_line_that_names_it_and_nothing_is_written(spoilt: Path, wording: Wording) -> None:
+    groups = (line.split(": ") for line in COMMANDS.strip().splitlines())
+    commands = ["runn", *(f"{begin} {rest}" for begin, ends in groups for rest in ends.split("; "))]
+    commands += [f"inspect {path.relative_to(spoilt)}" for folder in ("mine", "tables") for path in sorted((spoilt / folder).iterdir())]
+    commands += [f"inspect tables/few.parquet --mask {path.relative_to(spoilt)}:keep" for path in sorted((spoilt / "masks").iterdir())]
+    before, told, sha256 = room.snapshot(spoilt), set[str](), room.manifest_of(spoilt / "data")["tokenizer"]["sha256"]
+    for words in commands:
+        result = room.cli(*words.split(), HERE=str(spoilt))
+        if result.returncode == 0:  # of the tables and masks some are good
+            assert words.startswith("inspect tables/") and words.endswith(
+                ("few.parquet", "name.parquet", "nested.parquet", "nothing.parquet")
+            ), words
+            continue
+        assert result.returncode == 2 and not result.stdout, (words, result)
+        assert result.stderr.startswith("data_prep: error: ") and result.stderr.count("\n") == 1 and len(result.stderr) < 700, (
+            words,
+            result,
+        )
+        wording(f"{words}: {result.stderr.removeprefix('data_prep: error: ')}", SHA256=sha256[:12])
+        told.add(words)
+    assert len(told) > 130 and {name: content for name, content in room.snapshot(spoilt).items() if not name.endswith("/.lock")} == before
+
+
+TOKENIZERS: dict[str, Callable[[Path], object]] = {
+    "without tokenizer.json": lambda t: (t / "tokenizer.json").unlink(),
+    "with another tokenizer.json": lambda t: (t / "tokenizer.json").write_text("{}"),
+    "without EOD": lambda t: (t / "tokenizer_config.json").unlink(),
+    "with EOD null": lambda t: (t / "tokenizer_config.json").write_text('{"eos_token": null}'),
+    "with no object": lambda t: (t / "tokenizer_config.json").write_text("[]"),
+    "with an EOD that is no entry": lambda t: (t / "tokenizer_config.json").write_text('{"eos_token": "</s>"}'),
+    "with random ids": lambda t: room.edit_json(t / "tokenizer.json", lambda spec: spec["model"].update(dropout=0.1)),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_user_error(tmp_path: Path, corpus: Path, tokenizer: Path, case: str) -> None:
-    arguments, said = CASES[case]
-    place = Place(tmp_path, corpus, tokenizer)
-    result = cli(*arguments(place))
-    assert result.returncode == 2, result
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert re.match(f"data_prep: error: .*{said}", result.stderr), result.stderr
-    assert not place.out.exists() or not any(path.name != ".lock" for path in place.out.iterdir())
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, corpus: Path, tokenizer: Path, wording: Wording) -> None:
+    for name, damage in TOKENIZERS.items():
+        damage(room.copied(tokenizer, tmp_path / name))
+        wording(
+            room.refused("plan", corpus, "--tokenizer", tmp_path / name, "--out", tmp_path / "out"),
+            VERSION=__import__("tokenizers").__version__,
+        )
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("damage", ["corrupt", "bit_flipped"])
-def test_a_damaged_row_group_fails_the_job_at_its_end(tmp_path: Path, corpus: Path, tokenizer: Path, damage: str) -> None:
-    place = Place(tmp_path, corpus, tokenizer)
-    result = cli(*place.run(getattr(place, damage)(), options=("--encoder", "hf")))
-    assert result.returncode == 1 and "Traceback" not in result.stderr, result
-    assert re.match("data_prep: error: 100 of 300 rows are bad .100 unreadable., more than --max-bad 0.1% allows", result.stderr)
-    assert re.search("parquet, row 100: unreadable .*row group 1 of 3 cannot be read", result.stderr), result.stderr
-    assert not (place.out / "manifest.json").exists() and not (place.out / "train.bin").exists()
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+    room.write_parquet(tmp_path / "x.parquet", [("a", "b")]).chmod(0)
+    assert "cannot be read (Permission denied)" in room.refused("inspect", tmp_path)
+
+
+@pytest.mark.parametrize("inputs", ["", "/caf\udce9.jsonl", "/*.jsonl"])
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, inputs: str) -> None:
+    try:
+        Path(f"{tmp_path}/caf\udce9.jsonl").write_bytes(FILES["x.jsonl"])
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    assert f"{tmp_path}/caf\\udce9.jsonl: its name is not UTF-8: rename it\n" in room.refused("inspect", f"{tmp_path}{inputs}")
+    assert "caf\\udce9/train: its name is not UTF-8" in room.refused("inspect", "hf://datasets/a/b/caf\udce9/train")
+
+
+# --- memory, help -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_want_of_memory_is_one_line(corpus: Path) -> None:
     """150 MB of address space: pyarrow does not load."""
-    words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *command("inspect", corpus)]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"})
+    words = ["sh", "-c", 'ulimit -v 150000; exec "$@"', "sh", *room.command("inspect", corpus)]
+    known = {"PYTHONPATH": str(room.ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    result = subprocess.run(words, cwd=room.ROOT, capture_output=True, text=True, env=known)
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "not enough memory" in result.stderr, result
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ImportError("libarrow.so: failed to map segment from shared object"),
-        RuntimeError("can't start new thread"),
-        OSError(errno.ENOMEM, "Cannot allocate memory", "/usr"),
-        pa.ArrowMemoryError("malloc of size 9 failed"),
-    ],
-)
-def test_want_of_memory_of_any_type_is_one_line(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+WANTS = [
+    ImportError("libarrow.so: failed to map segment from shared object"),
+    RuntimeError("can't start new thread"),
+    OSError(errno.ENOMEM, "Cannot allocate memory", "/usr"),
+    pa.ArrowMemoryError("malloc of size 9 failed"),
+]
+
+
+@pytest.mark.parametrize("error", WANTS)
+def test_want_of_memory_of_any_type_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> NoReturn:
         raise error
 
-    monkeypatch.setattr("data_prep.__main__.importlib.import_module", fail)
-    assert main(["stats", "x"]) == 1
-    said = capsys.readouterr().err
-    assert "not enough memory" in said and said.count("\n") == 1
+    monkeypatch.setattr("fem_common.cli.importlib.import_module", fail)
+    assert "not enough memory" in room.refused("stats", "x", code=1)
 
 
 def test_help_is_quick_and_lists_every_verb() -> None:
-    code = "import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(result.stdout.splitlines()[-1].split())
+    said = room.python("import sys; from data_prep.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)").stdout
+    assert not {"numpy", "pyarrow", "tokenizers", "gigatoken", "huggingface_hub"} & set(said.splitlines()[-1].split())
     for verb in VERBS:
-        assert f"\n    {verb}" in result.stdout
-        assert cli(verb, "--help").returncode == 0, verb
+        assert f"\n    {verb}" in said and room.cli(verb, "--help").returncode == 0, verb
 
 
-def test_damaged_manifest_is_named(tmp_path: Path, made: Path) -> None:
-    shutil.copytree(made, tmp_path / "data")
-    for content in (b"{", b"[]", b'{"format": 1}', b'{"format": 99}'):
-        (tmp_path / "data" / "manifest.json").write_bytes(content)
-        result = cli("verify", tmp_path / "data")
-        assert result.returncode == 2 and "manifest.json" in result.stderr and result.stderr.count("\n") == 1, result.stderr
+def test_the_room_needs_neither_torch_nor_the_other_rooms() -> None:
+    code = (
+        "import importlib, pkgutil, sys, data_prep\n"
+        "for module in pkgutil.walk_packages(data_prep.__path__, 'data_prep.'): importlib.import_module(module.name)\n"
+        "print(*{m.split('.')[0] for m in sys.modules})"
+    )
+    foreign = {"torch", "megatron", "transformers", "fem_megatron", "pretrain", "kernels", "launch", "tools", "gigatoken", "awkward"}
+    assert not foreign & set(room.python(code).stdout.split())

@@ -1,9 +1,10 @@
-"""From text to a run: two kinds of input, encoded, blended, indexed ahead, trained on; and the verb ``index`` by itself."""
+"""From text to a run: two kinds of input, encoded, blended, indexed ahead, trained on; the verbs ``blend`` and ``index`` by themselves."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,80 +14,101 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
-from data_prep.__main__ import main
-from data_prep.indexed import index_bytes
-from tests.data_prep.conftest import ROOT, cli, kill, make_documents, start, wait_until, write_parquet
+from data_prep.store.indexed import index_bytes
+from tests.data_prep import conftest as room
 from tests.pretrain.conftest import DEMO, SMALL
 
 
-@pytest.fixture
-def blend(tmp_path: Path, tokenizer: Path) -> Path:
-    """A blend of a folder made from parquet and one made from JSONL."""
-    write_parquet(tmp_path / "web.parquet", make_documents(300, 60, seed=1))
-    lines = [json.dumps({"text": text, "meta": {"id": name}}) for name, text in make_documents(300, 60, seed=2)]
-    (tmp_path / "books.jsonl").write_text("\n".join(lines) + "\n")
-    for name, *more in (("web.parquet",), ("books.jsonl", "--id-column", "text")):
-        out = tmp_path / Path(name).stem
-        words = [str(tmp_path / name), "--tokenizer", str(tokenizer), "--out", str(out), "--valid-percent", "10", "--test-percent", "5"]
-        assert main(["run", *words, *more]) == 0
-    assert main(["blend", str(tmp_path / "blend.yaml"), f"{tmp_path}/web=3", f"{tmp_path}/books=1", "--seq-length", "32"]) == 0
-    return tmp_path / "blend.yaml"
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    """``a`` with all splits, of parquet; ``b`` without test, of JSONL; ``c`` with train alone: 300, 100 and 60 documents."""
+    root = tmp_path_factory.mktemp("blend")
+    lines = [json.dumps({"text": text, "meta": {"id": name}}) for name, text in room.make_documents(100, 40, seed=1)]
+    (root / "b.jsonl").write_text("\n".join(lines) + "\n")
+    files = [room.write_parquet(root / "a.parquet", room.make_documents(300, 40)), root / "b.jsonl"]
+    files.append(room.write_parquet(root / "c.parquet", room.make_documents(60, 40, seed=2)))
+    for file, valid, test, column in zip(files, ("10", "20", "0"), ("5", "0", "0"), ("id", "text", "id"), strict=True):
+        shares = ("--valid-percent", valid, "--test-percent", test, "--id-column", column)
+        room.merge(room.encode_units(room.plan_folder(root / file.stem, [file], tokenizer, *shares)))
+    return root
 
 
-def settings(blend: Path) -> list[str]:
-    here = blend.parent
+def tokens(folder: Path, split: str = "train") -> int:
+    return int(room.manifest_of(folder)["splits"][split]["tokens"])
+
+
+# --- blend ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_shares_of_the_training_tokens_by_default(folders: Path, tmp_path: Path) -> None:
+    out, all_ = tmp_path / "deeper" / "blend.yaml", [folders / name for name in "abc"]
+    said = room.done("blend", out, *all_, "--seq-length", 64)
+    section = yaml.safe_load(out.read_text())
+    assert section["seq_length"] == 64 and list(section) == ["train", "valid", "test", "seq_length"]
+    for split, number in (("train", 3), ("valid", 2), ("test", 1)):
+        total = sum(tokens(folder) for folder in all_[:number])
+        assert [source["prefix"] for source in section[split]] == [str(folder / split) for folder in all_[:number]]
+        assert [source["weight"] for source in section[split]] == pytest.approx([tokens(folder) / total for folder in all_[:number]])
+    assert said.count("read 1 times") == 3
+    assert re.search("valid is without .*/c: ", said) and re.search("test is without .*/b, .*/c: ", said)
+
+
+def test_given_weights_are_normalised_and_what_they_mean_is_said(folders: Path, tmp_path: Path) -> None:
+    out, a, b = tmp_path / "blend.yaml", folders / "a", folders / "b"
+    said = room.done("blend", out, f"{a}=1", f"{b}=3", "--seq-length", 64)
+    section = yaml.safe_load(out.read_text())
+    assert [source["weight"] for source in section["train"]] == [0.25, 0.75] == [source["weight"] for source in section["valid"]]
+    of_a, of_b = tokens(a), tokens(b)
+    assert f"read {0.25 * (of_a + of_b) / of_a:.3g} times" in said and f"read {0.75 * (of_a + of_b) / of_b:.3g} times" in said
+    assert f"{of_b / 0.75 / 1e3:.3g}k tokens can be drawn before any repeats ({b} is the first)" in said
+    assert f"{of_a / 0.25 / 1e3:.3g}k until every one" in said
+    room.copied(a, tmp_path / "lr=3")  # relative, and a name with an equals sign
+    room.done("blend", "blend.yaml", "lr=3", "--seq-length", 64, "--overwrite", HERE=str(tmp_path))
+    assert yaml.safe_load(out.read_text())["train"] == [{"prefix": str(tmp_path / "lr=3" / "train"), "weight": 1.0}]
+    room.done("blend", "blend.yaml", "lr=3=0.5", "--seq-length", 64, HERE=str(tmp_path))
+
+
+# --- index ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_from_text_to_a_run_on_a_blend(folders: Path, tmp_path: Path) -> None:
+    """blend -> index -> pretrain; then a byte flips, and then one source is made again from other text."""
+    web, books, cache = room.copied(folders / "a", tmp_path / "web"), room.copied(folders / "b", tmp_path / "books"), tmp_path / "cache"
+    room.done("blend", tmp_path / "blend.yaml", f"{web}=3", f"{books}=1", "--seq-length", 32)
     small = [text for text in SMALL if not text.startswith("data.")]
-    return [DEMO, f"data={blend}", f"data.index_cache={here / 'cache'}", f"run_dir={here / 'run'}", *small]
+    settings = [DEMO, f"data={tmp_path}/blend.yaml", f"data.index_cache={cache}", f"run_dir={tmp_path / 'run'}", *small]
 
+    def caches() -> dict[str, int]:
+        return {path.parent.name: path.stat().st_mtime_ns for path in cache.glob("*/complete.json")}
 
-def pretrain(*words: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "pretrain", *words]
-    return subprocess.run(command, cwd=ROOT, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
-
-
-def caches(blend: Path) -> dict[str, int]:
-    return {path.parent.name: path.stat().st_mtime_ns for path in (blend.parent / "cache").glob("*/complete.json")}
-
-
-def test_from_text_to_a_run_on_a_blend(blend: Path) -> None:
-    """Parquet and JSONL -> run -> blend -> index -> pretrain; then a byte flips, and then one source is made again from other text."""
-    here = blend.parent
-    done = cli("index", *settings(blend))
+    done = room.alone("index", *settings)
     assert done.returncode == 0, done.stderr
-    (name,) = caches(blend)
-    assert done.stdout.splitlines()[-1].startswith(f"index cache {here / 'cache' / name}: ")
-    before = caches(blend)
-    for folder in ("web", "books"):
-        assert main(["verify", str(here / folder), "--index-cache", str(here / "cache")]) == 0
-    trained = pretrain(*settings(blend))
+    (name,) = before = caches()
+    assert done.stdout.splitlines()[-1].startswith(f"index cache {cache / name}: ")
+    for folder in (web, books):
+        room.done("verify", folder, "--index-cache", cache)
+    known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "pretrain", *settings]
+    trained = subprocess.run(command, cwd=room.ROOT, env={**known, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     assert trained.returncode == 0, trained.stderr
-    assert "index cache" not in trained.stdout and caches(blend) == before
-    steps = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "index cache" not in trained.stdout and caches() == before
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [step["loss"] for step in steps if "loss" in step]
     assert len(losses) == 12 and losses[-1] < losses[0]
 
-    index = here / "books" / "train.idx"
-    whole = index.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    index.write_bytes(flipped)
-    refused = cli("index", *settings(blend))
-    assert refused.returncode == 2
-    assert refused.stderr.startswith(f"pretrain: error: {index} is not the file that {here}/books/manifest.json records")
-    assert len(refused.stderr.splitlines()) == 1
-    index.write_bytes(whole)
-
-    shutil.rmtree(here / "books")
-    write_parquet(here / "books.parquet", make_documents(300, 60, seed=3))
-    tokenizer = str(here / "web" / "tokenizer")
-    words = [str(here / "books.parquet"), "--tokenizer", tokenizer, "--out", str(here / "books"), "--valid-percent", "10"]
-    assert main(["run", *words, "--test-percent", "5"]) == 0
-    again = cli("index", *settings(blend))
-    assert again.returncode == 0, again.stderr
-    assert len(caches(blend)) == 2 and name not in again.stdout
-    assert main(["verify", str(here / "books"), "--index-cache", str(here / "cache")]) == 1  # the old one is stale
+    index = books / "train.idx"
+    room.spoil(books, f"train.idx flip {index.stat().st_size // 2}")
+    refused = room.alone("index", *settings)
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    assert refused.stderr.startswith(f"pretrain: error: {index} is not the file that {books}/manifest.json records")
+    shutil.rmtree(books)
+    file = room.write_parquet(tmp_path / "books.parquet", room.make_documents(300, 60, seed=3))
+    room.merge(room.encode_units(room.plan_folder(books, [file], web / "tokenizer")))
+    again = room.alone("index", *settings)
+    assert again.returncode == 0 and len(caches()) == 2 and name not in again.stdout, again
+    assert room.cli("verify", books, "--index-cache", cache).returncode == 1  # the old one is stale
 
 
 def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
@@ -95,41 +117,37 @@ def test_a_terminated_index_leaves_nothing_half_built(tmp_path: Path) -> None:
     with (tmp_path / "train.bin").open("wb") as stream:
         stream.truncate(18 * documents)
     words = [DEMO, f"data.train=[{{prefix: {tmp_path}/train}}]", "data.valid=[]", "data.test=[]", "model.vocab_size=500"]
-    process = start("index", *words, f"data.index_cache={tmp_path / 'cache'}", OMP_NUM_THREADS="1")
+    process = room.start("index", *words, f"data.index_cache={tmp_path / 'cache'}", OMP_NUM_THREADS="1")
     try:
-        wait_until(lambda: list(tmp_path.glob("cache/.building-*")) or process.poll() is not None, 120)
+        room.wait_until(lambda: list(tmp_path.glob("cache/.building-*")) or process.poll() is not None, 120)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     finally:
-        kill(process.pid)
-    assert process.returncode == 143, said
-    assert "data_prep: terminated" in said and "Traceback" not in said
-    left = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    if left:  # the last file was written before the signal was heard: then it is what an index that nobody stopped is
-        again = cli("index", *words, f"data.index_cache={tmp_path / 'other'}")
+        room.kill(process.pid)
+    assert process.returncode == 143 and "data_prep: terminated" in said and "Traceback" not in said, said
+    if any(path.is_dir() for path in (tmp_path / "cache").iterdir()):  # the last file was written before the signal was heard:
+        again = room.alone("index", *words, f"data.index_cache={tmp_path / 'other'}")  # it is what an index that nobody stopped is
         assert again.returncode == 0, again.stderr
         whole, found = ({path.name: path.read_bytes() for path in (tmp_path / name).glob("*/*.npy")} for name in ("other", "cache"))
-        assert left == [path.name for path in (tmp_path / "other").iterdir() if path.is_dir()]
         assert whole and found == whole
 
 
 def test_a_mistake_is_pretrains_line_and_exit_code(tmp_path: Path) -> None:
-    for words, said in (
-        ((DEMO, "train.stps=3"), "pretrain: error: command line: unknown key train.stps; did you mean train.steps?\n"),
-        ((f"{tmp_path}/no.yaml",), f"pretrain: error: {tmp_path}/no.yaml: no such file\n"),
-    ):
-        done = cli("index", *words)
-        first = done.stderr.splitlines(keepends=True)[0]  # where the demo's data has not been made, a second line says that
-        assert (done.returncode, done.stdout, first) == (2, "", said)
+    done = room.alone("index", DEMO, "train.stps=3")
+    first = done.stderr.splitlines()[0]  # where the demo's data has not been made, a second line says that
+    assert first == "pretrain: error: command line: unknown key train.stps; did you mean train.steps?"
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_without_the_training_code_it_says_what_to_install(tmp_path: Path) -> None:
     """data_prep may live where nothing is trained: here its folder, the ground floor and the libraries alone."""
     for folder in ("data_prep", "fem_common"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    libraries = sysconfig.get_path("purelib")
+        (tmp_path / folder).symlink_to(room.ROOT / folder)
     command = [sys.executable, "-S", "-m", "data_prep", "index", "run.yaml"]  # -S: the project's own installation is not seen
-    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": libraries}, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("data_prep: error: index needs this project, which ")
-    assert "pip install -c constraints.txt -e ." in done.stderr and len(done.stderr.splitlines()) == 1
+    known = {"PYTHONPATH": sysconfig.get_path("purelib")}
+    done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.stderr.startswith("data_prep: error: index needs this project, which ")
+        and "pip install -c constraints.txt -e ." in done.stderr
+    )

@@ -1,147 +1,36 @@
-"""Entries and manifests: what is written comes back, what is damaged is named in one line; and the sample digest is pretrain's."""
+"""Plans, manifests and entries: what is written comes back, what is of any other shape is named in one line; samples are pretrain's."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_prep.drops import BadRow, Drop
-from data_prep.errors import UserError
-from data_prep.manifest import (
-    PLACES_KEPT,
-    Manifest,
-    MergedEntry,
-    Source,
-    SplitEntry,
-    TokenizerEntry,
-    UnitEntry,
-    UnitsEntry,
-    read_entry,
-    read_manifest,
-)
-from data_prep.samples import sample_digest
-from data_prep.units import ranges, shortened, units_bytes
+from data_prep.sources.rows import BadRow, Drop
+from data_prep.store.entries import ranges, shortened, units_bytes
+from data_prep.store.indexed import sample_digest
+from data_prep.store.layout import read_plan
+from data_prep.store.manifest import PLACES_KEPT, SplitEntry, UnitEntry, read_entry, read_manifest
+from fem_common.errors import UserError
+from tests.data_prep import conftest as room
+from tests.wording import Wording
 
 PAIR = SplitEntry(10, 500, 2000, "b" * 64, "i" * 64, 1000, 242)
-ENTRY = UnitEntry(
-    unit=7,
-    plan="f" * 64,
-    rows=23,
-    dropped={"null_text": 2, "masked": 1},
-    bad=(BadRow(4, Drop.NULL_TEXT), BadRow(9, Drop.NULL_TEXT, 'quoted " \ud800 and é')),
-    splits={"train": PAIR, "test": PAIR},
-    encoder="gigatoken 0.10.0",
-)
-MANIFEST = Manifest(
-    tokenizer=TokenizerEntry("tokenizer", 320, 0, "t" * 64),
-    dtype="uint16",
-    splits={"train": MergedEntry(10, 500, 2000, "b" * 64, "i" * 64, 1000, 242, "1000:s")},
-    source=Source(
-        files=[{"path": "a.parquet", "kind": "parquet", "bytes": 99, "rows": 13, "fingerprint": "x"}],
-        rows=13,
-        dropped={"masked": 3},
-        settings={"min_score": 2.5, "languages": ["en"]},
-        encoder="gigatoken",
-        fingerprint="f" * 64,
-    ),
-    units=UnitsEntry("units.jsonl", 2, "u" * 64),
-)
+BAD = (BadRow(4, Drop.NULL_TEXT), BadRow(9, Drop.NULL_TEXT, 'quoted " \ud800 and é'))
+ENTRY = UnitEntry(7, "f" * 64, 23, {"null_text": 2, "masked": 1}, BAD, {"train": PAIR, "test": PAIR}, "gigatoken 0.10.0")
 
 
-def entry_file(folder: Path, value: Any) -> Path:
-    path = folder / "data" / "shards" / "00007.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(value if isinstance(value, str) else json.dumps(value))
-    return path
-
-
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
-    assert read_entry(entry_file(tmp_path, ENTRY.as_json())) == ENTRY
-    assert UnitEntry.from_json(json.loads(units_bytes([ENTRY]))) == ENTRY
-    (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST.as_json()))
-    assert read_manifest(tmp_path) == MANIFEST
-
-
-def test_an_entry_is_the_same_text_however_it_came_about() -> None:
+def test_what_is_written_comes_back_as_the_same_text_however_it_came_about(shards: Path) -> None:
+    for entry in (ENTRY, read_entry(shards / "shards" / "00001.json")):
+        assert UnitEntry.from_json(json.loads(units_bytes([entry]))) == entry
     other = UnitEntry(**{**vars(ENTRY), "dropped": {"masked": 1, "null_text": 2}, "splits": {"test": PAIR, "train": PAIR}})
     assert units_bytes([other]) == units_bytes([ENTRY])
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda e: e.pop("rows"), "lacks 'rows'"),
-        (lambda e: e.update(more=1), "has an unknown 'more'"),
-        (lambda e: e.update(rows="23"), "rows: '23' is not a count"),
-        (lambda e: e.update(rows=-23), "rows: -23 is not a count"),
-        (lambda e: e.update(unit=True), "unit: True is not a count"),
-        (lambda e: e.update(rows=24), "24 rows are not 20 documents and 3 drops"),
-        (lambda e: e.update(plan=None), "plan: None is not text"),
-        (lambda e: e.update(dropped=[]), "dropped: not an object"),
-        (lambda e: e["dropped"].update(lost=0), "dropped: 'lost' is not a valid Drop"),
-        (lambda e: e.update(bad={}), "not a list"),
-        (lambda e: e["bad"][0].update(reason="x"), "'x' is not a valid Drop"),
-        (lambda e: e["bad"].append({"place": 1, "reason": "empty_text", "message": ""}), "more bad rows are listed than were dropped"),
-        (lambda e: e["splits"].update(dev=e["splits"]["train"]), "'dev' is none of train, valid, test"),
-        (lambda e: e["splits"]["train"].pop("idx_bytes"), "splits: lacks 'idx_bytes'"),
-        (lambda e: e["splits"]["train"].update(bin_sha256=1), "splits: bin_sha256: 1 is not text"),
-        (lambda e: e["splits"]["train"].update(bin_sample="1000:s"), "splits: has an unknown 'bin_sample'"),
-    ],
-)
-def test_a_damaged_entry_is_named_with_the_fix(tmp_path: Path, damage: Callable[[Any], object], said: str) -> None:
-    value = ENTRY.as_json()
-    damage(value)
-    path = entry_file(tmp_path, value)
-    with pytest.raises(UserError) as raised:
-        read_entry(path)
-    message = str(raised.value)
-    assert message.startswith(f"{path} is damaged (") and said in message and f"run --out {tmp_path / 'data'}" in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"'])
-def test_what_is_no_entry_at_all_is_named(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UserError, match="00007.json is damaged"):
-        read_entry(entry_file(tmp_path, text))
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda m: m.update(format=1), "has format 1; this data_prep reads format 2"),
-        (lambda m: m.pop("format"), "is damaged"),
-        (lambda m: m.pop("units"), "lacks 'units'"),
-        (lambda m: m["splits"]["train"].pop("bin_sample"), "lacks 'bin_sample'"),
-        (lambda m: m["tokenizer"].update(eod_id=-1), "eod_id: -1 is not a count"),
-        (lambda m: m["source"].update(files=3), "files: not a list"),
-        (lambda m: m["source"]["files"][0].pop("path"), "files: not path, kind"),
-        (lambda m: m["source"]["files"][0].update(rows=None), "files: None is not a count"),
-        (lambda m: m["source"].update(settings=[]), "settings: not an object"),
-    ],
-)
-def test_a_damaged_manifest_is_named(tmp_path: Path, damage: Callable[[Any], object], said: str) -> None:
-    value = MANIFEST.as_json()
-    damage(value)
-    (tmp_path / "manifest.json").write_text(json.dumps(value))
-    with pytest.raises(UserError) as raised:
-        read_manifest(tmp_path)
-    assert said in str(raised.value) and str(tmp_path / "manifest.json") in str(raised.value)
-
-
-def test_a_folder_without_manifest_says_how_to_go_on(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no manifest.json in .*; write it with: python -m data_prep run"):
-        read_manifest(tmp_path)
-    (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(UserError, match=f"it is not complete; go on with: python -m data_prep run --out {tmp_path}"):
-        read_manifest(tmp_path)
-
-
-def test_places_are_bounded() -> None:
     rows = [{"place": place, "reason": "null_text", "message": ""} for place in range(PLACES_KEPT + 1)]
     value = ENTRY.as_json() | {"rows": 20 + len(rows), "dropped": {"null_text": len(rows)}, "bad": rows}
     with pytest.raises(ValueError, match="more bad rows are listed"):
@@ -149,18 +38,102 @@ def test_places_are_bounded() -> None:
     assert len(UnitEntry.from_json(value | {"bad": rows[:-1]}).bad) == PLACES_KEPT
 
 
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each value within a JSON value."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*above, key)
+        yield from places(value[key], (*above, key))
+
+
+def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
+    """A copy with another value at a place, or none."""
+    whole = within = copy.deepcopy(value)
+    for key in place[:-1]:
+        within = within[key]
+    if wrong:
+        within[place[-1]] = wrong[0]
+    else:
+        del within[place[-1]]
+    return whole
+
+
+WRONGS: list[Any] = [None, True, 6, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
+# What may be missing or be of another type: it decides no byte, or is looked at by verify.
+FREE = {*"files.*.path files.*.bytes files.*.rows files.*.text_bytes units.*.* unit_bytes bad.*".split(), "source.files.*"}
+FREE |= {f"splits.{name}" for name in ("train", "valid", "test")}
+READ: dict[str, Callable[[Path], object]] = {
+    "plan.json": lambda data: read_plan(data),
+    "manifest.json": lambda data: read_manifest(data),
+    "shards/00002.json": lambda data: read_entry(data / "shards" / "00002.json"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: Path, name: str) -> None:
+    """Of another type, missing, unknown, cut: refused; of the same type a plan is, by its fingerprint."""
+    shutil.copy(merged / "manifest.json", shards)
+    read, path = READ[name], shards / name
+    raw, value = path.read_bytes(), json.loads(path.read_bytes())
+    spoilt: list[tuple[bytes, tuple[Any, ...]]] = [(raw[:size], ()) for size in range(0, len(raw) - 2, 13)] + [
+        (b"[" * 100_000, ()),
+        (b"\xff" + raw, ()),
+        (b"7", ()),
+    ]
+    for place in places(value):
+        old = value
+        for key in place:
+            old = old[key]
+        spoilt += [(json.dumps(changed(value, place, [wrong])).encode(), place) for wrong in WRONGS if type(wrong) is not type(old)]
+        spoilt += [(json.dumps(changed(value, place, [])).encode(), place), (json.dumps({**value, "more": 1}).encode(), place)]
+        if name == "plan.json" and isinstance(old, str | int):
+            spoilt.append((json.dumps(changed(value, place, [old + "x" if isinstance(old, str) else old + 1])).encode(), place))
+    taken, told = set[str](), list[str]()
+    for content, place in spoilt:
+        path.write_bytes(content)
+        try:
+            read(shards)
+            taken.add(".".join("*" if isinstance(key, int) else key for key in place))
+        except UserError as error:
+            told.append(str(error))
+    assert all(str(path) in said and "\n" not in said for said in told) and len(told) > 200
+    assert not {place for place in taken - FREE if not place.startswith(("source.settings", "source.dropped"))}, taken
+
+
+DAMAGE = """
+shards/00002.json: rows -23; rows 61; dropped.lost 0; bad.0.reason "x"; splits.dev {}; splits.train.bin_sample "1000:s"
+manifest.json: format 1; tokenizer.eod_id -1; source.files 3; splits.train {}; source.settings []
+plan.json: format 1; units []; units.0 [[1]]; units.0.0 9; settings.min_bytes -1; tokenizer.eod_id 9
+"""
+
+
+def test_what_is_said_of_a_damaged_file(shards: Path, merged: Path, wording: Wording) -> None:
+    shutil.copy(merged / "manifest.json", shards)
+    for line in DAMAGE.strip().splitlines():
+        name, changes = line.split(": ", 1)
+        whole = (shards / name).read_bytes()
+        for change in changes.split("; "):
+            room.spoil(shards, f"{name} set {change}")
+            with pytest.raises(UserError) as error:
+                READ[name](shards)
+            wording(error.value, FINGERPRINT=json.loads((shards / "plan.json").read_bytes())["fingerprint"][:12])
+            (shards / name).write_bytes(whole)
+    (shards / "manifest.json").unlink()
+    for folder in (shards, shards / "tokenizer"):
+        with pytest.raises(UserError) as error:
+            read_manifest(folder)
+        wording(error.value)
+
+
 @pytest.mark.parametrize("size", [0, 1, 65536, 100_000, 4 << 20, (4 << 20) + 1, 12_345_678])
 def test_the_sample_digest_is_pretrains_and_sees_another_file(tmp_path: Path, size: int) -> None:
-    from pretrain.data_facts import _sample_digest
+    from pretrain.data.facts import _sample_digest
 
-    path = tmp_path / "a.bin"
-    raw = bytearray(random.Random(size).randbytes(size))
+    path, raw = tmp_path / "a.bin", random.Random(size).randbytes(size)
     path.write_bytes(raw)
     digest = sample_digest(path)
     assert digest == _sample_digest(path) and digest.startswith(f"{size}:")
-    if size:
-        path.write_bytes(bytes(reversed(raw)) if size > 1 else bytes([raw[0] ^ 1]))
-        assert sample_digest(path) != digest
+    path.write_bytes(raw[::-1] if size > 1 else bytes([byte ^ 1 for byte in raw]))
+    assert (sample_digest(path) == digest) == (size == 0)
 
 
 def test_numbers_as_people_write_them() -> None:

@@ -1,8 +1,7 @@
-"""Parquet: the same rows as pyarrow's read_table, whatever the types and encodings; damage costs the rest of its row group."""
+"""Parquet: the rows of pyarrow's read_table, whatever the types and encodings; damage costs the rest of its row group; bounded memory."""
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -12,69 +11,46 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.drops import Drop
-from data_prep.errors import UserError
-from data_prep.sources import Columns, Rows, Span, Unreadable, open_files, opening, parquet, read_span, spans
-from data_prep.sources.pages import BadHeader, Pages, pages_of
-from data_prep.sources.types import BATCH_BYTES
-from fem_common.errors import StorageError
-from tests.data_prep.sources_made import parts, read_all, row
+from data_prep.sources import Columns, Rows, Span, Unreadable, open_files, parquet, read_span, spans, streams
+from data_prep.sources.pages import Pages, pages_of
+from data_prep.sources.rows import BATCH_BYTES, Drop
+from fem_common.errors import StorageError, UserError
+from tests.data_prep import conftest as room
+from tests.data_prep.sources_made import COLUMNS, WHOLE, parts, read_all, row, written
 
-COLUMNS = Columns()
 TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()]
 DICTIONARIES = [pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.large_binary())]
+MIB = 1 << 20
 
 
 def as_bytes(value: Any) -> bytes | None:
     """A value as text and id are read."""
-    if value is None or isinstance(value, bytes):
-        return value
-    return str(value).encode()
+    return value if value is None or isinstance(value, bytes) else str(value).encode()
 
 
-def expected_rows(path: Path, *names: str) -> list[tuple[Any, ...]]:
-    """The columns text and id as bytes, the others as they are, and the row's number, by pyarrow."""
-    table = pq.read_table(path)
-    columns = [table.column(name).to_pylist() for name in names]
-    columns[:2] = [[as_bytes(value) for value in column] for column in columns[:2]]
-    return [*zip(*columns, range(len(table)), strict=True)]
+def opened(path: Path, table: pa.Table, columns: Columns = COLUMNS, **options: Any) -> Any:
+    pq.write_table(table, path, **options)
+    return open_files([str(path)], columns)[0]
 
 
-@pytest.mark.parametrize("kind", [*TYPES, *DICTIONARIES], ids=str)
+@pytest.mark.parametrize("kind", [*TYPES, *DICTIONARIES, pa.int8(), pa.uint64(), pa.dictionary(pa.int8(), pa.int32())], ids=str)
 @pytest.mark.parametrize("stored", [True, False])
 def test_text_and_id_of_every_type_are_read_as_bytes(tmp_path: Path, kind: pa.DataType, stored: bool) -> None:
-    values = ["a", None, "", "東京 🙂", "a", "b" * 1000] * 50
-    array = pa.array([None if value is None else value.encode() for value in values], pa.binary())
-    column = array.cast(kind.value_type).dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else array.cast(kind)
-    pq.write_table(pa.table({"text": column, "id": column}), tmp_path / "x.parquet", row_group_size=70, store_schema=stored)
-    (file,) = open_files([str(tmp_path)], COLUMNS)
-    assert read_all(file, spans(file, COLUMNS, 500)) == [(as_bytes(v), as_bytes(v), i) for i, v in enumerate(values)]
-    (file,) = open_files([str(tmp_path)], Columns(id="text"))
-    assert read_all(file, spans(file, COLUMNS, 500), Columns(id="text")) == [(as_bytes(v), i) for i, v in enumerate(values)]
+    """Integers, which ids alone may be, as their digits."""
+    plain, texts = kind.value_type if pa.types.is_dictionary(kind) else kind, ["a", None, "", "東京 🙂", "a", "b" * 1000]
+    numbers = [0, 7, None, 2**64 - 1 if kind == pa.uint64() else 127, 7, 1]
+    values: list[Any] = (numbers if pa.types.is_integer(plain) else texts) * 50
+    array = pa.array(values, plain) if pa.types.is_integer(plain) else pa.array([as_bytes(v) for v in values], pa.binary()).cast(plain)
+    column = array.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else array
+    text = pa.array(texts * 50) if pa.types.is_integer(plain) else column
+    file = opened(tmp_path / "x.parquet", pa.table({"text": text, "id": column}), row_group_size=70, store_schema=stored)
+    assert read_all(file, 500) == [(as_bytes(t), as_bytes(v), i) for i, (t, v) in enumerate(zip(texts * 50, values, strict=True))]
+    assert read_all(file, 500, Columns(id="text")) == [(as_bytes(t), i) for i, t in enumerate(texts * 50)]
 
 
-@pytest.mark.parametrize("kind", [pa.int8(), pa.int64(), pa.uint64(), pa.dictionary(pa.int8(), pa.int32())], ids=str)
-def test_integer_ids_are_their_digits(tmp_path: Path, kind: pa.DataType) -> None:
-    values = [0, 7, None, 127] if kind != pa.uint64() else [0, 2**64 - 1, None, 5]
-    ids = pa.array(values).dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else pa.array(values, kind)
-    pq.write_table(pa.table({"text": ["a"] * 4, "id": ids}), tmp_path / "x.parquet")
-    (file,) = open_files([str(tmp_path)], COLUMNS)
-    assert read_all(file, spans(file, COLUMNS, 1)) == [(b"a", as_bytes(value), i) for i, value in enumerate(values)]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_are_those_of_read_table_however_they_were_written(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    random_ = random.Random(seed)
-    rows: list[dict[str, Any]] = [row(i, words=random_.choice([0, 1, 30, 300, 20_000 if seed % 2 else 9])) for i in range(400)]
-    for item in rows:
-        item |= {
-            "score": random_.choice([None, random_.random()]),
-            "tags": ["x"] * random_.randrange(3),
-            "meta": random_.choice([None, {"set": "a"}]),
-        }
-        item |= random_.choice([{}, {}, {"text": None}, {"id": None}, {"text": "again"}])
-    path = tmp_path / "x.parquet"
-    options = {
+def any_way(random_: random.Random) -> dict[str, Any]:
+    """Options of a writer."""
+    return {
         "compression": random_.choice(["none", "snappy", "zstd", "gzip", "lz4"]),
         "use_dictionary": random_.random() < 0.5,
         "data_page_size": random_.choice([1000, 1 << 20]),
@@ -84,42 +60,48 @@ def test_rows_are_those_of_read_table_however_they_were_written(tmp_path: Path, 
         "write_page_checksum": random_.random() < 0.5,
         "version": random_.choice(["1.0", "2.6"]),
     }
-    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_are_those_of_read_table_however_they_were_written(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_ = random.Random(seed)
+    rows = [row(i, words=random_.choice([0, 1, 30, 300, 20_000 if seed % 2 else 9])) for i in range(400)]
+    for item in rows:
+        item |= {"score": random_.choice([None, 0.5]), "tags": ["x"] * random_.randrange(3), "meta": random_.choice([None, {"set": "a"}])}
+        item |= random_.choice([{}, {}, {"text": None}, {"id": None}, {"text": "again"}])
+    columns = Columns(extra=("score", "tags", "meta"))
+    file = written(tmp_path / "x.parquet", rows, columns, **any_way(random_))
     if random_.random() < 0.5:  # the walk over the pages, which large row groups ask for
         monkeypatch.setattr(parquet, "HELD_BYTES", 100_000)
-    columns = Columns(extra=("score", "tags", "meta"))
-    (file,) = open_files([str(path)], columns)
+    table = pq.read_table(tmp_path / "x.parquet")
+    expected = [table.column(name).to_pylist() for name in columns.all]
+    expected[:2] = [[as_bytes(value) for value in column] for column in expected[:2]]
     assert file.rows == 400
-    assert read_all(file, spans(file, columns, random_.randrange(1, 10**6)), columns) == expected_rows(path, *columns.all)
+    assert read_all(file, random_.randrange(1, 10**6), columns) == [*zip(*expected, range(400), strict=True)]
 
 
 def test_fields_of_structs_are_read_by_dotted_name(tmp_path: Path) -> None:
     meta = [{"set": {"name": "a"}, "n": 1}, None, {"set": None, "n": 2}, {"set": {"name": "b"}, "n": 3}]
     table = pa.table({"doc": [{"text": f"t{i}", "id": i} for i in range(4)], "meta": meta, "meta.n": ["own"] * 4})
-    pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
     columns = Columns("doc.text", "doc.id", ("meta.set.name", "meta.n"))
-    (file,) = open_files([str(tmp_path)], columns)
-    assert read_all(file, spans(file, columns, 1), columns) == [
-        (f"t{i}".encode(), str(i).encode(), name, "own", i) for i, name in enumerate(["a", None, None, "b"])
-    ]
+    found = read_all(opened(tmp_path / "x.parquet", table, columns, row_group_size=3), 1, columns)
+    assert found == [(f"t{i}".encode(), str(i).encode(), name, "own", i) for i, name in enumerate(["a", None, None, "b"])]
     with pytest.raises(UserError, match="has no column 'meta.nam' .*did you mean 'meta.n'"):
         open_files([str(tmp_path)], Columns("doc.text", "doc.id", ("meta.nam",)))
 
 
-def test_text_that_is_not_utf8_is_given_as_it_is(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_given_as_it_is_and_no_rows_are_none(tmp_path: Path) -> None:
     raw = pa.array([b"a", b"\xff\xfe", b"\xed\xa0\x80", "é".encode()])
-    text = pa.StringArray.from_buffers(4, raw.buffers()[1], raw.buffers()[2])
-    pq.write_table(pa.table({"text": text, "id": ["1", "2", "3", "4"]}), tmp_path / "x.parquet")
-    (file,) = open_files([str(tmp_path)], COLUMNS)
-    assert [text for text, _, _ in read_all(file, spans(file, COLUMNS, 1))] == raw.to_pylist()
+    table = pa.table({"text": pa.StringArray.from_buffers(4, raw.buffers()[1], raw.buffers()[2]), "id": ["1", "2", "3", "4"]})
+    assert [text for text, _, _ in read_all(opened(tmp_path / "x.parquet", table), 1)] == raw.to_pylist()
+    file = opened(tmp_path / "x.parquet", table.slice(0, 0))
+    assert (file.rows, read_all(file, 100)) == (0, [])
 
 
 def test_batches_are_small_and_hold_little_more_than_their_rows(tmp_path: Path) -> None:
     texts = ["x" * 100] * 50_000 + ["y" * (9 << 20)] * 3 + [""] * 100_000 + [None] * 10
-    table = pa.table({"text": texts, "id": [str(i) for i in range(len(texts))]})
-    pq.write_table(table, tmp_path / "x.parquet", compression="zstd")
-    (file,) = open_files([str(tmp_path)], COLUMNS)
-    found = [part for part in parts(file, spans(file, COLUMNS, 1 << 40), COLUMNS) if isinstance(part, Rows)]
+    file = opened(tmp_path / "x.parquet", pa.table({"text": texts, "id": [str(i) for i in range(len(texts))]}), compression="zstd")
+    found = [part for part in parts(file, spans(file, COLUMNS, WHOLE)) if isinstance(part, Rows)]
     assert np.array_equal(np.concatenate([part.places for part in found]), np.arange(len(texts)))
     assert max(part.batch.get_total_buffer_size() for part in found) < 3 * (9 << 20) + BATCH_BYTES  # three large rows read at once
     assert 10 < len(found) < 40
@@ -127,77 +109,61 @@ def test_batches_are_small_and_hold_little_more_than_their_rows(tmp_path: Path) 
 
 # --- damage -----------------------------------------------------------------------------------------------------------------------------
 
-
-def damaged(path: Path, group: int, at: float, name: str = "text") -> Path:
-    """Zeros in a column chunk, ``at`` of its length from its start."""
-    chunk = next(chunk for chunk in (pq.read_metadata(path).row_group(group).column(i) for i in range(2)) if chunk.path_in_schema == name)
-    start = chunk.dictionary_page_offset or chunk.data_page_offset
-    with path.open("r+b") as stream:
-        stream.seek(start + int(chunk.total_compressed_size * at))
-        stream.write(bytes(40))
-    return path
+PAGES: dict[str, Any] = {
+    "use_dictionary": False,
+    "data_page_size": 900,
+    "write_batch_size": 20,
+    "write_statistics": False,
+    "write_page_checksum": True,
+}
 
 
 @pytest.mark.parametrize("name", ["text", "id"])
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.9])
 def test_a_damaged_row_group_is_read_up_to_the_damage_and_the_others_whole(tmp_path: Path, name: str, at: float) -> None:
-    rows = [row(i, words=300) for i in range(1000)]
-    path, columns = tmp_path / "x.parquet", Columns()
-    pq.write_table(
-        pa.Table.from_pylist(rows),
-        path,
-        row_group_size=400,
-        write_page_checksum=True,
-        use_dictionary=False,
-        data_page_size=900,
-        write_batch_size=20,
-        write_statistics=False,
-    )
-    (whole,) = open_files([str(path)], columns)
-    damaged(path, 1, at, name)
-    (file,) = open_files([str(path)], columns)
+    rows, path = [row(i, words=300) for i in range(1000)], tmp_path / "x.parquet"
+    whole = written(path, rows, row_group_size=400, **PAGES)
+    group = pq.read_metadata(path).row_group(1)
+    chunk = next(chunk for chunk in map(group.column, range(2)) if chunk.path_in_schema == name)
+    with path.open("r+b") as stream:
+        stream.seek(chunk.data_page_offset + int(chunk.total_compressed_size * at))
+        stream.write(bytes(40))
+    (file,) = open_files([str(path)], COLUMNS)
     assert file == whole  # a footer does not tell
-    found = parts(file, [Span(0, 3, None, 0)], columns)
+    found = parts(file, [Span(0, 3, None, 0)])
     (fault,) = [part for part in found if isinstance(part, Unreadable)]
-    assert fault.reason is Drop.UNREADABLE
-    assert fault.place + fault.rows == 800
-    assert 400 <= fault.place <= 400 + 400 * at
-    assert at < 0.5 or fault.place > 600
+    assert fault.reason is Drop.UNREADABLE and fault.place + fault.rows == 800
+    assert 400 <= fault.place <= 400 + 400 * at and (at < 0.5 or fault.place > 600)
     assert fault.message.startswith(f"{path}: row group 1 of 3 cannot be read from its row {fault.place - 400} on (")
-    good = [item for item in read_all(file, [Span(0, 3, None, 0)]) if len(item) == 3 and isinstance(item[0], bytes)]
+    good = [item for item in read_all(file, [Span(0, 3, None, 0)]) if isinstance(item[0], bytes)]
     assert good == [(rows[i]["text"].encode(), rows[i]["id"].encode(), i) for i in [*range(fault.place), *range(800, 1000)]]
-    places = [(part.places[0], part.places[-1] + 1) if isinstance(part, Rows) else (part.place, part.place + part.rows) for part in found]
-    assert [start for start, _ in places] == [0, *(stop for _, stop in places[:-1])]
+    check_places(found, 1000)
+
+
+def check_places(found: list[Rows | Unreadable], rows: int) -> None:
+    """Every row is read or reported, once and in order."""
+    places = [(int(part.places[0]), len(part.places)) if isinstance(part, Rows) else (part.place, part.rows) for part in found]
+    assert [start for start, _ in places] == [0, *(start + number for start, number in places[:-1])]
+    assert sum(number for _, number in places) == rows
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_bytes_are_wrong_every_row_is_read_or_reported(tmp_path: Path, seed: int) -> None:
-    random_ = random.Random(seed)
-    table = pa.Table.from_pylist([row(i, words=random_.randrange(60)) for i in range(300)])
-    path = tmp_path / "x.parquet"
+def test_whatever_bytes_are_wrong_every_row_is_read_or_reported(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page headers too, which are walked over where a row group is large."""
+    random_, path = random.Random(seed), tmp_path / "x.parquet"
+    monkeypatch.setattr(parquet, "HELD_BYTES", [1 << 30, 1000][seed % 2])
+    rows = [row(i, words=random_.randrange(60)) for i in range(300)]
     for _ in range(20):
-        pq.write_table(
-            table,
-            path,
-            compression=random_.choice(["none", "snappy", "zstd", "gzip"]),
-            use_dictionary=random_.random() < 0.5,
-            data_page_size=1000,
-            write_batch_size=20,
-            row_group_size=100,
-        )
+        written(path, rows, **any_way(random_) | {"data_page_size": 1000, "write_batch_size": 20, "row_group_size": 100})
         raw = bytearray(path.read_bytes())
         end = len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
         for _ in range(random_.choice([1, 3, 30])):
             raw[random_.randrange(4, end)] = random_.randrange(256)
         path.write_bytes(raw)
-        (file,) = open_files([str(path)], COLUMNS)
-        found = list(read_span(file, Span(0, 3, None, 0), COLUMNS))
-        places = [(int(part.places[0]), len(part.places)) if isinstance(part, Rows) else (part.place, part.rows) for part in found]
-        assert sum(number for _, number in places) == 300
-        assert [start for start, _ in places] == [0, *(start + number for start, number in places[:-1])]
+        check_places(list(read_span(open_files([str(path)], COLUMNS)[0], Span(0, 3, None, 0), COLUMNS)), 300)
 
 
-class Failing(opening.LocalFile):
+class Failing(streams.LocalFile):
     """A file on a disk that fails after some reads."""
 
     left = 3
@@ -210,22 +176,14 @@ class Failing(opening.LocalFile):
 
 
 def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row(i, words=3000) for i in range(300)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet", compression="none")
-    (file,) = open_files([str(tmp_path)], COLUMNS)
-    monkeypatch.setattr(opening, "LocalFile", Failing)
+    file = written(tmp_path / "x.parquet", [row(i, words=3000) for i in range(300)], compression="none")
+    monkeypatch.setattr(streams, "LocalFile", Failing)
     with pytest.raises(StorageError, match="Input/output error"):
         list(read_span(file, Span(0, 1, None, 0), COLUMNS))
-
-
-def test_an_os_error_becomes_one_line(tmp_path: Path) -> None:
-    with (
-        opening.LocalFile("/proc/self/mem") as file,
-        pytest.raises(StorageError, match="^/proc/self/mem cannot be read \\(Input/output error\\)$"),
-    ):
-        file.read(10)
-    with pytest.raises(UserError, match="no such file: "):
-        opening.LocalFile(str(tmp_path / "x"))
+    said = "^/proc/self/mem cannot be read \\(Input/output error\\)$"
+    monkeypatch.undo()
+    with streams.LocalFile("/proc/self/mem") as memory, pytest.raises(StorageError, match=said):
+        memory.read(10)
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------------------------
@@ -235,36 +193,19 @@ def test_an_os_error_becomes_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dictionary", [True, False])
 @pytest.mark.parametrize("statistics", [True, False])
 def test_pages_add_up_to_their_chunk(tmp_path: Path, version: str, dictionary: bool, statistics: bool) -> None:
-    rows = [row(i, words=i % 100) for i in range(700)]
-    path = tmp_path / "x.parquet"
-    pq.write_table(
-        pa.Table.from_pylist(rows),
-        path,
-        data_page_version=version,
-        use_dictionary=dictionary,
-        write_statistics=statistics,
-        data_page_size=3000,
-        write_batch_size=10,
-        dictionary_pagesize_limit=20_000,
-        write_page_checksum=statistics,
-    )
+    rows, path = [row(i, words=i % 100) for i in range(700)], tmp_path / "x.parquet"
+    rows += [{"text": "a" * 50_000, "id": "b" * 60_000}] * statistics  # whose statistics make a long header
+    sizes: dict[str, Any] = {"data_page_size": 3000, "write_batch_size": 10, "dictionary_pagesize_limit": 20_000}
+    options = {"data_page_version": version, "use_dictionary": dictionary, "write_page_checksum": statistics}
+    written(path, rows, write_statistics=statistics, **sizes | options)
     with path.open("rb") as file:
         for number in range(2):
             chunk = pq.read_metadata(path).row_group(0).column(number)
             pages = pages_of(file, chunk)
-            assert sum(pages.rows) == 700
+            assert sum(pages.rows) == len(rows) and bool(pages.dictionary) == dictionary
             assert len(pages.rows) > 2 or (dictionary and number)
-            assert bool(pages.dictionary) == dictionary
             headers = chunk.total_uncompressed_size - sum(pages.bytes) - pages.dictionary
-            assert headers > 0
-            assert headers < 100 * (len(pages.rows) + 1) or statistics
-
-
-def test_long_statistics_make_long_headers(tmp_path: Path) -> None:
-    text = ["a" * 50_000, "b" * 60_000]
-    pq.write_table(pa.table({"text": text}), tmp_path / "x.parquet", use_dictionary=False)
-    with (tmp_path / "x.parquet").open("rb") as file:
-        assert pages_of(file, pq.read_metadata(tmp_path / "x.parquet").row_group(0).column(0)).rows == [2]
+            assert headers > 0 and (headers < 100 * (len(pages.rows) + 1) or statistics)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -280,43 +221,114 @@ def test_held_is_the_most_that_a_run_of_rows_touches(seed: int) -> None:
     assert Pages([], [], 0).held(3) == 0
 
 
-def test_bytes_that_are_no_page_header_are_told(tmp_path: Path) -> None:
-    random_ = random.Random(0)
-    pq.write_table(pa.table({"text": ["a" * 300] * 50}), tmp_path / "x.parquet", use_dictionary=False)
-    chunk = pq.read_metadata(tmp_path / "x.parquet").row_group(0).column(0)
-    told = 0
-    for _ in range(500):
-        (tmp_path / "y").write_bytes(random_.randbytes(random_.choice([3, 30, 300, 3000])))
-        with (tmp_path / "y").open("rb") as file:
-            try:
-                assert pages_of(file, chunk).largest >= 0
-            except BadHeader:
-                told += 1
-    assert told > 300
-
-
 def test_a_page_above_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "HELD_BYTES", 1 << 20)
     monkeypatch.setattr(parquet, "MAX_PAGE_BYTES", 5 << 20)
     table = pa.table({"text": ["a" * 100_000] * 60, "id": [str(i) for i in range(60)]})
-    pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="zstd")
-    (file,) = open_files([str(tmp_path)], COLUMNS)
-    (fault,) = parts(file, spans(file, COLUMNS, 1), COLUMNS)
-    assert isinstance(fault, Unreadable)
-    assert (fault.place, fault.rows) == (0, 60)
+    file = opened(tmp_path / "x.parquet", table, use_dictionary=False, compression="zstd")
+    (fault,) = parts(file, spans(file, COLUMNS, 1))
+    assert isinstance(fault, Unreadable) and (fault.place, fault.rows) == (0, 60)
     assert fault.message.endswith("(it has a page of 5 MiB, the limit is 5; write it with smaller pages)")
-    pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="zstd", write_batch_size=10)
-    (file,) = open_files([str(tmp_path)], COLUMNS)
-    assert len(read_all(file, spans(file, COLUMNS, 1))) == 60
+    assert len(read_all(opened(tmp_path / "x.parquet", table, use_dictionary=False, compression="zstd", write_batch_size=10))) == 60
 
 
-def test_reads_are_small_where_rows_may_be_large(tmp_path: Path) -> None:
-    def rows_per_read(texts: list[str]) -> int:
-        pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet")
-        with (tmp_path / "x.parquet").open("rb") as file:
-            return parquet._rows_per_read(file, pq.read_metadata(tmp_path / "x.parquet"), 0, Columns(id="text"))
+# --- memory: a process that reads stays small whatever the sizes of row groups, values, dictionaries, pages and lines --------------------
 
-    distinct = [f"{i:08}" + "x" * 3992 for i in range(500)]
-    assert 6 <= rows_per_read(distinct) <= 8
-    assert rows_per_read(["x" * (20 << 20), *[""] * 20_000]) <= math.ceil(parquet.HELD_BYTES / (20 << 20))
-    assert rows_per_read([""] * 30_000) == parquet.MAX_ROWS
+SCHEMA = pa.schema([("text", pa.large_string()), ("id", pa.string())])
+READ = """
+import resource, sys
+from data_prep.sources import Columns, Rows, open_files, read_span, spans
+(file,) = open_files([sys.argv[1]], Columns())
+rows = lost = text = 0
+cuts = spans(file, Columns(), 64 << 20)
+if len(sys.argv) > 2:
+    now = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, ((int(now.split()[1]) << 10) + (int(sys.argv[2]) << 20),) * 2)
+try:
+    for span in cuts:
+        for part in read_span(file, span, Columns()):
+            if isinstance(part, Rows):
+                rows, text = rows + len(part.places), text + part.batch.column(0).nbytes
+            else:
+                lost += part.rows
+except MemoryError:
+    sys.exit("MemoryError")
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(rows, lost, text >> 20, int(peak.split()[1]) >> 10)
+"""
+
+
+def read_in_child(path: Path) -> tuple[int, int, int, int]:
+    """(rows read, rows lost, MiB of text, peak MiB of the process) of a process that reads a file."""
+    done = room.python(READ, path)
+    assert done.returncode == 0, done.stderr
+    rows, lost, text, peak = map(int, done.stdout.split())
+    return rows, lost, text, peak
+
+
+def document(number: int, size: int) -> str:
+    """A text of ``size`` bytes that packs well."""
+    return (f"{number:08} the quick brown fox jumps over the lazy dog " * (size // 50 + 1))[:size]
+
+
+def write(path: Path, size: int, times: int, batch: int, small: int = 0, small_size: int = 100) -> Path:
+    """One row group: ``small`` texts of ``small_size`` bytes, then two texts of ``size`` bytes ``times`` times, ``batch`` in a page."""
+    chunks = [pa.array([document(i, small_size) for i in range(small)], pa.large_string())]
+    chunks += [pa.array([document(i, size) for i in range(2)], pa.large_string())] * times
+    rows = sum(map(len, chunks))
+    table = pa.table([pa.chunked_array(chunks), pa.array([str(i) for i in range(rows)])], schema=SCHEMA)
+    pq.write_table(table, path, row_group_size=rows, compression="zstd", use_dictionary=False, write_batch_size=batch)
+    return path
+
+
+def write_one_text(path: Path, size: int, rows: int, stored: bool = False) -> Path:
+    """The same text in every row, once in the file, as its dictionary."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([document(0, size)]))
+    pq.write_table(pa.table({"text": text, "id": list(map(str, range(rows)))}), path, compression="zstd", store_schema=stored)
+    return path
+
+
+def write_lines(path: Path, before: bytes, part: bytes, times: int) -> Path:
+    """A short line, one with ``part`` many times over, one that is short."""
+    with path.open("wb") as stream:
+        stream.write(b'{"id": "1", "text": "first"}\n{"id": "2", "text": "' + before)
+        stream.writelines(part for _ in range(times))
+        stream.write(b'"}\n{"id": "3", "text": ""}\n')
+    return path
+
+
+LARGE: dict[str, tuple[Any, tuple[int, int, int], int]] = {  # how a file is written; rows, lost rows, MiB of text; the most MiB of memory
+    "large rows": (lambda path: write(path, 25 * MIB, 20, 1), (40, 0, 1000), 450),
+    "large rows behind small": (lambda path: write(path, 25 * MIB, 20, 4, small=20_000), (20_040, 0, 1001), 750),
+    "a text 100 times": (lambda path: write_one_text(path, 20 * MIB, 100), (100, 0, 2000), 450),
+    "a text 100 times, stored": (lambda path: write_one_text(path, 20 * MIB, 100, True), (100, 0, 2000), 450),
+    "a long line.jsonl": (lambda path: write_lines(path, b"", b"0" * MIB, 50), (3, 0, 50), 450),
+    "a longer line.jsonl": (lambda path: write_lines(path, b"", b"0" * MIB, 400), (2, 1, 0), 450),
+}
+LARGER: dict[str, tuple[Any, tuple[int, int, int], int]] = {
+    "512 rows of 50 MiB": (lambda path: write(path, 50 * MIB, 256, 1), (512, 0, 25600), 1200),
+    "a million rows": (lambda path: write(path, 1000, 1, 1024, small=1_000_000, small_size=1000), (1_000_002, 0, 961), 1200),
+    "a text of 50 MiB 500 times": (lambda path: write_one_text(path, 50 * MIB, 500), (500, 0, 25000), 1200),
+    "60 of 50 MiB behind 200,000": (lambda path: write(path, 50 * MIB, 30, 8, small=200_000, small_size=1000), (200_060, 0, 3192), 1200),
+    "a page of 1000 MiB": (lambda path: write(path, 1, 0, 1024, small=20, small_size=50 * MIB), (0, 20, 0), 1200),
+    "2 GiB.jsonl": (lambda path: write_lines(path, b"", b"01234567" * (MIB // 8), 2048), (2, 1, 0), 1200),
+    "96 MiB above U+FFFF.jsonl": (lambda path: write_lines(path, "🙂".encode(), b"a line\\n" * (MIB // 8), 95), (3, 0, 83), 1200),
+}
+
+
+@pytest.mark.parametrize("name", [*LARGE, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)])
+def test_large_input_is_not_held(tmp_path: Path, name: str) -> None:
+    write_it, expected, most = (LARGE | LARGER)[name]
+    *found, peak = read_in_child(write_it(tmp_path / (name if name.endswith("l") else "x.parquet")))
+    assert tuple(found[:2]) == expected[:2] and abs(found[2] - expected[2]) <= 2 and peak < most, (found, peak)
+
+
+def test_want_of_memory_is_no_damage(tmp_path: Path) -> None:
+    """With so many MiB of addresses left: the rows, or MemoryError."""
+    line, window = b'{"text": "a", "id": "1"}\n', 17 << 3  # 128 MiB, which zstd says it lacks in an error of no special type
+    block = (len(line) << 3 | 1).to_bytes(3, "little") + line
+    (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + bytes([window]) + block)
+    for path, enough, rows in ((write(tmp_path / "x.parquet", 60 * MIB, 1, 1), 1500, 2), (tmp_path / "x.jsonl.zst", 400, 1)):
+        for mib, said in ((enough, f"{rows} 0 "), (40, "MemoryError")):
+            done = room.python(READ, path, mib, ARROW_DEFAULT_MEMORY_POOL="system")  # the others set addresses aside
+            assert (done.stdout + done.stderr).startswith(said), (mib, done)

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from data_prep.encoder import TokenizerFolder, load_folder
-from data_prep.tokenizer_styles import GPT_PIECES, STYLES
+from data_prep.encode.tokenizer import TokenizerFolder, load_folder
+from data_prep.verbs.train_tokenizer import GPT_PIECES, STYLES
 
 EOD = "<|endoftext|>"
 O200K = (
@@ -30,29 +30,41 @@ def texts() -> list[str]:
     return [file.read_text(encoding="utf-8") for file in files] + others
 
 
-def cut(pieces: str) -> pre_tokenizers.PreTokenizer:
-    """A pre-tokenizer of a regular expression's matches, as bytes."""
-    split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def of_bytes(pre_tokenizer: Any, normalizer: Any = None) -> Tokenizer:
-    """A byte-level BPE of 1500 entries."""
-    tokenizer = Tokenizer(models.BPE())
+def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None, most: int | None = None) -> Tokenizer:
+    """A tokenizer trained on so many characters of each text."""
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer:
         tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator([text[:most] for text in texts()], trainer)
+    return tokenizer
+
+
+def of_bytes(pieces: Any, normalizer: Any = None) -> Tokenizer:
+    """A byte-level BPE of 1500 entries, of a pre-tokenizer or of a regular expression's matches."""
+    if isinstance(pieces, str):
+        split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
+        pieces = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts(), trainer)
-    return tokenizer
+    return trained(models.BPE(), trainer, pieces, normalizer)
+
+
+def gpt(normalizer: Any = None) -> Tokenizer:
+    """Of ``train-tokenizer``'s style, which is LLaMA-3's."""
+    return of_bytes(GPT_PIECES, normalizer)
+
+
+def changed(tokenizer: Tokenizer, change: Callable[[Spec], object]) -> Tokenizer:
+    """A tokenizer whose file is changed."""
+    spec = json.loads(tokenizer.to_str())
+    change(spec)
+    return Tokenizer.from_str(json.dumps(spec))
 
 
 def llama(change: Callable[[Spec], object] = lambda spec: None) -> Tokenizer:
     """LLaMA-2's layout, changed."""
-    spec = json.loads(STYLES["llama"].train([text.encode() for text in texts()], 1500, False).to_str())
-    change(spec)
-    return Tokenizer.from_str(json.dumps(spec))
+    return changed(STYLES["llama"].train([text.encode() for text in texts()], 1500, False), change)
 
 
 def metaspace(**how: object) -> Callable[[Spec], object]:
@@ -60,71 +72,45 @@ def metaspace(**how: object) -> Callable[[Spec], object]:
     return lambda spec: spec.update(normalizer=None, pre_tokenizer={"type": "Metaspace", "replacement": "▁", **how})
 
 
-def with_tokens(tokenizer: Tokenizer, *tokens: AddedToken) -> Tokenizer:
-    """A tokenizer with more added tokens."""
-    tokenizer.add_tokens(list(tokens))
-    return tokenizer
-
-
-def ignoring_merges() -> Tokenizer:
-    """One that gives a word with an entry of its own that entry, as LLaMA-3 does."""
-    spec = json.loads(gpt().to_str())
+def ignore_merges(spec: Spec) -> None:
+    """A change: a word with an entry of its own gets that entry, as in LLaMA-3."""
     spec["model"]["ignore_merges"] = True
-    return Tokenizer.from_str(json.dumps(spec))
 
 
-def after_special() -> Tokenizer:
-    """One whose added tokens that are text come after a special one, as Qwen's do."""
-    tokenizer = gpt()
-    tokenizer.add_special_tokens(["<|pad|>"])
-    return with_tokens(tokenizer, AddedToken("<tool>", normalized=False), AddedToken("    ", normalized=False))
-
-
-def gpt(normalizer: Any = None) -> Tokenizer:
-    """Of ``train-tokenizer``'s style, which is LLaMA-3's."""
-    return of_bytes(cut(GPT_PIECES), normalizer)
-
-
-def trained(model: Any, trainer: Any, pre_tokenizer: Any, normalizer: Any = None) -> Tokenizer:
-    """A tokenizer of another model."""
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizer
-    if normalizer:
-        tokenizer.normalizer = normalizer
-    tokenizer.train_from_iterator([text[:30_000] for text in texts()], trainer)
+def added(tokenizer: Tokenizer, *contents: str, after: str = "", **how: bool) -> Tokenizer:
+    """With added tokens that are text, behind a special one, as Qwen has them, where ``after`` names that."""
+    tokenizer.add_special_tokens([after] * bool(after))
+    tokenizer.add_tokens([AddedToken(content, **how) for content in contents])
     return tokenizer
 
 
 def unigram() -> Tokenizer:
     """T5's kind."""
     trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>", EOD], unk_token="<unk>", show_progress=False)
-    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC())
+    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), normalizers.NFKC(), 30_000)
 
 
 def word_piece() -> Tokenizer:
     """BERT's kind."""
     trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=["[UNK]", EOD], show_progress=False)
-    return trained(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer())
+    model = models.WordPiece(unk_token="[UNK]")
+    return trained(model, trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(), 30_000)
 
 
-def added(*contents: str, **how: bool) -> Tokenizer:
-    """The GPT style with added tokens that are text."""
-    return with_tokens(gpt(), *(AddedToken(content, **how) for content in contents))
-
-
+DIGITS = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
 # Where gigatoken is used. The table in README.md says the same.
 EXACT: dict[str, Callable[[], Tokenizer]] = {
     "gpt": gpt,
     "gpt2": lambda: of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "gpt2, space first": lambda: of_bytes(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "o200k": lambda: of_bytes(cut(O200K)),
-    "qwen": lambda: of_bytes(cut(QWEN), normalizers.NFC()),
-    "ignoring merges": ignoring_merges,
-    "added": lambda: added("    ", "<tool>", normalized=False),
-    "added after special": after_special,
+    "o200k": lambda: of_bytes(O200K),
+    "qwen": lambda: of_bytes(QWEN, normalizers.NFC()),
+    "ignoring merges": lambda: changed(gpt(), ignore_merges),
+    "added": lambda: added(gpt(), "    ", "<tool>", normalized=False),
+    "added after special": lambda: added(gpt(), "<tool>", "    ", after="<|pad|>", normalized=False),
     "llama": llama,
-    "llama, ignoring merges": lambda: llama(lambda spec: spec["model"].update(ignore_merges=True)),
-    "llama, added": lambda: with_tokens(llama(), AddedToken("<tool>", normalized=False), AddedToken("▁▁▁▁", normalized=False)),
+    "llama, ignoring merges": lambda: llama(ignore_merges),
+    "llama, added": lambda: added(llama(), "<tool>", "▁▁▁▁", normalized=False),
     "metaspace, split": lambda: llama(metaspace(prepend_scheme="always", split=True)),
     "metaspace, first": lambda: llama(metaspace(prepend_scheme="first", split=False)),
 }
@@ -132,18 +118,18 @@ EXACT: dict[str, Callable[[], Tokenizer]] = {
 INEXACT: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "nfkc": (lambda: gpt(normalizers.NFKC()), "normalizer has a step NFKC"),
     "lower case": (lambda: gpt(normalizers.Lowercase()), "normalizer has a step Lowercase"),
-    "own pieces": (lambda: of_bytes(cut(r"\p{L}+|\p{N}|[^\p{L}\p{N}]")), "does not load this tokenizer"),
-    "digits": (lambda: of_bytes(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])), "does not load"),
+    "own pieces": (lambda: of_bytes(r"\p{L}+|\p{N}|[^\p{L}\p{N}]"), "does not load this tokenizer"),
+    "digits": (lambda: of_bytes(pre_tokenizers.Sequence(DIGITS)), "does not load"),
     "unigram": (unigram, "normalizer has a step NFKC"),
     "word piece": (word_piece, "normalizer has a step BertNormalizer"),
-    "single word": (lambda: added("sw", single_word=True), " differ on "),
+    "single word": (lambda: added(gpt(), "sw", single_word=True), " differ on "),
 }
 
 
-def write(folder: Path, tokenizer: Tokenizer, eod: str | None = None) -> TokenizerFolder:
+def write(folder: Path, tokenizer: Tokenizer) -> TokenizerFolder:
     """A tokenizer as a folder, loaded."""
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    eod = eod or (EOD if tokenizer.token_to_id(EOD) is not None else "</s>")
+    eod = EOD if tokenizer.token_to_id(EOD) is not None else "</s>"
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eod}))
     return load_folder(folder)

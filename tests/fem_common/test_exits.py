@@ -7,6 +7,8 @@ import errno
 import importlib
 import io
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,21 @@ def test_a_wrong_path_is_2_and_a_failing_file_system_1(
             assert run(command, folder) == Exit.FAULT, (errno.errorcode[number], capsys.readouterr())
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and os.strerror(number) in said and str(folder.parent) in said, said
+
+
+FORKED = """
+import os, signal
+from fem_common.cli import signals_as_interrupt
+
+with signals_as_interrupt():
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    raise SystemExit(os.waitpid(child, 0)[1] != signal.SIGTERM)
+"""
+
+
+def test_a_forked_worker_is_ended_by_the_first_signal() -> None:
+    """Even by one that comes while Python prepares the child, which swallows an exception there."""
+    assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, rms_norm
 
+from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 
 LENGTH, BATCH = 6, 3
 VOCABULARIES = {"padded": (100, 128), "not padded": (128, 128), "a rank of padding": (60, 128)}
@@ -38,7 +38,7 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
     """Largest differences to the model without the padding, and the largest gradient of the padding's rows, of this rank's part."""
     from megatron.core import parallel_state
 
-    from fem_megatron.model import Layout, build, global_name
+    from fem_megatron.megatron.model import Layout, build, global_name
 
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     model = model_of(vocabulary, tied)

@@ -1,22 +1,203 @@
-"""The baselines' layers against their definitions, and what every mixer promises."""
+"""The baselines' layers against their definitions, token by token, and their own sizes; the contract is test_catalogue.py's."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.functional import silu, softplus
 
-from fem_megatron.layers.time_steps import time_steps
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.delta import DeltaConfig, DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape, lambda_init
-from fem_megatron.shapes.mamba2 import Mamba2Config
-from tests.fem_megatron.baselines import LAYERS, LINEAR, NAMES, ROUNDING, SHAPES, SQUARE, Rank, build, decode, definition, model, tokens
+from fem_megatron.config import ModelConfig
+from fem_megatron.mixers.attention.layer import Attention
+from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape, RopeScaling
+from fem_megatron.mixers.delta.layer import DeltaNet
+from fem_megatron.mixers.delta.shape import DeltaConfig, DeltaShape
+from fem_megatron.mixers.differential.layer import DifferentialAttention
+from fem_megatron.mixers.differential.shape import DifferentialShape, lambda_init
+from fem_megatron.mixers.fla.shape import FlaConfig
+from fem_megatron.mixers.mamba2.layer import Mamba2
+from fem_megatron.mixers.mamba2.shape import Mamba2Config, Mamba2Shape
+from fem_megatron.mixers.recurrent import time_steps
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import Shape
+from fem_megatron.state import Context, State
+from fem_megatron.update import Update, rotate
+
+ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-11}  # float64 over some tens of tokens
+EPS = 1e-6
+
+
+def model(**changed: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_query_groups": None,
+        "causal": True,
+        "rope": True,
+        "rope_base": 10000,
+    }
+    sections: dict[str, Any] = {
+        "attention": AttentionConfig(),
+        "delta": DeltaConfig(),
+        "mamba2": Mamba2Config(inner_size=16, head_size=4, state_size=6),
+        "fla": FlaConfig(),
+    }
+    return ModelConfig(**{**sizes, "norm_eps": EPS, "attention_backend": "auto", **sections, **changed})
+
+
+SWITCHED = AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5, rope_scaling="llama3", rope_factor=4.0, rope_original_length=400)
+SHAPES: dict[str, Callable[..., Shape]] = {
+    "attention": lambda **k: AttentionShape.of(model(**k)),
+    "grouped": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, **k})),
+    # Every switch, heads wider than the stream's share; 5 tokens: under the tests' lengths, over some of their pieces.
+    "switched": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, "attention": SWITCHED, **k})),
+    "differential": lambda **k: DifferentialShape.of(model(**k), 3),
+    "deltanet": lambda **k: DeltaShape.of(model(**k), 0, gated=False),
+    "gated_deltanet": lambda **k: DeltaShape.of(model(**k), 0, gated=True),
+    "mamba2": lambda **k: Mamba2Shape.of(model(**k), 0),
+}
+LAYERS: dict[type[Shape], Callable[[Any, Any], Update]] = {
+    AttentionShape: Attention,
+    DifferentialShape: DifferentialAttention,
+    DeltaShape: DeltaNet,
+    Mamba2Shape: Mamba2,
+}
+NAMES = tuple(SHAPES)
+SQUARE, LINEAR = ("attention", "grouped", "differential"), NAMES[4:]
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, **changed: Any) -> Any:
+    """A layer with random weights, the constants of its start too."""
+    shape = SHAPES[name](**changed)
+    layer = LAYERS[type(shape)](shape, OneProcess(dtype))
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, weight in layer.named_parameters():
+            weight.copy_(torch.randn(weight.shape, generator=rng, dtype=torch.float64) * 0.4 + ("norm" in key))
+    return layer
+
+
+def tokens(length: int, b: int = 2, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(length, b, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# --- the definitions, one sequence, one token after another ------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def softmax_read(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """[s, d] each."""
+    seen = [slice(0 if window is None else max(0, t + 1 - window), t + 1) for t in range(len(q))]
+    return torch.stack([torch.softmax(q[t] @ k[own].T / math.sqrt(q.shape[-1]), -1) @ v[own] for t, own in enumerate(seen)])
+
+
+def turned(x: Tensor) -> Tensor:
+    return rotate(x[:, None, None], Context(), 10000)[:, 0, 0]
+
+
+def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
+    """llama3's rule as its authors state it, case by case; every pair of channels a complex number."""
+    half, turned_pairs = x.shape[-1] // 2, []
+    for pair in range(half):
+        frequency = 10000.0 ** (-pair / half)
+        wave = 2 * math.pi / frequency
+        if wave > scaling.original / scaling.low:
+            frequency /= scaling.factor
+        elif wave >= scaling.original / scaling.high:
+            smooth = (scaling.original / wave - scaling.low) / (scaling.high - scaling.low)
+            frequency *= (1 - smooth) / scaling.factor + smooth
+        angle = torch.arange(len(x), dtype=x.dtype) * frequency
+        turned_pairs.append(torch.complex(x[:, pair], x[:, pair + half]) * torch.polar(torch.ones_like(angle), angle))
+    pairs = torch.stack(turned_pairs, -1)
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+def attention(layer: Any, h: Tensor) -> Tensor:
+    shape, each = layer.shape, layer.shape.heads // layer.shape.groups
+    outputs, bias = [], layer.in_proj.bias if shape.bias else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
+    turn = turned if shape.scaling is None else partial(turned_slowly, scaling=shape.scaling)
+    for rows, offsets in zip(layer.in_proj.weight.chunk(shape.groups), bias.chunk(shape.groups), strict=True):
+        *qs, k, v = (h @ part.T + offset for part, offset in zip(rows.split(shape.head), offsets.split(shape.head), strict=True))
+        outputs += [softmax_read(turn(q), turn(k), v, shape.window) for q in qs]
+        assert len(qs) == each
+    return torch.cat(outputs, -1) @ layer.out_proj.weight.T
+
+
+def differential(layer: Any, h: Tensor) -> Tensor:
+    shape, d, (a, b, c, e) = layer.shape, layer.shape.head, layer.lam
+    lam = (a @ b).exp() - (c @ e).exp() + 0.8 - 0.6 * math.exp(-0.9)
+    outputs = []
+    for rows in layer.in_proj.weight.chunk(shape.heads):
+        q1, q2, k1, k2, v = (h @ part.T for part in rows.split([d, d, d, d, 2 * d]))
+        read = softmax_read(turned(q1), turned(k1), v) - lam * softmax_read(turned(q2), turned(k2), v)
+        outputs.append(norm(read, layer.head_norm.weight) * (0.2 + 0.6 * math.exp(-0.9)))
+    return torch.cat(outputs, -1) @ layer.out_proj.weight.T
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    taps = weight.shape[1]
+    padded = torch.cat((x.new_zeros(taps - 1, x.shape[1]), x))
+    return silu(torch.stack([(padded[t : t + taps].T * weight).sum(1) for t in range(len(x))]) + bias)
+
+
+def step_and_rate(layer: Any, raw: Tensor, rates: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """delta and exp(log-decay), [s, heads]."""
+    index = torch.arange(layer.shape.heads, dtype=torch.float64) + 0.5
+    rate = (rates[0] + (rates[1] - rates[0]) * index / layer.shape.heads) * layer.log_rate.exp()
+    start = 0.001 * 100 ** (index * (math.sqrt(5) - 1) / 2 % 1)
+    delta = softplus(raw + start.expm1().log() + layer.step_bias)
+    return delta, (-rate * delta).exp()
+
+
+def deltanet(layer: Any, h: Tensor) -> Tensor:
+    shape = layer.shape
+    dk, dv = shape.key_head, shape.value_head
+    raw = (h @ layer.rates.weight.T).unflatten(-1, (shape.heads, -1))
+    decay = step_and_rate(layer, raw[..., 1], (0.0, 16.0))[1] if shape.gated else torch.ones(len(h), shape.heads, dtype=h.dtype)
+    outputs = []
+    for i, (rows, taps) in enumerate(zip(layer.in_proj.weight.chunk(shape.heads), layer.conv.chunk(shape.heads), strict=True)):
+        q, k, v = convolved(h @ rows[: 2 * dk + dv].T, taps).split([dk, dk, dv], -1)
+        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        state, reads = h.new_zeros(dk, dv), []
+        for t in range(len(h)):
+            beta = raw[t, i, 0].sigmoid() * (2 if shape.negative_eigenvalues else 1)
+            state = decay[t, i] * (state - beta * torch.outer(k[t], k[t] @ state)) + beta * torch.outer(k[t], v[t])
+            reads.append(q[t] @ state / math.sqrt(dk))
+        o = norm(torch.stack(reads), layer.head_norm.weight)
+        outputs.append(o * silu(h @ rows[2 * dk + dv :].T) if shape.gated else o)
+    return torch.cat(outputs, -1) @ layer.out_proj.weight.T
+
+
+def mamba2(layer: Any, h: Tensor) -> Tensor:
+    shape = layer.shape
+    b, c = convolved(h @ layer.bc_proj.weight.T, layer.bc_conv, layer.bc_conv_bias).chunk(2, -1)
+    delta, decay = step_and_rate(layer, h @ layer.steps.weight.T, (1.0, 16.0))
+    outputs = []
+    for i, rows in enumerate(layer.in_proj.weight.chunk(shape.heads)):
+        own = slice(i * shape.head, (i + 1) * shape.head)
+        u, z = convolved(h @ rows[: shape.head].T, layer.conv[own], layer.conv_bias[own]), h @ rows[shape.head :].T
+        state, reads = h.new_zeros(shape.state, shape.head), []
+        for t in range(len(h)):
+            state = decay[t, i] * state + delta[t, i] * torch.outer(b[t], u[t])
+            reads.append(c[t] @ state + layer.skip[i] * u[t])
+        outputs.append(torch.stack(reads) * silu(z))
+    return norm(torch.cat(outputs, -1), layer.out_norm.weight) @ layer.out_proj.weight.T
+
+
+DEFINITIONS = {Attention: attention, DifferentialAttention: differential, DeltaNet: deltanet, Mamba2: mamba2}
+
+
+def definition(layer: Any, x: Tensor) -> Tensor:
+    steps = [DEFINITIONS[type(layer)](layer, norm(one, layer.norm.weight)) for one in x.unbind(1)]
+    return x + torch.stack(steps, 1)
 
 
 def equals_the_definition(layer: Any, length: int) -> None:
@@ -40,92 +221,20 @@ def test_the_delta_rule_s_settings(name: str, delta: DeltaConfig) -> None:
     equals_the_definition(build(name, delta=delta), 5)
 
 
-# --- what every mixer promises ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradcheck(name: str) -> None:
-    layer, x = build(name), tokens(3, b=1).requires_grad_()
-    names = [key for key, _ in layer.named_parameters()]
-
-    def function(x: Tensor, *weights: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, Context()))
-
-    assert torch.autograd.gradcheck(function, (x, *layer.parameters()), fast_mode=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_bit_depends_on_later_tokens(name: str) -> None:
-    layer, x = build(name, torch.float32), tokens(80, dtype=torch.float32)
-    before = layer(x, Context())
-    for cut in (1, 30, 70):
-        for factor in (-1.0, 1e15):  # whose square is still finite in float32
-            after = layer(torch.cat((x[:cut], factor * x[cut:])), Context())
-            assert torch.equal(after[:cut], before[:cut])
-            assert not torch.equal(after[cut:], before[cut:])
-    leaf = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(layer(leaf, Context())[:30].sum(), leaf)
-    assert (grad[30:] == 0).all() and (grad[:30] != 0).any(-1).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_decoding_equals_the_whole_forward(name: str) -> None:
-    layer, x = build(name, torch.float32), tokens(300, dtype=torch.float32)
-    whole = layer(x, Context())
-    for parts in ([37, 70, *[1] * 193], [1] * 300):
-        got, state = decode(layer, x, parts)
-        torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-5)  # the contract's bound in float32
-        assert all(len(kept) == 2 for kept in state.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_left_padded_rows_equal_each_row_alone(name: str) -> None:
-    layer, x, lengths = build(name), tokens(12, b=3), (12, 7, 1)
-    index = torch.arange(12)
-    valid = torch.stack([index >= 12 - length for length in lengths])
-    positions = torch.stack([(index - (12 - length)).clamp_min(0) for length in lengths], dim=1)
-    x = x.masked_fill(~valid.T[..., None], 1e4)
-    padded = layer(x, Context(valid=valid, positions=positions))
-    streamed, _ = decode(layer, x, [8, 1, 2, 1], valid, positions)
-    assert padded.isfinite().all()
-    for row, length in enumerate(lengths):
-        alone = layer(x[-length:, row : row + 1], Context())
-        for got in (padded, streamed):
-            torch.testing.assert_close(got[-length:, row : row + 1], alone, **ROUNDING)
-
-
 @pytest.mark.parametrize("name", LINEAR)
 def test_padding_between_tokens_moves_no_matrix(name: str) -> None:
     """The convolution still sees the tokens before it there, so keys and values are not zero."""
     layer, x = build(name), tokens(9)
     valid = torch.ones(2, 9, dtype=torch.bool)
     valid[:, 6:] = False
-    _, before = decode(layer, x[:6], [6])
+    before: State = {}
+    layer(x[:6], Context(state=before))
     for parts in ([9], [6, 3], [4, 4, 1]):
-        _, after = decode(layer, x, parts, valid)
+        after, past = State(), 0
+        for part in x.split(parts):
+            layer(part, Context(state=after, past=past, valid=valid[:, : past + len(part)]))
+            past += len(part)
         torch.testing.assert_close(after["matrix"], before["matrix"], **ROUNDING)
-
-
-@pytest.mark.parametrize("element", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
-def test_state_bytes(name: str, element: torch.dtype) -> None:
-    layer = build(name, element)
-    for length in (1, 2, 9):
-        _, state = decode(layer, tokens(length, dtype=element), [1] * length)
-        kept = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        assert kept == 2 * layer.shape.state_bytes(length, element.itemsize)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_bfloat16(name: str) -> None:
-    layer, x = build(name, torch.bfloat16), tokens(65, dtype=torch.bfloat16)
-    got = layer(x, Context())
-    got.sum().backward()
-    assert got.dtype == torch.bfloat16 and all(weight.grad.isfinite().all() for weight in layer.parameters())
-    exact = build(name)
-    exact.load_state_dict(layer.state_dict())
-    error = (got.double() - exact(x.double(), Context())).norm() / (exact(x.double(), Context()) - x.double()).norm()
-    assert error < 0.05  # bfloat16's 2^-8 through a handful of products
 
 
 @pytest.mark.parametrize("name", SQUARE)
@@ -137,46 +246,6 @@ def test_bidirectional(name: str) -> None:
     order = torch.tensor([3, 1, 6, 0, 2, 5, 4])
     torch.testing.assert_close(layer(x, flat)[order], layer(x[order], flat), **ROUNDING)
     torch.testing.assert_close(layer(x, context)[-1], layer(x, Context())[-1], **ROUNDING)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_flops(name: str) -> None:
-    layer = build(name, torch.float32)
-    length = 128
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the CPU's flash kernel is not counted
-        layer(tokens(length, b=1, dtype=torch.float32), Context())
-    shape, expected = layer.shape, sum(layer.shape.flops(length, whole_square=True).values()) * length
-    if isinstance(shape, DeltaShape):  # the triangular solve, which torch does not count
-        expected -= length * 63 * shape.heads * (shape.key_head + shape.value_head)
-    if name == "differential":  # on the CPU queries and keys are padded to the values' width
-        expected += length * 2.0 * length * shape.heads * 2 * shape.head
-    assert counter.get_total_flops() == expected
-    assert sum(shape.flops(length).values()) < sum(shape.flops(length, whole_square=True).values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_parts_add_up(name: str) -> None:
-    whole, x = build(name), tokens(6)
-    ranks = [Rank(0), Rank(1)]
-    parts = [LAYERS[type(whole.shape)](whole.shape, rank) for rank in ranks]
-    for rank, part in enumerate(parts):
-        for key, weight in part.named_parameters():
-            full, split = whole.get_parameter(key), weight.spec.split  # type: ignore[attr-defined]
-            weight.data.copy_(full if split is None else full.chunk(2, split)[rank])
-    for part in parts:
-        part(x, Context())
-    ranks[0].others, ranks[1].others = ranks[1].partial, ranks[0].partial
-    got = sum(part(x, Context()) - x for part in parts)
-    torch.testing.assert_close(x + got, whole(x, Context()), **ROUNDING)
-    assert all(width % 2 == 0 for width in whole.shape.split_widths().values())
-    if name != "mamba2":  # where a gradient would have to cross the ranks
-        got.square().sum().backward()
-        (whole(x, Context()) - x).square().sum().backward()
-        for key, weight in whole.named_parameters():
-            grads = [part.get_parameter(key).grad for part in parts]
-            split = weight.spec.split
-            joined = grads[0] + grads[1] if split is None else torch.cat(grads, split)  # type: ignore[operator, arg-type]
-            torch.testing.assert_close(joined, weight.grad, **ROUNDING)
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------------------------

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.functional import linear, silu
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.cem import CemAttention, CemMlp, elementwise_energy
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.preconditioner import smallest_eigenvalue
-from fem_megatron.layers.update import Context, rms_norm
-from fem_megatron.shapes.cem import CemAttentionShape, CemConfig, CemMlpShape
-from kernels.cem_attention.energy import interaction_energy
+from fem_megatron.mixers.cem.layer import CemAttention, CemMlp, elementwise_energy, smallest_eigenvalue
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig, CemMlpShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
+from fem_megatron.update import rms_norm
+from kernels.cem_attention.reference import interaction_energy
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over two steps
@@ -94,28 +93,6 @@ def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPa
 
 
 # --- limits and energies ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale", ["model", "head"])
-def test_one_plain_step_is_attention_with_tied_weights(scale: str) -> None:
-    layer, x = attention(**PLAIN, scale=scale), tokens(9)
-    i = torch.arange(9)
-    mask = -torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])[:, None, None].double() * (i[:, None] - i).abs()  # ALiBi
-    mask = mask + torch.where(i[:, None] == i, layer.self_bias, layer.cross_bias)
-    mask = mask.masked_fill(i[:, None] < i, -torch.inf)
-    h = rms_norm(x, layer.norm.weight, 1e-6)
-    q, k = (
-        linear(z, w.weight).unflatten(-1, (4, 4)).permute(1, 2, 0, 3) for w, z in ((layer.query, rms_norm(h, None, 1e-6)), (layer.key, h))
-    )
-    o = scaled_dot_product_attention(q, k, k, attn_mask=mask, scale=0.25 if scale == "model" else 0.5)
-    torch.testing.assert_close(layer(x, Context()), h + o.permute(2, 0, 1, 3).flatten(2) @ layer.query.weight, **ROUNDING)
-
-
-def test_one_plain_step_is_a_gated_mlp_with_tied_weights() -> None:
-    layer, x = mlp(**PLAIN), tokens(9)
-    h = rms_norm(x, layer.norm.weight, 1e-6)
-    expected = h + (layer.gamma(h) * silu(linear(rms_norm(h, None, 1e-6), layer.up.weight))) @ layer.up.weight
-    torch.testing.assert_close(layer(x, Context()), expected, **ROUNDING)
 
 
 def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None) -> Tensor:
@@ -278,35 +255,6 @@ def test_as_it_starts() -> None:
 # --- as a language model ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 3, 6])
-@pytest.mark.parametrize("switches", [{}, {"diagonal": "head", "preconditioner": "diagonal", "residual": "raw"}, PLAIN])
-def test_gradcheck(switches: dict[str, Any], length: int) -> None:
-    for layer in both(hidden=4, heads=2, ffn_size=5, **switches):
-        x = tokens(length, b=1, hidden=4).requires_grad_()
-        names = [name for name, _ in layer.named_parameters()]
-
-        def function(x: Tensor, *weights: Tensor, layer: Layers = layer, names: list[str] = names) -> Tensor:
-            return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x, Context()))
-
-        assert torch.autograd.gradcheck(function, (x, *layer.parameters()), fast_mode=True)
-
-
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-def test_no_bit_depends_on_later_tokens(diagonal: str) -> None:
-    for layer in both(torch.float32, diagonal=diagonal):
-        x = tokens(80, dtype=torch.float32)
-        before = layer(x, Context())
-        for cut in (1, 30, 70):
-            for factor in (-1.0, 1e15):  # whose square is still finite in float32
-                y = torch.cat((x[:cut], -factor * x[cut:].flip(-1)))
-                after = layer(y, Context())
-                assert torch.equal(after[:cut], before[:cut])
-                assert not torch.equal(after[cut:], before[cut:])
-        leaf = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(layer(leaf, Context())[:30].sum(), leaf)
-        assert (grad[30:] == 0).all() and (grad[:30] != 0).any(-1).all()
-
-
 def test_bidirectional() -> None:
     layer, x = attention(causal=False), tokens(7)
     forth, back = layer(x, Context(causal=False)), layer(x.flip(0), Context(causal=False))
@@ -314,70 +262,7 @@ def test_bidirectional() -> None:
     assert not torch.allclose(forth, layer(x, Context()))
 
 
-@pytest.mark.parametrize("length", [1, 2, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_types_and_lengths(length: int, dtype: torch.dtype) -> None:
-    for diagonal in DIAGONALS:
-        for layer in both(dtype, diagonal=diagonal):
-            y = layer(tokens(length, dtype=dtype), Context())
-            assert (y.dtype, y.shape) == (dtype, (length, 2, 16)) and y.isfinite().all()
-            y.sum().backward()
-            assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in layer.parameters())
-
-
-def decode(layer: Layers, x: Tensor, chunks: list[int], valid: Tensor | None = None) -> Tensor:
-    state: dict[str, Tensor] = {}
-    outs, past = [], 0
-    for length in chunks:
-        known = {"state": state, "past": past, "valid": None if valid is None else valid[:, : past + length]}
-        outs.append(layer(x[past : past + length], Context(**known)))  # type: ignore[arg-type]
-        past += length
-    assert sum(value.nbytes for value in state.values()) == x.shape[1] * layer.shape.state_bytes(past, x.element_size())
-    return torch.cat(outs)
-
-
-@pytest.mark.parametrize("kind", [*DIAGONALS, "mlp"])
-@torch.no_grad()
-def test_decoding_equals_the_parallel_forward(kind: str) -> None:
-    layer = mlp(torch.float32) if kind == "mlp" else attention(torch.float32, diagonal=kind)
-    x = tokens(300, dtype=torch.float32)
-    whole = layer(x, Context())
-    for chunks in ([1] * 300 if kind == "shared" else [2] * 150, [130, 1, 1, 1, 67, 99, 1]):
-        # float32: a few roundings of values of size 1 to 10, in another order
-        torch.testing.assert_close(decode(layer, x, chunks), whole, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("diagonal", DIAGONALS)
-@torch.no_grad()
-def test_left_padding_equals_each_row_alone(diagonal: str) -> None:
-    layer, x, pad = attention(diagonal=diagonal), tokens(80), 13
-    valid = torch.ones(2, 80, dtype=torch.bool)
-    valid[0, :pad] = False
-    for out in (layer(x, Context(valid=valid)), decode(layer, x, [40, *[4] * 10], valid)):
-        torch.testing.assert_close(out[pad:, :1], layer(x[pad:, :1], Context()), **ROUNDING)
-        torch.testing.assert_close(out[:, 1:], layer(x[:, 1:], Context()), **ROUNDING)
-        assert out.isfinite().all()
-
-
 # --- the shapes ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [2, 5, 25])  # a fold is worth it for none, for the heads, for both
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    "switches", [{}, {"diagonal": "head", "steps_attention": 3, "steps_mlp": 1}, {"preconditioner": "diagonal"}, PLAIN]
-)
-def test_flops_equal_the_counter(switches: dict[str, Any], causal: bool, length: int) -> None:
-    for layer in both(causal=causal, **switches):
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            layer(tokens(length, b=1), Context(causal=causal))
-        assert counter.get_total_flops() == pytest.approx(length * sum(layer.shape.flops(length, whole_square=True).values()), rel=1e-12)
-
-
-def test_a_causal_token_sees_half_the_square() -> None:
-    for diagonal, products in (("none", 2), ("shared", 3), ("head", 6)):
-        shape = CemAttentionShape.of(model(diagonal=diagonal, steps_attention=2))
-        assert shape.flops(9)["attention"] == 2 * 2 * 16 * products * 5
 
 
 def test_numbers_of_parameters() -> None:

@@ -5,19 +5,20 @@ A new name is tested here with no new line. float32, as decoding runs; every wei
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.update import Context, State
-from tests.fem_megatron.test_catalogue import NAMES, SMALL, block_of
+from fem_megatron.block import Block
+from fem_megatron.state import Context, State
+from tests.fem_megatron.test_catalogue import CAUSAL, NAMES, SMALL, block_of, model_of
 
 STEPS = 300
 EVERY_MIXER = pytest.mark.parametrize("name", NAMES)
+EVERY_CASE = pytest.mark.parametrize("name", CAUSAL)
+DOUBLE: Any = {"dtype": torch.float64}
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,8 @@ def no_gradients() -> Any:
         yield
 
 
-def tokens(length: int = STEPS, batch: int = 2) -> Tensor:
-    return torch.randn(length, batch, SMALL.hidden_size, generator=torch.Generator().manual_seed(5))
+def tokens(length: int = STEPS, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(length, batch, SMALL.hidden_size, generator=torch.Generator().manual_seed(5), dtype=dtype)
 
 
 def decode(block: Block, x: Tensor, pieces: list[int], state: State | None = None, past: int = 0) -> Tensor:
@@ -41,9 +42,9 @@ def decode(block: Block, x: Tensor, pieces: list[int], state: State | None = Non
 
 
 def close(got: Tensor, wanted: Tensor) -> None:
-    """Rounding of float32 over sums of 300 terms, relative to the largest output."""
+    """Rounding over sums of 300 terms, relative to the largest output."""
     assert got.shape == wanted.shape and got.isfinite().all()
-    assert (got - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item())
+    assert (got - wanted).abs().max() <= (1e-5 if got.dtype == torch.float32 else 1e-10) * max(1.0, wanted.abs().max().item())
 
 
 def state_bytes(state: State) -> int:
@@ -56,20 +57,20 @@ def test_step_by_step_is_the_parallel_forward(name: str) -> None:
     close(decode(block, x, [1] * STEPS), block(x, Context()))
 
 
-@EVERY_MIXER
-@pytest.mark.parametrize("recurrence", [1, 3])
-def test_pieces_are_the_parallel_forward(name: str, recurrence: int) -> None:
+@EVERY_CASE
+@pytest.mark.parametrize("again", [{}, {"recurrence": 3}], ids=["as it is", "thrice"])
+def test_pieces_are_the_parallel_forward(name: str, again: dict[str, Any]) -> None:
     """A prompt, single tokens, pieces of any length; every iteration of a recurrent block has a state of its own."""
-    block, x = block_of(name, torch.float32, recurrence=recurrence), tokens(123)
+    block, x = block_of(name, **again), tokens(123, **DOUBLE)
     close(decode(block, x, [50, 1, 1, 1, 7, 2, 61]), block(x, Context()))
 
 
-@EVERY_MIXER
+@EVERY_CASE
 def test_left_padding_changes_nothing(name: str) -> None:
     """Prompts of unequal lengths, a piece, single tokens: each row as if alone."""
-    block, lengths, width, more = block_of(name, torch.float32), (3, 9, 1, 6), 9, [3, 1, 1]
-    x = tokens(width + sum(more), len(lengths))
+    block, lengths, width, more = block_of(name), (3, 9, 1, 6), 9, [3, 1, 1]
     valid = torch.arange(width + sum(more)) >= width - torch.tensor(lengths)[:, None]
+    x = tokens(width + sum(more), len(lengths), **DOUBLE).masked_fill(~valid.T[..., None], 50.0)
     positions = (valid.long().cumsum(1) - 1).clamp_min(0).T
     state: State = {}
     outputs, past = [], 0
@@ -85,12 +86,16 @@ def test_left_padding_changes_nothing(name: str) -> None:
     assert all(output.isfinite().all() for output in outputs)
 
 
-@EVERY_MIXER
+@EVERY_CASE
 def test_right_padding_changes_nothing(name: str) -> None:
-    block, lengths, x = block_of(name, torch.float32), (4, 11), tokens(11)
+    """Nor do gradients flow to it, or go through it."""
+    block, lengths, x = block_of(name), (4, 11), tokens(11, **DOUBLE).requires_grad_()
     valid = torch.arange(11) < torch.tensor(lengths)[:, None]
-    whole = block(x, Context(valid=valid))
-    assert whole.isfinite().all()
+    with torch.enable_grad():
+        whole = block(x, Context(valid=valid))
+        (whole * valid.T[..., None]).square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and not x.grad[~valid.T].any()
+    assert whole.isfinite().all() and all(weight.grad is None or weight.grad.isfinite().all() for weight in block.parameters())
     for row, length in enumerate(lengths):
         close(whole[:length, row], block(x[:length, row : row + 1], Context())[:, 0])
 
@@ -106,11 +111,11 @@ def test_rows_of_the_state_are_the_batch(name: str) -> None:
     close(decode(block, x[12:, rows], [5, 1, 2], state, past=12), block(x, Context())[12:, rows])
 
 
-@EVERY_MIXER
-@pytest.mark.parametrize(("dtype", "recurrence"), [(torch.float32, 1), (torch.bfloat16, 2)])
-def test_the_state_has_the_bytes_that_the_plan_says(name: str, dtype: torch.dtype, recurrence: int) -> None:
-    block = block_of(name, dtype, recurrence=recurrence)
-    (shape, *_) = replace(SMALL, mixer=name, recurrence=recurrence).blocks()
+@EVERY_CASE
+@pytest.mark.parametrize(("dtype", "again"), [(torch.float32, {}), (torch.bfloat16, {"recurrence": 2})], ids=["fp32", "bf16, twice"])
+def test_the_state_has_the_bytes_that_the_plan_says(name: str, dtype: torch.dtype, again: dict[str, Any]) -> None:
+    block = block_of(name, dtype, **again)
+    (shape, *_) = model_of(name, **again).blocks()
     for length in (1, 2, 7, 70):
         state: State = {}
         decode(block, tokens(length, 3).to(dtype), [length], state)

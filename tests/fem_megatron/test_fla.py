@@ -11,11 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron.layers.fla import FlaLayer
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.fla import FlaConfig, FlaShape
-from tests.fem_megatron.baselines import ROUNDING, Rank, decode, model, norm, tokens
+from fem_megatron.mixers.fla.layer import FlaLayer
+from fem_megatron.mixers.fla.shape import FlaConfig, FlaShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context, State
+from tests.fem_megatron.test_baselines import ROUNDING, model, norm, tokens
+from tests.fem_megatron.test_decoding import decode
+
+
+class Half(OneProcess):
+    """One of two tensor-parallel ranks."""
+
+    size = 2
 
 
 class CumulativeMean(torch.nn.Module):
@@ -50,11 +57,11 @@ def test_a_foreign_layer(package: None, monkeypatch: pytest.MonkeyPatch) -> None
     mean = h.cumsum(0) / torch.arange(1, 10)[:, None, None]
     whole = layer(x, Context())
     torch.testing.assert_close(whole, x + layer.layer.out(mean) * layer.layer.scale.sum(), **ROUNDING)
-    streamed, state = decode(layer, x, [4, 1, 3, 1])
-    torch.testing.assert_close(streamed, whole, **ROUNDING)
+    state: State = {}
+    torch.testing.assert_close(decode(layer, x, [4, 1, 3, 1], state), whole, **ROUNDING)
     assert sum(kept.numel() * 8 for kept in state.values()) == 2 * layer.shape.state_bytes(9, 8)
     valid = torch.arange(9)[None] >= torch.tensor([[0], [5]])
-    padded, _ = decode(layer, x, [6, 3], valid)
+    padded = layer(x, Context(valid=valid))
     torch.testing.assert_close(padded[5:, 1:], layer(x[5:, 1:], Context()), **ROUNDING)
     assert {key: weight.spec.init for key, weight in layer.named_parameters()} == {
         "layer.out.weight": "normal",
@@ -73,7 +80,7 @@ def test_foreign_layers_that_cannot_run_are_refused_in_one_line(package: None, m
     refused("needs a GPU", lambda: fla_layer()(tokens(2), Context()))
     refused("no layer of this name", lambda: fla_layer("Nothing"))
     refused("does not take width; it takes hidden_size", lambda: fla_layer(width=3))
-    refused("tensor_model_parallel_size to 1", lambda: fla_layer(parallel=Rank(0)))
+    refused("tensor_model_parallel_size to 1", lambda: fla_layer(parallel=Half()))
     refused("write a class of fla.layers", lambda: fla_layer("a-b"))
     refused("model.fla.options.num_heads", lambda: fla_layer(num_heads=3))
     refused("model.causal", lambda: FlaShape.of(model(causal=False), 0, name="GatedLinearAttention"))

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron import fusions, platform
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context, rotate
+from fem_megatron.megatron import fusions, platform
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
+from fem_megatron.update import rotate
 
 CPU = torch.device("cpu")
 
@@ -89,7 +90,7 @@ def test_positions_of_their_own_are_turned_plainly(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fem_megatron.model import Layout, transformer_config
+    from fem_megatron.megatron.model import Layout, transformer_config
 
     config = transformer_config(ModelConfig(vocab_size=64), Layout(params_dtype=torch.bfloat16))
     assert not config.cross_entropy_loss_fusion

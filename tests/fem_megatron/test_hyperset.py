@@ -1,7 +1,9 @@
-"""Hyper-SET's layer: the released block's numbers, its energies, and what its switches promise. Iterations run as a block runs them."""
+"""Hyper-SET: the released block's numbers, its energies, switches and sizes. Iterations run as a block runs them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,49 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron.layers.hyperset import HyperSet
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.step_net import sinusoidal
-from fem_megatron.layers.update import Context
-from kernels.symmetric_attention.energy import attention_energy, feed_forward_energy
-from tests.fem_megatron.hyperset_parts import CAUSAL, FEED_FORWARDS, ROUNDING, UPDATES, WHOLE, build, run, shape, tokens
+from fem_megatron.config import ModelConfig
+from fem_megatron.mixers.hyperset.layer import HyperSet, sinusoidal
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig, HyperSetShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
+from kernels.symmetric_attention.reference import attention_energy, feed_forward_energy
+
+ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over a few iterations
+CAUSAL, WHOLE = ("softmax", "sigmoid", "linear"), ("bisoftmax", "sigmoid", "linear")
+FEED_FORWARDS = ("relu", "softmax", "gated")
+UPDATES = ("gradient", "momentum", "rmsprop", "adam")
+
+
+def shape(*, hidden: int = 16, heads: int = 2, causal: bool = True, recurrence: int = 3, **switches: Any) -> HyperSetShape:
+    sizes = {key: switches.pop(key) for key in ("norm_eps", "rope") if key in switches}
+    chosen = {"multiplier": 2, "time_size": 8, "attention": "softmax" if causal else "bisoftmax", **switches}
+    model = ModelConfig(
+        hidden_size=hidden, num_attention_heads=heads, causal=causal, recurrence=recurrence, hyperset=HyperSetConfig(**chosen), **sizes
+    )
+    return HyperSetShape.of(model)
+
+
+def build(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> HyperSet:
+    """A layer with random weights, the zeros of its start too."""
+    layer = HyperSet(shape(**sizes), OneProcess(dtype))
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in layer.named_parameters():
+            weight.copy_(torch.randn(weight.shape, generator=rng, dtype=torch.float64) * 0.3 + ("norm" in name))
+    return layer
+
+
+def tokens(length: int, *, b: int = 2, hidden: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(length, b, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run(layer: HyperSet, x: Tensor, iterations: int = 3, **known: Any) -> Tensor:
+    """The iterations of one forward pass, with the context that a block gives them."""
+    context = Context(**{"causal": layer.shape.causal, **known, "origin": x, "memory": {}})
+    for iteration in range(iterations):
+        x = layer(x, replace(context.within(str(iteration)), iteration=iteration))
+    return x
+
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "hyperset_block.npz"
 
@@ -238,3 +277,34 @@ def test_more_iterations_than_in_training() -> None:
     layer, x = build(recurrence=2), tokens(6)
     assert run(layer, x, 20).isfinite().all()
     torch.testing.assert_close(run(layer, x, 2), run(build(recurrence=20), x, 2), **ROUNDING)
+
+
+def test_a_causal_token_sees_half_the_square() -> None:
+    assert shape().flops(9)["attention"] == 4 * 16 * 5
+    assert shape(attention="linear").flops(1000)["attention"] == 4 * 16 * (65 / 2 + 8)
+    assert shape(causal=False).flops(9)["attention"] == 6 * 16 * 9
+
+
+def test_the_paper_s_parameter_count() -> None:
+    """5.20M for Sudoku (table 7): the block and its step network; the rest is embedding, positions and head."""
+    weights = shape(hidden=768, heads=12, multiplier=4, time_size=512, step_norm=False, recurrence=24).weights()
+    rest = 10 * 768 + 81 * 768 + 768 + 9 * 768
+    assert round((sum(weight.size for weight in weights.values()) + rest) / 1e6, 2) == 5.20
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: shape(heads=3), "num_attention_heads"),
+        (lambda: shape(hidden=6, heads=2), "model.rope"),
+        (lambda: shape(attention="bisoftmax"), "bisoftmax"),
+        (lambda: shape(multiplier=0), "multiplier"),
+        (lambda: shape(lora_rank=-1), "lora_rank"),
+        (lambda: shape(time_size=7), "time_size"),
+        (lambda: build(update="adam")(tokens(3), Context(iteration=1, origin=tokens(3))), "memory"),
+        (lambda: build()(tokens(3), Context(iteration=1)), "origin"),
+    ],
+)
+def test_refusals(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

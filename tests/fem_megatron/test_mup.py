@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from fem_megatron import catalogue
+from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.base import Normal
-from fem_megatron.shapes.cem import CemConfig
-from fem_megatron.shapes.fem import FemConfig
-from fem_megatron.shapes.hyperset import HyperSetConfig
-from fem_megatron.shapes.mup import MupConfig, decay_factor, lr_factor, starts_from
-from pretrain.plan import model_weights
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.cem.shape import CemConfig
+from fem_megatron.mixers.fem.shape import FemConfig
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig
+from fem_megatron.mup import MupConfig, decay_factor, lr_factor, starts_from
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import Normal
+from fem_megatron.state import Context
+from pretrain.plan.run_plan import model_weights
 
 SMALL = ModelConfig(hidden_size=64, num_layers=1, num_attention_heads=8, ffn_hidden_size=96, vocab_size=100)
 MIXERS = {name: replace(SMALL, mixer=name) for name in catalogue.MIXERS if not name.startswith("fla.")} | {
@@ -56,7 +56,7 @@ def mup(model: ModelConfig, base: int, head: int | None = None) -> ModelConfig:
 
 
 def build(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    from fem_megatron.model import Layout, build
+    from fem_megatron.megatron.model import Layout, build
 
     return build(model, Layout(params_dtype=dtype), 16, seed=1)[0]
 

@@ -2,57 +2,116 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import itertools
+import math
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from fem_megatron.block import Block
+from fem_megatron.megatron import platform
+from fem_megatron.state import Context
 from tests.fem_megatron import padding
-from tests.fem_megatron.test_catalogue import CASES
+from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, shape_of, tokens
+from tests.ranks import answer
 
-ROOT = Path(__file__).resolve().parents[2]
+PLACES = ("TP2", "TP2+SP")
+# A case, or a vocabulary and whether it is tied; and the place.
+MIXERS = list(itertools.product(CASES, PLACES))
+EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
+Errors = dict[tuple[Any, ...], dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    out = tmp_path_factory.mktemp("tensor_parallel") / "errors.json"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in launcher}
-    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={port}",
-        "-m",
-        "tests.fem_megatron.tensor_parallel_worker",
-    ]
-    done = subprocess.run([sys.executable, *command, str(out)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, done.stderr[-5000:]
-    found: dict[str, dict[str, float]] = json.loads(out.read_text())
+def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    """The largest relative errors of every case that this session asks for."""
+    asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    found: Errors = answer(2, compare_all, asked, output=tmp_path_factory.mktemp("ranks") / "rank", patience=560)
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP2", "TP2+SP"])
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_compute_what_one_does(errors: dict[str, dict[str, float]], name: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("case", MIXERS, ids=" ".join)
+def test_two_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) -> None:
     # 1e-10: float64 sums in another order; a gradient that is not summed over the ranks, or twice, is off by 1e-1.
-    wrong = {key: value for key, value in errors[name + " SP" * sequence_parallel].items() if not value < 1e-10}
-    assert not wrong
+    assert not {key: value for key, value in errors[case].items() if not value < 1e-10}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP2", "TP2+SP"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("vocabulary", padding.VOCABULARIES)
-def test_two_ranks_leave_out_the_vocabulary_s_padding(
-    errors: dict[str, dict[str, float]], vocabulary: str, tied: bool, sequence_parallel: bool
-) -> None:
+@pytest.mark.parametrize("case", EMBEDDINGS, ids=str)
+def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tuple[str, bool, str]) -> None:
     # 1e-6: Megatron's cross-entropy is in float32 whatever the model is; the padding's 28 rows of 128 would move the loss by 5e-2.
-    assert not padding.wrong(errors[vocabulary + " tied" * tied + " SP" * sequence_parallel], 1e-6)
+    assert not padding.wrong(errors[case], 1e-6)
+
+
+def compare_all(cases: list[tuple[Any, ...]]) -> Errors:
+    """On each of two ranks."""
+    platform.import_megatron()
+    platform.initialize_distributed()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    errors = {}
+    for case in cases:
+        sequence = case[-1] == "TP2+SP"
+        if case in MIXERS:
+            found = compare(case[0], sequence)
+        else:
+            found = padding.compare(case[0], case[1], sequence_parallel=sequence, params_dtype=torch.float64)
+        errors[case] = largest(found)
+    torch.distributed.destroy_process_group()
+    return errors
+
+
+def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
+    """Relative errors of the split block's output and of each gradient against the whole one's, of this rank's part."""
+    from megatron.core import parallel_state
+
+    from fem_megatron.megatron.tensor_parallel import TensorParallel
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    parallel = TensorParallel(group, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    whole, split = block_of(name), Block(shape_of(name), parallel)
+    with torch.no_grad():
+        for (_, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+            ours.copy_(part(theirs, ours, parallel))
+    x, weight = tokens(12), tokens(12).flip(0)
+    wanted, wanted_x = run(whole, x, weight, is_causal(name))
+    mine = slice(6 * parallel.rank, 6 * parallel.rank + 6) if sequence_parallel else slice(None)
+    y, x_grad = run(split, x[mine], weight[mine], is_causal(name))
+    errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
+    for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+        gradient = gradient_of(ours)
+        if ours.sequence_parallel:  # type: ignore[attr-defined]
+            torch.distributed.all_reduce(gradient, group=group)  # what Megatron's finalize_model_grads does
+        errors[key] = error(gradient, part(gradient_of(theirs), ours, parallel))
+    return errors
+
+
+def largest(errors: dict[str, float]) -> dict[str, float]:
+    """Over the ranks; what is no number is the largest."""
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, errors)
+    return {key: max((rank[key] for rank in everyone), key=lambda value: (math.isnan(value), value)) for key in errors}
+
+
+def run(block: Block, x: Tensor, weight: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = block(x, Context(causal=causal))
+    (y * weight).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def gradient_of(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+def part(whole: Tensor, like: Tensor, parallel: Any) -> Tensor:
+    split = like.spec.split  # type: ignore[attr-defined]
+    return whole if split is None else whole.chunk(parallel.size, split)[parallel.rank]
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)).item()

@@ -1,337 +1,315 @@
+"""fem_attention beyond the contract: which form runs, what the fast forms may round, wild heads, autograd's graph, decoding."""
+
 from __future__ import annotations
 
-import inspect
+import gc
+import logging
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-import kernels.fem_attention.reference as reference
-from kernels.fem_attention import fem_attention
-from tests.kernels.oracle import NAMES, definition, inputs, load, mu_and_free_energy, relative, results
-from tools.bench.cases.fem_attention import SUITE
-from tools.bench.check import check
+from kernels.check import relative, results
+from kernels.fem_attention import accelerated, fem_attention
+from kernels.fem_attention.cases import KNOWN, TENSORS, definition
+from kernels.fem_attention.cases import inputs as made
+from kernels.fem_attention.triton.decode import decode
+from kernels.implementations import OncePerMessage
 
-IMPLEMENTATIONS = ("fused", "reference")
-SWITCHES = [("beta", "lam", "gate"), ("beta", "lam"), ("beta", "gate"), ("beta",), ("gate",), ()]
-
-both = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
-def free_energy(x: dict[str, Any], implementation: str, **changed: Tensor) -> Tensor:
-    x = x | changed
-    return fem_attention(x["q"], x["k"], x["v"], x["beta"], implementation=implementation)
+SIZE = {"batch": 2, "heads": 2, "tokens": 21, "dk": 16, "dv": 8}
+engines = pytest.mark.parametrize("engine", ["sdpa", "triton"])
+fast_and_exact = pytest.mark.parametrize("implementation", ["fused", "reference", "sdpa", "triton"])
 
 
-def expectation(x: dict[str, Any], implementation: str) -> Tensor:
-    return fem_attention(x["q"], x["k"], x["v"], implementation=implementation)
+def inputs(dtype: torch.dtype = torch.float32, **changed: Any) -> dict[str, Any]:
+    """The six tensors, in ``dtype``, all differentiable."""
+    x = made({**SIZE, **{name: changed.pop(name) for name in (*SIZE,) if name in changed}}, **changed)
+    return {name: x[name].to(dtype).requires_grad_() for name in TENSORS if x[name] is not None}
 
 
-@both
-@pytest.mark.parametrize("name", ["fem_read_normal", "fem_read_adversarial"])
-def test_fixture(name: str, implementation: str) -> None:
-    stored = load(name)
-    x: dict[str, Any] = {key: stored[f"in/{'g' if key == 'gate' else key}"] for key in NAMES}
-    x = {key: (t if key == "beta" else t[None])[None].requires_grad_() for key, t in x.items()}
-    o = fem_attention(**x, implementation=implementation)
-    gradients = torch.autograd.grad((o[0, 0] * stored["w"]).sum(), list(x.values()))
-    results = {"out/0": o, "out/1": expectation(x, implementation), "out/2": free_energy(x, implementation)}
-    results |= {f"grad/{'g' if key == 'gate' else key}": gradient for key, gradient in zip(x, gradients, strict=True)}
-    for key, got in results.items():
-        # float64 on both sides; the fixtures' own tolerance
-        torch.testing.assert_close(
-            got.reshape(stored[key].shape), stored[key], rtol=1e-9, atol=1e-9 * float(stored[key].abs().max()), msg=key
-        )
+def copied(x: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in x.items()}
 
 
-@both
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("present", SWITCHES, ids="+".join)
-def test_gradcheck(present: tuple[str, ...], causal: bool, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "BLOCK_TERMS_CPU", 16)  # two queries of one head a block: block edges are differentiated too
-    for queries, value_range in ((4, 3.0), (2, 20.0)):  # kappa = 1 and kappa = 0; decoding in the second
-        x = inputs(4, queries=queries, batch=1, heads=2, dk=3, dv=2, value_range=value_range)
-        names = ("q", "k", "v", *present)
-
-        def read(*tensors: Tensor, names: tuple[str, ...] = names) -> Tensor:
-            given: dict[str, Any] = dict(zip(names, tensors, strict=True))
-            return fem_attention(**given, causal=causal, implementation=implementation)
-
-        assert torch.autograd.gradcheck(read, tuple(x[name].requires_grad_() for name in names))
+def total(o: Tensor) -> Tensor:
+    return (o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum()
 
 
-@both
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("tokens", "queries"), [(1, 1), (2, 2), (2, 1), (7, 7), (37, 37), (37, 5), (64, 64)])
-def test_equals_the_definition(tokens: int, queries: int, causal: bool, implementation: str) -> None:
-    x = inputs(tokens, queries=queries)
-    mu, free = mu_and_free_energy(x["q"], x["k"], x["v"], x["beta"], causal)
-    got = fem_attention(**x, causal=causal, implementation=implementation)
-    # float64 rounding (1e-16) times the few hundred terms of a sum
-    torch.testing.assert_close(got, x["gate"] * (mu + x["lam"] * (free - mu)), rtol=1e-12, atol=1e-12)
+def gradients(x: dict[str, Any], **arguments: Any) -> dict[str, Tensor]:
+    o = fem_attention(**x, **arguments)
+    names = [name for name in x if x[name].requires_grad]
+    return {"o": o.detach(), **dict(zip(names, torch.autograd.grad(total(o), [x[name] for name in names]), strict=True))}
 
 
-@both
-def test_free_energy_lies_between_mean_and_maximum_and_is_a_divergence(implementation: str) -> None:
-    for beta, value_range in ((0.02, None), (1.95, None), (40.0, None), (1.0, 79.0)):
-        x = inputs(beta=beta, value_range=value_range)
-        mu, free = expectation(x, implementation), free_energy(x, implementation)
-        rounding = 1e-12 * float(x["v"].abs().max())  # float64
-        assert (free >= mu - rounding).all()
-        assert (free <= x["v"].cummax(2).values + rounding).all()
-        log_p = (x["q"] @ x["k"].mT * 8**-0.5).masked_fill(torch.ones(33, 33, dtype=torch.bool).triu(1), -torch.inf).log_softmax(-1)
-        log_ratio = beta * (free[:, :, :, None] - x["v"][:, :, None])  # log p - log of the posterior q = p exp(beta (v - F))
-        divergence = (log_p.exp()[..., None] * log_ratio).sum(3)
-        # F - mu = KL(p || q) / beta; the log loses digits by its division through a small beta
-        torch.testing.assert_close(free - mu, divergence / beta, rtol=1e-9, atol=1e-13 / beta + rounding)
+# --- which form runs -------------------------------------------------------------------------------------------------------------
 
 
-@both
-def test_free_energy_rises_with_beta_and_starts_at_the_mean(implementation: str) -> None:
-    x = inputs()
-    mu = expectation(x, implementation)
-    reads = [free_energy(x, implementation, beta=torch.full_like(x["beta"], beta)) for beta in (1e-3, 0.05, 0.5, 2.0, 10.0, 80.0)]
-    for lower, higher in zip(reads, reads[1:], strict=False):
-        assert (higher >= lower - 1e-12).all()  # equal where a row has one token; float64 rounding there
-    assert (reads[-1] - reads[0]).max() > 0.5
-    spread = x["v"].cummax(2).values - x["v"].cummin(2).values
-    # Hoeffding's lemma: F - mu <= beta range^2 / 8; the log's rounding is 1e-16 / beta
-    assert (reads[0] - mu <= 1e-3 * spread.square() / 8 + 1e-12).all()
-
-
-@both
-def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> None:
-    """(1 - lam) mu + lam F(beta) is F at an inverse temperature between 0 and beta that rises with lam (the paper's hidden temperature)."""
-    x = inputs(tokens=9, heads=1, batch=1)
-    log_p = (x["q"] @ x["k"].mT * 8**-0.5).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf).log_softmax(-1)
-
-    def at(temperature: Tensor) -> Tensor:  # [b, h, t, dv]: one for each token and channel
-        return (log_p[..., None] + temperature[:, :, :, None] * x["v"][:, :, None]).logsumexp(3) / temperature
-
-    def hidden(lam: float) -> Tensor:
-        mixed = fem_attention(x["q"], x["k"], x["v"], x["beta"], torch.full_like(x["lam"], lam), implementation=implementation)
-        low, high = torch.full_like(mixed, 1e-9), x["beta"][:, None].expand_as(mixed)
-        for _ in range(60):
-            middle = (low + high) / 2
-            under = at(middle) < mixed
-            low, high = torch.where(under, middle, low), torch.where(under, high, middle)
-        return low[:, :, 1:]  # the first token has one key: every temperature gives its value
-
-    found = [hidden(lam) for lam in (0.05, 0.3, 0.6, 0.95)]
-    # 1e-3: far under the steps, far over what 60 bisections leave.
-    assert all((higher - lower > 1e-3).all() for lower, higher in zip(found, found[1:], strict=False))
-    assert (found[0] > 0).all() and (found[-1] < x["beta"].max()).all()
-
-
-@both
-def test_shift_law(implementation: str) -> None:
-    x = inputs()
-    shift = torch.linspace(-50, 50, 4, dtype=torch.float64)
-    # F(v + c) = F(v) + c: float64 rounding at size 50
-    torch.testing.assert_close(free_energy(x, implementation, v=x["v"] + shift), free_energy(x, implementation) + shift, rtol=0, atol=1e-11)
-
-
-@both
+@fast_and_exact
 def test_without_temperature_and_gate_it_is_standard_attention(implementation: str) -> None:
-    x = inputs(dtype=torch.float32)
-    standard = F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
-    closed = fem_attention(**x | {"lam": torch.zeros_like(x["lam"]), "gate": torch.ones_like(x["gate"])}, implementation=implementation)
-    # sums of 33 terms of size 1 in float32 (eps 6e-8), in two orders
-    torch.testing.assert_close(closed, standard, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(expectation(x, implementation), standard, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("terms", [1, 500, 1 << 18])
-@pytest.mark.parametrize("extreme", [3.0, 1e4, 1e30])
-def test_reference_outputs_do_not_move_by_a_bit_when_later_tokens_change(
-    terms: int, extreme: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference, "BLOCK_TERMS_CPU", terms)
-    x = inputs(dtype=torch.float32)
-    before = fem_attention(**x, implementation="reference")
-    for cut in (1, 16, 32):
-        changed = {name: t.clone() for name, t in x.items()}
-        for name in ("q", "k", "v"):
-            changed[name][:, :, cut:] *= -extreme if name == "v" else 5.0
-        after = fem_attention(**changed, implementation="reference")
-        assert torch.equal(after[:, :, :cut], before[:, :, :cut])
-        assert not torch.equal(after[:, :, cut:], before[:, :, cut:])
-
-
-def test_fused_outputs_move_by_rounding_when_later_tokens_change() -> None:
-    x = inputs(dtype=torch.float32)
-    before = fem_attention(**x, implementation="fused")
-    for cut in (1, 16, 32):
-        changed = x | {name: torch.cat((x[name][:, :, :cut], -6 * x[name][:, :, cut:]), 2) for name in ("q", "k", "v")}
-        after = fem_attention(**changed, implementation="fused")
-        # the centre moves with later values, so float32 rounding of outputs of size 1 does
-        torch.testing.assert_close(after[:, :, :cut], before[:, :, :cut], rtol=1e-6, atol=1e-6)
-        assert not torch.allclose(after[:, :, cut:], before[:, :, cut:], atol=1e-2)
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gradients_of_later_tokens_are_exactly_zero(implementation: str, dtype: torch.dtype) -> None:
-    x = {name: t.requires_grad_() for name, t in inputs(value_range=40.0, dtype=dtype).items()}
-    gradients = torch.autograd.grad(
-        fem_attention(**x, implementation=implementation)[:, :, :20].square().sum(), [x[n] for n in ("q", "k", "v")]
-    )
-    for gradient in gradients:
-        assert gradient.isfinite().all()
-        assert (gradient[:, :, 20:] == 0).all()
-        assert (gradient[:, :, :20] != 0).any(-1).sum() >= 19 * 6  # the first row's q and k cannot matter
-
-
-@both
-@pytest.mark.parametrize("step", [1, 4])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_decoding_equals_the_parallel_forward(implementation: str, step: int, dtype: torch.dtype, tolerance: float) -> None:
-    x = inputs(33, value_range=30.0, dtype=dtype)
-    parallel = fem_attention(**x, implementation=implementation)
-    for end in range(1, 34, step):
-        rows = slice(max(0, end - step), end)
-        part = {name: t if name == "beta" else t[:, :, : end if name in "kv" else None] for name, t in x.items()}
-        part |= {name: x[name][:, :, rows] for name in ("q", "lam", "gate")}
-        # another centre and other sums: rounding of values up to 8 (float64 1e-16, float32 1e-7 each), a few dozen terms
-        torch.testing.assert_close(
-            fem_attention(**part, implementation=implementation), parallel[:, :, rows], rtol=tolerance, atol=tolerance
-        )
-
-
-@pytest.mark.parametrize("terms", [1, 100, 1000])
-def test_reference_blocks_change_nothing_but_memory(terms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read() -> list[Tensor]:
-        x = {name: t.requires_grad_() for name, t in inputs(23, queries=19, value_range=300.0).items()}
-        o = fem_attention(**x, implementation="reference")
-        return [o, *torch.autograd.grad(o.square().sum(), list(x.values()))]
-
-    whole = read()
-    monkeypatch.setattr(reference, "BLOCK_TERMS_CPU", terms)
-    for got, expected in zip(read(), whole, strict=True):
-        assert relative(got, expected) < 1e-13  # float64 sums in another order
-
-
-@pytest.mark.parametrize(("n", "tq", "tk", "dv"), [(8, 2048, 2048, 64), (24, 256, 256, 16), (2, 1, 9000, 64), (5, 7, 7, 3)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_reference_blocks_are_bounded_and_cover_every_query_once(n: int, tq: int, tk: int, dv: int, causal: bool) -> None:
-    seen = torch.zeros(n, tq, dtype=torch.int32)
-    for heads, rows, keys in reference._blocks(torch.empty(n, tq, 1), torch.empty(n, tk, dv), causal):
-        terms = (heads.stop - heads.start) * (rows.stop - rows.start) * keys.stop * dv
-        assert terms <= max(reference.BLOCK_TERMS_CPU, tk * dv)
-        assert keys.stop == (rows.stop + tk - tq if causal else tk)
-        seen[heads, rows] += 1
-    assert (seen == 1).all()
-
-
-def test_values_over_two_hundred_stay_exact_in_float32() -> None:
-    x = inputs(beta=2.0, value_range=400.0)
-    x = {name: t.float().double() for name, t in x.items()}
-    truth, w = results(definition, x, torch.float64), results(reference_read, x, torch.float32)
-    for name, got, expected in zip(("o", *NAMES), w, truth, strict=True):
-        # float32 rounding of exponents up to 200 (1e-5 of the posterior at the worst term)
-        assert relative(got, expected) < 1e-5, name
-
-
-def reference_read(*tensors: Tensor) -> Tensor:
-    return fem_attention(*tensors, implementation="reference")
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", SUITE.cases)
-def test_suite(case: str, implementation: str, dtype: torch.dtype) -> None:
-    found = check(SUITE, case, implementation, dtype)
-    if (case, implementation, dtype) == ("small beta", "reference", torch.float32):
-        # Its log-sum-exp rounds at 1e-6, so it knows F - mu to 1e-6 / beta only.
-        found = [f for f in found if f.result not in ("d beta", "d lam")]
-    faults = [f"{f.result}: {f.error:.2e} > {f.bound:.2e}" for f in found if not f.good]
-    assert not faults, faults
-
-
-@both
-def test_grouped_heads_are_repeated_heads(implementation: str) -> None:
-    x = inputs(heads=2)
-    queries = inputs(heads=6, seed=1)
-    grouped = x | {name: queries[name] for name in ("q", "lam", "gate")}
-    repeated = grouped | {name: x[name].repeat_interleave(3, 0 if name == "beta" else 1) for name in ("k", "v", "beta")}
-    o, same = (fem_attention(**given, implementation=implementation) for given in (grouped, repeated))
-    torch.testing.assert_close(o, same, rtol=1e-13, atol=1e-13)  # float64 rounding
-
-
-@both
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_documents_are_read_apart(implementation: str, causal: bool) -> None:
-    x = inputs(23, batch=1)
-    o = fem_attention(**x, causal=causal, cu_seqlens=torch.tensor([0, 4, 4, 17, 23]), implementation=implementation)
-    for start, end in ((0, 4), (4, 17), (17, 23)):
-        alone = {name: t if name == "beta" else t[:, :, start:end] for name, t in x.items()}
-        expected = fem_attention(**alone, causal=causal, implementation=implementation)
-        torch.testing.assert_close(o[:, :, start:end], expected, rtol=1e-12, atol=1e-12)  # float64 rounding, another centre
-
-
-@both
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("queries", [12, 5])
-def test_padding_keys_are_not_there(implementation: str, causal: bool, queries: int) -> None:
-    x = inputs(12, queries=queries, batch=1)
-    valid = torch.ones(1, 12, dtype=torch.bool)
-    valid[:, [0, 1, 8]] = False
-    kept = valid[0].nonzero().flatten()
-    rows = kept[kept >= 12 - queries] - (12 - queries)
-    alone = {name: t if name == "beta" else t[:, :, kept if name in "kv" else rows] for name, t in x.items()}
-    x["v"][:, :, ~valid[0]] = 20.0
-    leaves = [t.requires_grad_() for t in x.values()]
-    o = fem_attention(**x, causal=causal, keys_valid=valid, implementation=implementation)
-    # float64 rounding, exponents up to 40 where padding widens the range
-    torch.testing.assert_close(o[:, :, rows], fem_attention(**alone, causal=causal, implementation=implementation), rtol=1e-10, atol=1e-10)
-    assert o.isfinite().all()
-    gradients = torch.autograd.grad(o[:, :, rows].square().sum(), leaves)
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    assert all((gradients[place][:, :, ~valid[0]] == 0).all() for place in (1, 2))  # k and v
-
-
-BAD: dict[str, dict[str, Any]] = {
-    "q has shape": {"q": torch.zeros(3, 5, 8)},
-    "k has shape": {"k": torch.zeros(2, 3, 5, 9)},
-    "v has shape": {"v": torch.zeros(1, 3, 5, 4)},
-    "3 query heads are not a multiple of v's 2 heads": {"v": torch.zeros(2, 2, 5, 4)},
-    "beta has shape": {"beta": torch.ones(4)},
-    "lam has shape": {"lam": torch.zeros(2, 3, 4, 4)},
-    "gate has shape": {"gate": torch.zeros(2, 3, 5, 1)},
-    "needs beta": {"beta": None},
-    "empty dimension": {"q": torch.zeros(2, 3, 0, 8), "lam": None, "gate": None},
-    "6 queries but 5 keys": {"q": torch.zeros(2, 3, 6, 8), "lam": None, "gate": None},
-    "q is torch.float16": {"q": torch.zeros(2, 3, 5, 8, dtype=torch.float16)},
-    "v is torch.bfloat16": {"v": torch.zeros(2, 3, 5, 4, dtype=torch.bfloat16)},
-    "lam is torch.float64": {"lam": torch.zeros(2, 3, 5, 4, dtype=torch.float64)},
-    "k is on meta": {"k": torch.zeros(2, 3, 5, 8, device="meta")},
-    "keys_valid is torch.bool": {"keys_valid": torch.ones(2, 4, dtype=torch.bool)},
-    "keys_valid is torch.float32": {"keys_valid": torch.ones(2, 5)},
-    "'fast' is not one of auto, decode, .*triton, .*fused, reference": {"implementation": "fast"},
-    "'cudnn' cannot run: no GPU; use auto": {"implementation": "cudnn"},
-    "cu_seqlens is torch.float32": {"cu_seqlens": torch.tensor([0.0, 5.0])},
-    "cu_seqlens is torch.int32": {"cu_seqlens": torch.tensor([5], dtype=torch.int32)},
-    "cu_seqlens needs a batch of 1": {"cu_seqlens": torch.tensor([0, 5])},
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_arguments_are_refused_in_one_line(message: str) -> None:
-    good = inputs(5, dtype=torch.float32)
-    fem_attention(**good)
-    with pytest.raises(ValueError, match=message) as error:
-        fem_attention(**good | BAD[message])
-    assert str(error.value).startswith("fem_attention: ") and "\n" not in str(error.value)
-
-
-def test_scale_is_applied_and_defaults_to_the_query_width() -> None:
     x = inputs()
-    for implementation in IMPLEMENTATIONS:
-        assert torch.equal(
-            fem_attention(**x, implementation=implementation), fem_attention(**x, scale=8**-0.5, implementation=implementation)
-        )
-        twice = fem_attention(**x | {"q": 2 * x["q"]}, scale=8**-0.5 / 2, implementation=implementation)
-        torch.testing.assert_close(twice, fem_attention(**x, implementation=implementation), rtol=1e-13, atol=1e-13)  # float64 rounding
-    assert inspect.signature(fem_attention).parameters["scale"].default is None
+    standard = F.scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True)
+    closed = x | {"lam": torch.zeros_like(x["lam"]), "gate": torch.ones_like(x["gate"])}
+    for given in (closed, {name: x[name] for name in ("q", "k", "v")}):  # sums of 21 terms of size 1, in two orders
+        torch.testing.assert_close(fem_attention(**given, implementation=implementation), standard, rtol=2e-6, atol=2e-6)
+    twice = fem_attention(**x | {"q": 2 * x["q"]}, scale=16**-0.5 / 2, implementation=implementation)
+    torch.testing.assert_close(twice, fem_attention(**x, implementation=implementation), rtol=1e-5, atol=1e-6)
+
+
+@fast_and_exact
+def test_an_output_moves_by_rounding_at_most_when_later_tokens_change(implementation: str) -> None:
+    x = inputs()
+    later = {name: t if name == "beta" else torch.cat((t[:, :, :13], 1.5 * t[:, :, 13:].flip(2)), 2) for name, t in x.items()}
+    with torch.no_grad():
+        o, moved = (fem_attention(**given, implementation=implementation) for given in (x, later))
+    torch.testing.assert_close(moved[:, :, :13], o[:, :, :13], rtol=1e-5, atol=1e-6)  # another centre: float32's rounding
+    assert (o[:, :, 13:] - moved[:, :, 13:]).abs().max() > 0.01
+    for gradient in torch.autograd.grad(fem_attention(**x, implementation=implementation)[:, :, :13].sum(), [x[n] for n in "qkv"]):
+        assert (gradient[:, :, 13:] == 0).all() and (gradient[:, :, :13] != 0).any()
+
+
+@pytest.mark.parametrize("implementation", ["auto", "fused"])
+def test_beyond_its_range_the_reference_runs_and_it_is_said_once(implementation: str, messages: pytest.LogCaptureFixture) -> None:
+    x = inputs(uniform=50.0)
+    with torch.no_grad():
+        x["v"][0, 0, 3:5, 0] = torch.tensor([-100.0, 100.0])
+    truth = gradients(x, implementation="reference")
+    messages.clear()
+    for _ in range(2):
+        assert all(torch.equal(got, truth[name]) for name, got in gradients(x, implementation=implementation).items())
+    (record,) = [record for record in messages.records if record.levelname == "WARNING"]
+    assert len(messages.records) == 2 and "over 80: the exact reference" in record.getMessage() and "\n" not in record.getMessage()
+    assert f"{float((x['beta'][:, None] * (x['v'].amax(2, keepdim=True) - x['v'].amin(2, keepdim=True))).max()):.4g}" in record.getMessage()
+    for value in (81.0, float("inf"), float("nan")):  # one channel is enough
+        logging.getLogger("kernels.fem_attention").filters[:] = [OncePerMessage()]
+        messages.clear()
+        wild = inputs(torch.float64, uniform=1.0, beta=1.0)
+        with torch.no_grad():
+            wild["v"][1, 1, 7, 3] = value
+        fem_attention(**wild)
+        assert "the exact reference" in messages.text
+
+
+@pytest.mark.parametrize("beta", [0.02, 0.05])
+def test_bfloat16_free_energy_gap_keeps_its_digits_at_small_beta(beta: float) -> None:
+    x = {name: t.detach().bfloat16() for name, t in inputs(beta=beta, tokens=128).items()}
+    wide = {name: x[name].double() for name in ("q", "k", "v", "beta")}
+    mu, free_energy = (
+        definition(dict.fromkeys((*TENSORS, *KNOWN[1:])) | {"causal": True} | given)[0] for given in (wide | {"beta": None}, wide)
+    )
+    lam = torch.full(mu.shape, 0.5, requires_grad=True)  # float32 beside bfloat16; its gradient is F - mu
+    o = fem_attention(x["q"], x["k"], x["v"], x["beta"].float(), lam, implementation="fused")
+    # F - mu is about beta / 2, 1% of the values; a stream exp(x) - 1 loses 4% to 10% of it, exp(x) all of it; bfloat16's eps is 0.4%
+    assert relative(torch.autograd.grad(o.float().sum(), lam)[0], free_energy - mu) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_range", [1.0, 6.0, 70.0])
+def test_free_energy_is_never_under_the_mean_whatever_the_rounding(value_range: float, dtype: torch.dtype) -> None:
+    x = inputs(dtype, uniform=value_range, sharpness=8.0, tokens=64)
+    lam = x["lam"].detach().float().requires_grad_()
+    (gap,) = torch.autograd.grad(fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation="fused").float().sum(), lam)
+    assert (gap >= 0).all() and gap.max() > 0.01
+    # Three neighbouring bfloat16 numbers: the mean of the first three, 144.33, rounds to 144, as if no value were larger.
+    v = torch.tensor([144.0, 144.0, 145.0, 146.0], dtype=torch.bfloat16)[None, None, :, None].requires_grad_()
+    q, beta = torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16), torch.full((1, 1), 2.45, dtype=torch.bfloat16, requires_grad=True)
+    o = fem_attention(q, q, v, beta, implementation="fused")
+    assert all(t.isfinite().all() for t in (o, *torch.autograd.grad(o.float().sum(), (v, beta))))
+
+
+@pytest.mark.parametrize(("dv", "past", "beta"), [(8, 0, True), (16, 5, True), (16, 32, False), (8, 32, True)])
+def test_cpu_runs_the_flash_kernel_whatever_the_widths(dv: int, past: int, beta: bool) -> None:
+    x = inputs(dv=dv, tokens=33 - past, past=past)
+    arguments = (x["q"], x["k"], x["v"], *((x["beta"], x["lam"]) if beta else ()))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where the flash kernel cannot take the call
+        fem_attention(*arguments, implementation="fused").sum().backward()
+    with pytest.raises(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        fem_attention(*arguments, implementation="fused")
+
+
+# --- around an engine ------------------------------------------------------------------------------------------------------------
+
+
+@engines
+def test_a_wild_head_leaves_the_others_as_they_were_to_the_bit(engine: str) -> None:
+    calm = inputs()
+    wild = copied(calm)
+    with torch.no_grad():
+        wild["v"][1, 0, :, 3] *= 100
+    before, after = gradients(calm, implementation=engine), gradients(wild, implementation=engine)
+    assert all(torch.equal(again, after[name]) for name, again in gradients(wild, implementation=engine).items())
+    exact = gradients(wild, implementation="reference")
+    for name, got in after.items():
+        assert relative(got, exact[name]) < 1e-5, name  # the stated bound of float32
+        if name != "beta":
+            assert torch.equal(got[0], before[name][0]) and torch.equal(got[1, 1], before[name][1, 1])
+            assert not torch.equal(got[1, 0], before[name][1, 0])
+    later: Any = {name: t if name == "beta" else torch.cat((t[:, :, :13], -5 * t[:, :, 13:]), 2) for name, t in wild.items()}
+    assert torch.equal(fem_attention(**later, implementation=engine)[1, 0, :13], after["o"][1, 0, :13])  # exact, so to the bit
+
+
+@engines
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 1e30])
+@pytest.mark.parametrize("without", ["", "lam"])
+def test_a_value_that_is_not_finite_stays_in_its_head(engine: str, value: float, without: str) -> None:
+    x = inputs()
+    x = {name: t for name, t in x.items() if name != without}
+    with torch.no_grad():
+        x["v"][1, 0, 9, 3] = value
+    got = gradients(x, implementation=engine)
+    expected = fem_attention(**x, implementation="reference")
+    torch.testing.assert_close(got["o"][:, :, 9:], expected[:, :, 9:], rtol=1e-5, atol=1e-5, equal_nan=True)
+    with torch.no_grad():
+        x["v"][1, 0, 9:, 3] = 0
+    for name in set(got) - {"beta"}:
+        assert got[name][0].isfinite().all() and got[name][1, 1].isfinite().all()
+    assert relative(got["o"][:, :, :9], fem_attention(**x, implementation="reference")[:, :, :9]) < 1e-5  # rows that do not read it
+
+
+@engines
+def test_calls_without_gradients_and_gradients_of_some_inputs_give_the_same_bits(engine: str) -> None:
+    x = inputs()
+    whole = gradients(x, implementation=engine)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(fem_attention(**x, implementation=engine), whole["o"])
+    for asked in (("v",), ("q", "beta", "gate")):
+        given = {name: t if name in asked else t.detach() for name, t in x.items()}
+        assert all(torch.equal(got, whole[name]) for name, got in gradients(given, implementation=engine).items())
+
+
+def test_float32_gates_beside_bfloat16() -> None:
+    x = inputs(torch.bfloat16)
+    mixed = {name: t.detach().float().requires_grad_() if name in ("beta", "lam", "gate") else t for name, t in x.items()}
+    got, expected = (gradients(copied(mixed), implementation=how) for how in ("sdpa", "fused"))
+    assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in mixed.items()} | {"o": torch.bfloat16}
+    assert all(relative(got[name], expected[name]) < 0.01 for name in got)  # two bfloat16 roundings of the same attention
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_remakes_a_block_once_with_the_same_gradients(reentrant: bool) -> None:
+    """The inner graph's own backward is a second task of autograd's; what it unpacks must not make the checkpoint run again."""
+    x, direct, forwards = inputs(), gradients(inputs(), implementation="sdpa"), 0
+
+    def block(*tensors: Tensor) -> Tensor:
+        nonlocal forwards
+        forwards += 1
+        return sum((fem_attention(*(t * 1.0 for t in tensors), implementation="sdpa") for _ in range(2)), torch.zeros(()))
+
+    total(checkpoint(block, *x.values(), use_reentrant=reentrant)).backward()
+    assert forwards == 2 and all(torch.equal(x[name].grad, 2 * direct[name]) for name in x)
+
+
+class Graft(torch.autograd.Function):
+    """A tensor as an inner node of a graph, its memory its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, t: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].sum(), None
+
+
+def test_what_is_saved_goes_through_the_hooks_and_nothing_else_is_held() -> None:
+    """Who offloads or recomputes activations gets their memory back: the inner graph holds no input."""
+    anchor, memory = torch.zeros((), requires_grad=True), {name: t.detach().numpy().copy() for name, t in inputs().items()}
+    offloaded: list[Tensor] = []
+
+    def pack(t: Tensor) -> int:
+        offloaded.append(t.clone())
+        return len(offloaded) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda n: offloaded[n]):
+        o = fem_attention(**{name: Graft.apply(anchor, torch.from_numpy(array)) for name, array in memory.items()}, implementation="sdpa")
+    held = {name: weakref.ref(array) for name, array in memory.items()}
+    del memory
+    gc.collect()
+    assert [name for name, array in held.items() if array() is not None] == []
+    (gradient,) = torch.autograd.grad(total(o), anchor, retain_graph=True)
+    whole = gradients(inputs(), implementation="sdpa")
+    expected = sum((g.sum() for name, g in whole.items() if name != "o"), torch.zeros(()))
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)  # float32 sums
+    with pytest.raises(RuntimeError, match="fem_attention: a second backward through the same call"):
+        total(o).backward()
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        if any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default")):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@engines
+def test_the_host_waits_for_nothing(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The watch reads a number that lies on the host.
+    monkeypatch.setattr(accelerated.RangeWatch, "note", lambda self, largest, log: None)
+    x = inputs(batch=1)
+    with Waits() as waits:
+        gradients(x, implementation=engine, cu_seqlens=torch.tensor([0, 5, 21]))
+    assert waits.seen > 20 and waits.found == []
+
+
+def test_the_largest_range_is_told_once_by_a_later_call(messages: pytest.LogCaptureFixture) -> None:
+    accelerated.watch.cache_clear()
+    calm, wild = inputs(), inputs()
+    with torch.no_grad():
+        wild["v"][0, 1, 2, 3] = 1000
+        for x in (calm, wild):
+            fem_attention(**x, implementation="sdpa")
+        assert [record.getMessage() for record in messages.records] == ["fem_attention: sdpa runs (asked for)"]
+        for _ in range(3):
+            fem_attention(**calm, implementation="sdpa")
+    largest = float((wild["beta"][:, None] * (wild["v"].amax(2, keepdim=True) - wild["v"].amin(2, keepdim=True))).max())
+    (record,) = messages.records[1:]
+    assert record.levelname == "WARNING" and f"has reached {largest:.4g}, over 80" in record.getMessage()
+    accelerated.watch.cache_clear()
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [1, 3, 16])
+@pytest.mark.parametrize("tokens", [16, 17, 70])
+def test_decoding_in_one_part_or_many(tokens: int, queries: int) -> None:
+    x = made({**SIZE, "batch": 1}, tokens=queries, past=tokens - queries, uniform=79.0, group=2)
+    given = [x[name].float() for name in TENSORS]
+    truth = results(definition, x, torch.float64, "cpu", gradients=False)["output 0"]
+    for splits in (1, 100, None):  # 100: one block of keys each
+        assert relative(decode(*given, causal=True, scale=16**-0.5, splits=splits), truth) < 1e-5  # the stated bound of float32
+    if tokens == 70:
+        before = fem_attention(*given, implementation="decode")
+        given[1][:, :, -1:] *= -1e4
+        given[2][:, :, -1:] *= -1e4
+        after = fem_attention(*given, implementation="decode")
+        assert torch.equal(after[:, :, :-1], before[:, :, :-1]) and not torch.equal(after[:, :, -1:], before[:, :, -1:])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("without", ["", "lam"], ids=["", "F alone"])
+def test_decoding_values_that_are_not_finite_gives_what_the_reference_gives(value: float, without: str) -> None:
+    x = made({**SIZE, "heads": 1}, tokens=2, past=32)
+    given = {name: x[name].float() for name in TENSORS if name != without}
+    given["v"][:, :, 20, 1] = value
+    got, expected = (fem_attention(**given, implementation=how) for how in ("decode", "reference"))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    valid = torch.ones(2, 34, dtype=torch.bool)
+    valid[:, 20] = False
+    assert fem_attention(**given, keys_valid=valid, implementation="decode").isfinite().all()
+    with pytest.raises(ValueError, match="'decode' cannot run: 21 queries"):
+        fem_attention(**{name: t.detach() for name, t in inputs().items()}, implementation="decode")

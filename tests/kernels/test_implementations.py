@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import machine
 from kernels.__main__ import lines
-from kernels.implementations import Implementation, Op, lacks_triton
-from kernels.once import OncePerMessage
-from kernels.operations import check_overrides, operations
+from kernels.check import Inputs, suites
+from kernels.implementations import Implementation, Op, check_overrides, lacks_triton, operations
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROOT = Path(__file__).parents[2]
@@ -34,30 +34,22 @@ def op(name: str = "sum") -> Op:
     )
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The records of the operation `sum` as of a fresh process."""
-    monkeypatch.setattr(logging.getLogger("kernels.sum"), "filters", [OncePerMessage()])
-    caplog.set_level(logging.INFO, "kernels.sum")
-    return caplog
-
-
-def test_auto_takes_the_first_that_machine_and_call_allow(said: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_the_first_that_machine_and_call_allow(messages: pytest.LogCaptureFixture) -> None:
     assert op().choose("auto", GPU) == "fast"
     assert op().choose("auto", CPU) == "reference"
     assert op().choose("auto", GPU, {"fast": "float64"}) == "reference"
-    assert [record.levelname for record in said.records] == ["INFO", "INFO"]
+    assert [record.levelname for record in messages.records] == ["INFO", "INFO"]
 
 
-def test_falling_back_to_the_definition_on_a_gpu_is_a_warning_with_the_reason_once(said: pytest.LogCaptureFixture) -> None:
+def test_falling_back_to_the_definition_on_a_gpu_is_a_warning_with_the_reason_once(messages: pytest.LogCaptureFixture) -> None:
     for width in (300, 301):
         op().choose("auto", GPU, {"fast": f"head width {width} is over 256"})
-    (record,) = said.records
+    (record,) = messages.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == "sum: reference runs (fast does not: head width 300 is over 256)"
 
 
-def test_what_is_asked_for_runs_or_says_why_not(said: pytest.LogCaptureFixture) -> None:
+def test_what_is_asked_for_runs_or_says_why_not(messages: pytest.LogCaptureFixture) -> None:
     assert op().choose("odd", CPU) == "odd"
     with pytest.raises(ValueError, match="sum: implementation 'fast' cannot run: no GPU; use auto"):
         op().choose("fast", CPU)
@@ -65,13 +57,13 @@ def test_what_is_asked_for_runs_or_says_why_not(said: pytest.LogCaptureFixture) 
         op().choose("quick", CPU)
 
 
-def test_the_environment_overrides_auto_alone(monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture) -> None:
+def test_the_environment_overrides_auto_alone(monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FEM_KERNELS", "other=reference, sum=odd")
     assert op().choose("auto", GPU) == "odd"
     assert op().choose("reference", GPU) == "reference"
     monkeypatch.setenv("FEM_KERNELS", "sum=fast")
     assert op().choose("auto", CPU) == "reference"
-    assert "fast does not: no GPU" in said.text
+    assert "fast does not: no GPU" in messages.text
     monkeypatch.setenv("FEM_KERNELS", "sum=quick")
     with pytest.raises(ValueError, match="FEM_KERNELS: sum has no implementation 'quick'"):
         op().choose("auto", CPU)
@@ -93,26 +85,48 @@ def test_a_wrong_override_is_one_line_that_names_it(value: str, message: str, mo
 
 def test_every_operation_ends_in_its_definition_which_lacks_nothing_anywhere() -> None:
     found = operations()
-    assert {
-        "fem_attention",
-        "time_decay_scan",
-        "linear_attention",
-        "cem_attention",
-        "second_order_attention",
-        "symmetric_attention",
-    } <= set(found)
+    assert set(found) == set(suites())  # every one has its cases
     for name, each in found.items():
         assert each.name == name
         assert each.implementations[-1].lacks(CPU) is None and each.implementations[-1].lacks(GPU) is None
         assert len({implementation.name for implementation in each.implementations}) == len(each.implementations)
         # Triton's interpreter, on in this process, is for tests that ask for it.
         assert each.choose("auto", CPU) not in {one.name for one in each.implementations if one.lacks is lacks_triton}
+    assert sum(line.startswith("  ->") for line in lines(found, machine.device())) == len(found)
 
 
-def test_the_list_marks_one_implementation_of_each_operation() -> None:
-    found = operations()
-    text = lines(found, machine.device())
-    assert sum(line.startswith("  ->") for line in text) == len(found)
+def wide(op: str, name: str, width: int) -> Inputs:
+    return suites()[op].cases[name]({**suites()[op].small, "tokens": 3, "width": width, "channels": width})
+
+
+LEFT: list[tuple[str, str, str, Any]] = [
+    ("aft_read", "normal", "the free energy has logits of its own", lambda x: x | {"k": torch.cat((x["k"], x["k"]), -1)}),
+    ("aft_read", "normal", "all tokens read all", lambda x: x | {"causal": False}),
+    ("ssm_read", "normal", "all tokens read all", lambda x: x | {"causal": False}),
+    ("ssm_read", "normal", "weights that are not normalised", lambda x: x | {"normalise": False}),
+    ("linear_attention", "no decay", "causal=False reads both ways", lambda x: x | {"causal": False}),
+    ("cem_attention", "normal", "head width 260 is over 256", lambda x: wide("cem_attention", "normal", 260)),
+    ("second_order_attention", "normal", "head width 258 is over 256", lambda x: wide("second_order_attention", "normal", 258)),
+    ("second_order_attention", "normal", "the exact step solves a system for each token", lambda x: x | {"exact": True}),
+    ("symmetric_attention", "sigmoid: normal", "head width 257 is over 256", lambda x: wide("symmetric_attention", "sigmoid: normal", 257)),
+    ("symmetric_attention", "sigmoid: normal", "kind softmax", lambda x: x | {"kind": "softmax"}),
+    ("symmetric_attention", "bisoftmax: normal", "bisoftmax with keys of their own", lambda x: x | {"keys": x["z"].clone()}),
+    ("conditioner_features", "normal", "8193 channels are over 8192", lambda x: wide("conditioner_features", "normal", 8193)),
+    *((op, "", "float64", lambda x: None) for op in suites() if op != "gated_delta_rule"),
+]
+
+
+@pytest.mark.parametrize(("op", "case", "reason", "change"), LEFT)
+def test_what_triton_leaves_to_others_says_why_and_runs(op: str, case: str, reason: str, change: Any) -> None:
+    suite = suites()[op]
+    x = suite.cases[case or next(iter(suite.cases))](suite.small)
+    x = {name: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in change(x).items()} if case else x
+    with pytest.raises(ValueError, match=f": implementation 'triton' cannot run: {reason}; use auto") as error:
+        suite.call(x, "triton")
+    assert "\n" not in str(error.value)
+    suite.call(x, "auto")
+    with pytest.raises(ValueError, match="implementation 'tritn' is not one of auto, "):
+        suite.call(x, "tritn")
 
 
 def test_the_command_lists_and_refuses() -> None:

@@ -11,9 +11,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from launch import strict
+from fem_common import config
+from launch.cluster.profile import Profile, load_profile
 from launch.job import Item, Job
-from launch.profile import Profile, load_profile
 
 MARK = "pwned"  # a file of this name is what every one of these makes if it runs
 TEXTS = (
@@ -69,7 +69,7 @@ def yaml_word(text: str) -> str:
 def text_keys(cls: type) -> list[tuple[str, str]]:
     """(dotted key, how it holds text: one, list or dict) of every key that takes text."""
     found = []
-    for key, _, kind in strict.walk(cls):
+    for key, _, kind in config.walk(cls):
         inner, words = typing.get_origin(kind) or kind, typing.get_args(kind)
         if inner is tuple or inner is dict:
             found.append((key, "list" if inner is tuple else "dict"))
@@ -120,14 +120,17 @@ def job(root: Path, profile: Profile, **changes: Any) -> Job:
     return made
 
 
-def recorder(root: Path) -> Path:
-    """A program in place of the supervisor's interpreter that writes down how it was started, where RECORD says."""
-    path = root / "recorder"
+def program(path: Path, text: str) -> Path:
+    """A script that can be started."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ("#!/bin/bash", '{ printf "%s\\0" "$#" "$@" "$PWD"; env -0; } > "${RECORD:?}"')
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(text)
     path.chmod(0o755)
     return path
+
+
+def recorder(root: Path) -> Path:
+    """A program in place of the supervisor's interpreter that writes down how it was started, where RECORD says."""
+    return program(root / "recorder", '#!/bin/bash\n{ printf "%s\\0" "$#" "$@" "$PWD"; env -0; } > "${RECORD:?}"\n')
 
 
 def recorded(path: Path) -> tuple[list[str], str, dict[str, str]]:

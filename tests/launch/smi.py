@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch import gpus
+from launch.node import hardware as gpus
+from tests.launch.hostile import program
 
 BUSES = ("18", "2A", "3A", "5D", "9A", "AB", "BA", "DB")
 SCRIPT = """\
@@ -88,14 +89,7 @@ def install(folder: Path, answers: Mapping[str, Sequence[object]], node: str = "
         (folder / node / name).write_text(str(code), encoding="utf-8")
         for number, text in enumerate(texts, 1):
             (folder / node / f"{name}.{number}").write_text(str(text), encoding="utf-8")
-    script(folder / "nvidia-smi", SCRIPT.format(folder=shlex.quote(str(folder))))
+    program(folder / "nvidia-smi", SCRIPT.format(folder=shlex.quote(str(folder))))
     if not (folder / "dmesg").exists():
-        script(folder / "dmesg", "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n")
+        program(folder / "dmesg", "#!/bin/sh\necho 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1\n")
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def script(path: Path, text: str) -> Path:
-    """An executable file."""
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
-    return path

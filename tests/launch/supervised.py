@@ -10,61 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch.job import Item, Job
-from launch.layout import read_json
+from launch.job import Item, Job, read_json
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-QUICK = {"back_off_seconds": 0.05, "back_off_max_seconds": 0.2}
+ROOT = Path(__file__).resolve().parents[2]
+BASE: dict[str, dict[str, Any]] = {"restarts": {"back_off_seconds": 0.05, "back_off_max_seconds": 0.2}, "health": {"check": False}}
+PLAIN = Job("case", "run", "", "", str(ROOT), sys.executable, 1, 1, False, (), {}, "")
 
 
-class Case:
-    """A job of one item that runs `tests.launch.stand_in`, or another program, in a directory."""
+class Attempts:
+    """What an item's attempts left."""
 
-    def __init__(self, directory: Path, script: list[dict[str, Any]] | None = None, **changes: Any) -> None:
-        """``changes``: of the job's fields; ``restarts``, ``watchdog``, ``health``, ... of its profile; ``arguments`` of its item."""
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "script.json").write_text(json.dumps(script or [{}]))
-        sections = {name: changes.pop(name, {}) for name in ("watchdog", "notify", "environment")}
-        profile = {"scheduler": "local", "restarts": {**QUICK, **changes.pop("restarts", {})}, "health": {"check": False}, **sections}
-        profile["health"] |= changes.pop("health", {})
-        arguments = changes.pop("arguments", ("-m", "tests.launch.stand_in", str(directory)))
-        fields: dict[str, Any] = {
-            "name": "case",
-            "kind": "run",
-            "directory": str(directory),
-            "working_directory": str(directory),
-            "code": str(ROOT),
-            "python": sys.executable,
-            "nodes": 1,
-            "processes_per_node": 1,
-            "torchrun": False,
-            "items": (Item(str(directory), tuple(arguments), "case"),),
-            "profile": profile,
-            "profile_path": "",
-            **changes,
-        }
-        self.job = Job(**fields)
-        self.job.save()
-
-    def start(self, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start the supervisor."""
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **(environment or {})}
-        command = [sys.executable, "-m", "launch.supervise", str(self.directory), *options]
-        return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-
-    def run(self, *options: str, environment: Mapping[str, str] | None = None, seconds: float = 120.0) -> tuple[int, str]:
-        """Run the supervisor to its end: its exit code and what it said."""
-        with self.start(*options, environment=environment) as supervisor:
-            try:
-                said, _ = supervisor.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                supervisor.kill()
-                raise
-        return supervisor.returncode, said
+    directory: Path
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
@@ -76,33 +36,64 @@ class Case:
         """How the attempts ended."""
         return [attempt["outcome"] for attempt in self.attempts]
 
+
+class Case(Attempts):
+    """A job of one item that runs `tests.launch.stand_in`, or another program, in a directory."""
+
+    def __init__(self, directory: Path, script: list[dict[str, Any]] | None = None, **changes: Any) -> None:
+        """``changes``: of the job's fields; ``restarts``, ``watchdog``, ... of its profile; ``arguments``, ``array`` of its item."""
+        self.directory, place = directory, str(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "script.json").write_text(json.dumps(script or [{}]))
+        names = [name for name in changes if name in ("restarts", "watchdog", "health", "notify", "environment")]
+        sections = {name: {**BASE.get(name, {}), **changes.pop(name)} for name in names}
+        arguments = tuple(changes.pop("arguments", ("-m", "tests.launch.stand_in", place)))
+        items = (Item(place, arguments, "case", changes.pop("array", {})),)
+        profile = {"scheduler": "local", **BASE, **sections}
+        self.job = replace(PLAIN, directory=place, working_directory=place, items=items, profile=profile, **changes)
+        self.job.save()
+
+    def start(self, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start the supervisor."""
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **(environment or {})}
+        command = [sys.executable, "-m", "launch.supervise", str(self.directory), *options]
+        return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def run(self, *options: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+        """Run the supervisor to its end: its exit code and what it said."""
+        return end(self.start(*options, environment=environment))
+
     @property
     def state(self) -> dict[str, Any]:
         """state.json."""
         return read_json(self.directory / "launch" / "state.json") or {}
 
-    def pids(self) -> dict[int, int]:
-        """The ranks' programs of the last attempt, by rank."""
-        last = max(self.directory.glob("attempts/*"), default=self.directory)
-        records = (read_json(path) for path in sorted(last.glob("ranks/*.json")))
-        return {record["rank"]: record["child"] for record in records if record and record["ended"] is None and record["child"]}
+    def ready(self, attempt: int = 1) -> int:
+        """Wait until the stand-in of an attempt has done its steps and waits: the process of its rank 0."""
+        wait_for((self.directory / f"ready-{attempt}").exists)
+        wait_for(lambda: self.state.get("state") in ("running", "saving"))
+        record = wait_for(lambda: read_json(self.directory / f"attempts/{attempt:04}/ranks/rank_00000.json"))
+        return int(record["child"])
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
     """The first true value; an AssertionError after so many seconds."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        value = what()
-        if value:
-            return value
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.05)
-    raise AssertionError("it did not come")
+    return value
 
 
-def end(process: subprocess.Popen[str], number: int = signal.SIGTERM, seconds: float = 60.0) -> tuple[int, str]:
-    """Signal a supervisor and wait for its end."""
-    process.send_signal(number)
-    said, _ = process.communicate(timeout=seconds)
+def end(process: subprocess.Popen[str], number: int | None = None, seconds: float = 120.0) -> tuple[int, str]:
+    """Signal a process, if it is to be, and wait for its end: its exit code and what it said."""
+    if number is not None:
+        process.send_signal(number)
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return process.returncode, said
 
 

@@ -18,11 +18,10 @@ import pytest
 
 from launch.job import Item, Job
 from launch.supervise import __main__ as supervisor
-from launch.supervise import guard
-from launch.supervise.command import address, agent_command
+from launch.supervise import slurm_steps as guard
 from launch.supervise.on_slurm import PORTS, SlurmPlace, SlurmRunning, container_parts, rendezvous_port
-from launch.supervise.place import Attempt, PlaceError, Unreachable
-from launch.supervise.signals import Signals
+from launch.supervise.place import Attempt, PlaceError, Unreachable, address, agent_command
+from launch.supervise.watch import Signals
 from tests.launch.supervised import wait_for
 
 ITEM = Item("/shared/runs/a", ("-m", "pretrain", "/shared/runs/a/launch/config.yaml"), "a")
@@ -34,11 +33,6 @@ INSIDE = ["env", f"PYTHONPATH={JOB.code}", "NCCL_DEBUG=WARN"]
 
 def attempt(**profile: Any) -> Attempt:
     return Attempt(1, Path("/shared/runs/a/attempts/0001"), replace(JOB, profile=profile), ITEM, ("n1", "n2"), ENVIRONMENT)
-
-
-def test_outside_a_job_there_is_no_place() -> None:
-    with pytest.raises(PlaceError, match="SLURM_JOB_ID"):
-        SlurmPlace({})
 
 
 @pytest.mark.parametrize(
@@ -77,10 +71,6 @@ def test_a_head_node_is_named_by_what_resolves(tmp_path: Path, monkeypatch: pyte
     assert address("localhost") == "localhost"
     words = agent_command(attempt(), head="no.such.name.invalid", port=1, node_rank=None)
     assert "--master-addr=address-of-it" in words
-
-
-def test_without_a_container_nothing_is_added() -> None:
-    assert container_parts(attempt(container={"runtime": "none", "image": None})) == ([], [])
 
 
 def test_pyxis_takes_options_of_srun() -> None:
@@ -145,16 +135,6 @@ def test_the_guard_waits_for_the_end_of_a_process() -> None:
         assert time.monotonic() - started > 0.4 and process.wait() == -9
         killer.wait()
     guard.wait_for_end(process.pid)
-
-
-def test_the_guard_does_nothing_about_a_process_that_is_no_supervisor(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "print(flush=True); input()", "launch.supervise"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        assert guard.visible(process.pid) and not guard.visible(1)
-        process.kill()
-    command = [sys.executable, "-m", "launch.supervise.guard", str(tmp_path), "1", "0", str(process.pid)]
-    assert "no guard" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 # --- with stand-ins for Slurm's commands, first on PATH -----------------------------------------------------------------------------

@@ -1,127 +1,115 @@
-"""What a command line becomes, and what is in a directory already. pretrain itself resolves; nothing is submitted here."""
+"""What a command line becomes, and what is in a directory already. pretrain itself resolves; nothing is submitted to a queue here.
+
+Long, because a run, a command, a sweep and an array go through the same steps.
+"""
 
 from __future__ import annotations
 
-import socket
+import json
+import os
+import random
+import shlex
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from fem_common.errors import UserError
-from launch import alive
-from launch.draft import locked, settle
-from launch.job import load_job
-from launch.layout import launch_folder, write_json
-from launch.profile import load_profile
-from launch.request import Request, command_name, wanted
-from launch.snapshot import code_folder
-from launch.standing import find_job, standings
-from launch.submit import prepare
-from tests.launch.requests import DEMO, LOCAL, begin, command, finish, run
+from fem_common.errors import InUse, UserError
+from launch.__main__ import main
+from launch.cluster.profile import load_profile
+from launch.cluster.slurm import clean_environment
+from launch.job import item_state, launch_folder, load_job, read_json_lines, write_json
+from launch.job.item_state import Standing, find_job, standings
+from launch.job.plan import first_difference, locked, settle, write
+from launch.job.request import Request, command_name, wanted
+from launch.job.snapshot import ROOT, code_folder
+from launch.verbs.requeue import restart
+from launch.verbs.submit import array_words, dependency, prepare, send
+from launch.verbs.sweep import grid, named, read_list, run_name, split_values, wanted_sweep
+from tests.launch.folders import DEMO, LOCAL, SLURM, begin, command, config_of, finish, launch, run
+from tests.launch.hostile import program
+from tests.launch.supervised import Case, wait_for
+from tests.wording import Wording
 
-pytestmark = pytest.mark.usefixtures("here")
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's working directory, with two profiles: local.yaml and slurm.yaml."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    (tmp_path / "local.yaml").write_text(LOCAL)
+    (tmp_path / "slurm.yaml").write_text(SLURM)
 
 
 # --- requests --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_resolved_by_pretrain(tmp_path: Path) -> None:
+def test_a_run_is_resolved_by_pretrain_and_goes_where_it_is_told(tmp_path: Path) -> None:
     job = prepare(run(DEMO, "train.seed=7", "run_dir='a run/with $(touch x)'"))
-    assert job.directory == str(tmp_path / "a run/with $(touch x)")
-    config = yaml.safe_load((launch_folder(Path(job.directory)) / "config.yaml").read_text())
-    assert (config["train"]["seed"], config["parallel"]["world_size"], config["run_dir"]) == (7, 2, "a run/with $(touch x)")
+    assert job.directory == str(tmp_path / "a run/with $(touch x)") and list(tmp_path.rglob("x")) == []
+    config = config_of(job.directory)
+    assert [config["train"]["seed"], config["parallel"]["world_size"], config["run_dir"]] == [7, 2, "a run/with $(touch x)"]
     assert job.items[0].arguments == ("-m", "pretrain", f"{job.directory}/launch/config.yaml")
     assert (job.kind, job.world_size, job.torchrun, job.array, job.working_directory) == ("run", 2, True, False, str(tmp_path))
-    assert load_job(Path(job.directory)) == job
-    assert (code_folder(Path(job.directory)) / "pretrain" / "__main__.py").is_file()
-    assert list(tmp_path.rglob("x")) == []
+    assert load_job(Path(job.directory)) == job and (code_folder(Path(job.directory)) / "pretrain" / "__main__.py").is_file()
+    odd = prepare(run(DEMO, directory='here: # "it\'s" ünï'))
+    assert odd.directory == str(tmp_path / 'here: # "it\'s" ünï') == str(config_of(odd.directory)["run_dir"])
 
 
-def test_a_run_goes_where_it_is_told(tmp_path: Path) -> None:
-    job = prepare(run(DEMO, directory='here: # "it\'s" ünï'))
-    assert job.directory == str(tmp_path / 'here: # "it\'s" ünï')
-    assert yaml.safe_load((launch_folder(Path(job.directory)) / "config.yaml").read_text())["run_dir"] == job.directory
-
-
-def test_pretrain_refuses_in_its_own_words() -> None:
-    with pytest.raises(UserError, match=r"unknown key train\.stepz; did you mean train\.steps\?$"):
-        wanted(run(DEMO, "train.stepz=3"))
-    with pytest.raises(UserError, match="multiple of"):
-        wanted(Request((DEMO,), False, load_profile("local.yaml"), "local.yaml", processes=3))
-
-
-def test_commands_are_ours(tmp_path: Path) -> None:
+def test_commands_are_ours_and_arrays_the_same_to_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = wanted(command("data_prep", "merge", "a b")).job
-    assert job.items[0].arguments == ("-m", "data_prep", "merge", "a b")
+    assert job.items[0].arguments == ("-m", "data_prep", "merge", "a b") and Path(job.directory).parent == tmp_path / "runs" / "jobs"
     assert (job.kind, job.world_size, job.torchrun) == ("command", 1, False)
-    assert Path(job.directory).parent == tmp_path / "runs" / "jobs"
     for module in ("os", "tools", "launch", "tools.nothing", "pretrain.run", "../x", "tools..hf", "", "-c"):
         with pytest.raises(UserError, match="command"):
             wanted(command(module))
-    assert wanted(command("tools.hf", "export", "a", "b")).job.name.startswith("hf-export-")
-
-
-def test_no_secret_becomes_a_word_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    monkeypatch.setenv("CREDENTIALS", str(tmp_path))  # a place is no secret
-    for request in (command("data_prep", "status", "--token=hf_0123456789"), run(DEMO, "name=hf_0123456789")):
-        with pytest.raises(UserError, match=r"^a word of the command is what \$HF_TOKEN holds, and would be written to files; jobs have"):
-            wanted(request)
-    wanted(command("data_prep", "status", str(tmp_path)))
-
-
-def test_a_commands_name_is_its_own() -> None:
-    names = {
-        command_name(words)
-        for words in (["data_prep", "run", "a b"], ["data_prep", "run", "a", "b"], ["data_prep", "merge", "a"], ["data_prep"])
-    }
-    assert len(names) == 4
-    assert command_name(["data_prep", "run", "a"]) == command_name(["data_prep", "run", "a"])
-    assert "/" not in command_name(["data_prep", "../../etc"])
-
-
-def test_an_array_is_the_same_to_every_part_of_it() -> None:
+    names = {command_name(words) for words in (["data_prep", "run", "a b"], ["data_prep", "run", "a", "b"], ["tools.hf", "../etc"], ["x"])}
+    assert len(names) == 4 and not any("/" in name for name in names) and command_name(["x"]) in names
     job = wanted(command("data_prep", "run", "--out", "x", tasks=3)).job
     assert [Path(item.directory).relative_to(job.directory).as_posix() for item in job.items] == ["tasks/0000", "tasks/0001", "tasks/0002"]
-    names = ("ID", "COUNT", "MIN", "MAX", "STEP")
-    told = [[item.environment[f"SLURM_ARRAY_TASK_{name}"] for name in names] for item in job.items]
+    told = [[item.environment[f"SLURM_ARRAY_TASK_{name}"] for name in ("ID", "COUNT", "MIN", "MAX", "STEP")] for item in job.items]
     assert told == [["0", "3", "0", "2", "1"], ["1", "3", "0", "2", "1"], ["2", "3", "0", "2", "1"]]
-    with pytest.raises(UserError, match="at least 1"):
-        wanted(command("data_prep", tasks=0))
-
-
-def test_the_working_directory_keeps_the_users_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other hosts may know a folder by the link alone."""
+    # Other hosts may know a folder by the link alone.
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path / "real")
     request = Request(("data_prep",), True, load_profile("../local.yaml"), "../local.yaml")
-    monkeypatch.setenv("PWD", str(tmp_path / "link"))
-    assert wanted(request).job.working_directory == str(tmp_path / "link")
-    monkeypatch.setenv("PWD", str(tmp_path))
-    assert wanted(request).job.working_directory == str(tmp_path / "real")
+    for pwd, place in (("link", "link"), ("", "real")):
+        monkeypatch.setenv("PWD", str(tmp_path / pwd))
+        assert wanted(request).job.working_directory == str(tmp_path / place)
+
+
+def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_'0123456789")
+    monkeypatch.setenv("CREDENTIALS", str(tmp_path))  # a place is no secret
+    for request in (command("data_prep", "status", "--token=hf_'0123456789"), run(DEMO, "name=hf_'0123456789")):
+        with pytest.raises(UserError, match=r"^a word of the command is what \$HF_TOKEN holds, and would be written to files; jobs have"):
+            wanted(request)
+    program(tmp_path / "sbatch", "#!/bin/sh\necho 12\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sys, "argv", ["launch", "submit", "--name", "a b", "--set", "x=hf_'0123456789", "no secret"])
+    request = command("data_prep", "status", str(tmp_path), profile="slurm.yaml")
+    send(prepare(request), request.profile, [0], at_once=None, after=None, exclude=[])
+    (line,) = read_json_lines(next(tmp_path.glob("runs/jobs/*")) / "launch" / "submissions.jsonl")
+    assert line["command"] == "launch submit --name 'a b' --set 'x=***' 'no secret'"
 
 
 # --- what is in the directory already --------------------------------------------------------------------------------------------
 
 
-def test_the_same_again_keeps_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    prepare(run(DEMO, "train.steps=401"))  # one that never began binds nobody: Slurm refused it, say
     job = begin(run(DEMO))
+    assert config_of(job.directory)["train"]["steps"] != 401
     marker = code_folder(Path(job.directory)) / "pretrain" / "marker.py"
     marker.write_text("")
-    assert prepare(run(DEMO)) == job
-    assert marker.exists()
-    prepare(run(DEMO, update=True))
-    assert not marker.exists()
-
-
-def test_other_settings_are_refused_and_named() -> None:
-    job = begin(run(DEMO))
     for words, told in (
-        (("train.seed=8", "train.steps=401"), r"train\.steps is 400, not 401"),
+        (("train.seed=8", "train.steps=401"), r"train\.steps is \d+, not 401"),
         (("optimizer.lr=1e-9", "optimizer.min_lr=1e-9"), r"optimizer\.lr is .*, not 1e-09"),
         (("data.train.0.prefix=other",), r"data\.train\.0\.prefix is .*, not other"),
     ):
@@ -129,21 +117,21 @@ def test_other_settings_are_refused_and_named() -> None:
             prepare(run(DEMO, *words))
     with pytest.raises(UserError, match="processes_per_node is 2, not 1"):
         prepare(Request((DEMO,), False, load_profile("local.yaml"), "local.yaml", processes=1))
-    assert prepare(run(DEMO)) == job
+    (tmp_path / "local.yaml").write_text(LOCAL + "restarts: {max_failures: 9}\n")  # a profile is no setting of a run
+    assert "the profile's restarts.max_failures was 5, is 9" in settle(wanted(run(DEMO)), update=False).notes
+    assert prepare(run(DEMO)).profile["restarts"]["max_failures"] == 9 and marker.exists()
     prepare(run(DEMO, "train.steps=401", update=True))
-    assert yaml.safe_load((launch_folder(Path(job.directory)) / "config.yaml").read_text())["train"]["steps"] == 401
+    assert config_of(job.directory)["train"]["steps"] == 401 and not marker.exists()
 
 
-def test_an_older_code_reads_the_settings_of_its_run(tmp_path: Path) -> None:
+def test_an_older_code_reads_the_settings_of_its_run() -> None:
     """A setting that newer code adds, or sets otherwise, makes no other run of one that is resubmitted."""
     job = begin(run(DEMO))
     file = code_folder(Path(job.directory)) / "pretrain" / "config.py"
     file.chmod(0o644)
-    file.write_text(
-        file.read_text().replace(
-            "    interval: int = setting(10,", "    old_name: int = setting(3, 'Old.')\n    interval: int = setting(10,"
-        )
-    )
+    field = "    interval: int = setting(10,"
+    assert field in file.read_text()
+    file.write_text(file.read_text().replace(field, f"    old_name: int = setting(3, 'Old.')\n{field}"))
     config = launch_folder(Path(job.directory)) / "config.yaml"
     config.write_text(config.read_text().replace("log:\n", "log:\n  old_name: 3\n"))
     prepare(run(DEMO))
@@ -152,102 +140,263 @@ def test_an_older_code_reads_the_settings_of_its_run(tmp_path: Path) -> None:
         prepare(run(DEMO, "train.seed=43"))
 
 
-def test_a_job_that_never_began_binds_nobody() -> None:
-    """Slurm refused it, say; the mended command is not another run's."""
-    prepare(run(DEMO, "train.steps=401"))
-    job = prepare(run(DEMO))
-    assert yaml.safe_load((launch_folder(Path(job.directory)) / "config.yaml").read_text())["train"]["steps"] == 400
-
-
-def test_a_profile_is_no_setting_of_a_run(tmp_path: Path) -> None:
-    begin(run(DEMO))
-    (tmp_path / "local.yaml").write_text(LOCAL + "restarts: {max_failures: 9}\n")
-    draft = settle(wanted(run(DEMO)), update=False)
-    assert "the profile's restarts.max_failures was 5, is 9" in draft.notes
-    assert prepare(run(DEMO)).profile["restarts"]["max_failures"] == 9
-
-
-def test_commands_are_compared_too() -> None:
+def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
     begin(command("data_prep", "status", "a", directory="d"))
-    with pytest.raises(UserError, match="has the job `data_prep status a`, not `data_prep status b`"):
-        prepare(command("data_prep", "status", "b", directory="d"))
-    with pytest.raises(UserError, match="array is False, not True"):
-        prepare(command("data_prep", "status", "a", directory="d", tasks=2))
-    begin(command("data_prep", "status", "a", directory="e", tasks=2))
-    with pytest.raises(UserError, match="2 tasks, not 3"):
-        prepare(command("data_prep", "status", "a", directory="e", tasks=3))
+    changed: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
+        (("status", "b"), {}, "has the job `data_prep status a`, not `data_prep status b`"),
+        (("status", "a"), {"tasks": 2}, "array is False, not True"),
+    )
+    for words, options, told in changed:
+        with pytest.raises(UserError, match=told):
+            prepare(command("data_prep", *words, directory="d", **options))
+    begin(command("data_prep", "run", directory="e", tasks=5))
+    with pytest.raises(UserError, match="5 tasks, not 3"):
+        prepare(command("data_prep", "run", directory="e", tasks=3))
+    job, _ = find_job("e")
+    finish(job, 0, 3)
+    write_json(launch_folder(Path(job.items[4].directory)) / "stop.json", {"why": "cancelled"})
+    draft = settle(wanted(command("data_prep", "run", directory="e", tasks=5)), update=False)
+    assert draft.ready == (1, 2)
+    assert [standing.kind for standing in draft.standings] == ["finished", "idle", "idle", "finished", "stopped"]
+    assert find_job("e/tasks/0001") == (job, [1])
+    for path, told in (("e/tasks", "no launch/job.json"), ("nowhere", "no such directory")):
+        with pytest.raises(UserError, match=told):
+            find_job(path)
 
 
 def test_finished_and_stopped() -> None:
-    job = prepare(command("data_prep", "status", "a"))
+    request, again = command("data_prep", "status", "a"), command("data_prep", "status", "a", update=True)
+    job = prepare(request)
     finish(job, 0)
-    assert settle(wanted(command("data_prep", "status", "a")), update=False).ready == ()
-    prepare(command("data_prep", "status", "a", update=True))
-    assert settle(wanted(command("data_prep", "status", "a")), update=False).ready == (0,)
+    assert settle(wanted(request), update=False).ready == ()
+    prepare(again)
+    assert settle(wanted(request), update=False).ready == (0,)
     write_json(launch_folder(Path(job.directory)) / "stop.json", {"why": "gave up", "message": "3 failures: out of luck"})
     with pytest.raises(UserError, match=r"gave up: 3 failures: out of luck; to go on: python -m launch requeue"):
-        prepare(command("data_prep", "status", "a"))
-    prepare(command("data_prep", "status", "a", update=True))
+        prepare(request)
+    prepare(again)
+    with locked(Path(job.directory)), pytest.raises(InUse, match="another launch command"):
+        prepare(request)
 
 
-def test_an_array_starts_what_is_left() -> None:
-    job = prepare(command("data_prep", "run", tasks=5))
-    finish(job, 0, 3)
-    write_json(launch_folder(Path(job.items[4].directory)) / "stop.json", {"why": "cancelled"})
-    draft = settle(wanted(command("data_prep", "run", tasks=5)), update=False)
-    assert draft.ready == (1, 2)
-    assert [standing.kind for standing in draft.standings] == ["finished", "idle", "idle", "finished", "stopped"]
-
-
-def test_a_supervisor_on_this_machine_is_seen() -> None:
-    job = prepare(command("data_prep", "status", "a"))
+def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() -> None:
+    request = command("data_prep", "status", "a")
+    job = prepare(request)
+    before = time.time()
     child = subprocess.Popen(["sleep", "60"])
-    state = {"state": "running", "pid": child.pid, "host": socket.gethostname(), "time": time.time()}
+    state = {"state": "running", "pid": child.pid, "host": os.uname().nodename, "time": time.time()}
     path = launch_folder(Path(job.directory)) / "state.json"
     try:
+        started = item_state.start_time(child.pid)
+        assert started is not None and before - 0.1 <= started <= time.time() + 0.1
         write_json(path, state)
         assert standings(job)[0].pid == child.pid
         with pytest.raises(UserError, match=f"has process {child.pid}; see: python -m launch status"):
-            prepare(command("data_prep", "status", "a"))
+            prepare(request)
         with pytest.raises(UserError, match="has the old settings; first: python -m launch cancel"):
             prepare(command("data_prep", "status", "a", update=True))
-        write_json(path, {**state, "time": time.time() - 100})  # the number was another process's then
-        assert standings(job)[0].kind == "idle"
-        write_json(path, {**state, "state": "requeued"})
-        assert standings(job)[0].kind == "idle"
+        for changed in ({"time": time.time() - 100}, {"state": "requeued"}):  # the number was another process's then
+            write_json(path, {**state, **changed})
+            assert standings(job)[0].kind == "idle"
         write_json(path, {**state, "host": "elsewhere"})
         assert "host elsewhere" in standings(job)[0].where
     finally:
         child.kill()
-        child.wait()
     write_json(path, state)
-    assert standings(job)[0].kind == "idle"
-    prepare(command("data_prep", "status", "a"))
-
-
-def test_the_start_time_of_a_process() -> None:
-    before = time.time()
-    child = subprocess.Popen(["sleep", "60"])
-    started = alive.start_time(child.pid)
-    assert started is not None and before - 0.1 <= started <= time.time() + 0.1
-    child.kill()
-    while alive.start_time(child.pid) is not None:  # a zombie, for nobody waited for it
-        time.sleep(0.01)
+    wait_for(lambda: standings(job)[0].kind == "idle")  # of a zombie, too
     child.wait()
-    assert alive.start_time(child.pid) is None
 
 
-def test_one_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path / "d"), pytest.raises(UserError, match="another launch command"), locked(tmp_path / "d"):
-        pass
-    with locked(tmp_path / "d"):
-        pass
+# --- sweeps ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_find_job_by_an_item(tmp_path: Path) -> None:
-    job = prepare(command("data_prep", "run", tasks=3, directory="d"))
-    assert find_job("d") == (job, [0, 1, 2])
-    assert find_job(tmp_path / "d" / "tasks" / "0001") == (job, [1])
-    for path, told in (("d/tasks", "no launch/job.json"), ("nowhere", "no such directory")):
-        with pytest.raises(UserError, match=told):
-            find_job(path)
+def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: Path) -> None:
+    """A task's number is its place: what is in the queue must stay what it was."""
+    words = grid(["train.seed=1,2", "optimizer.lr=1e-3"])
+    asked = wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words))
+    assert [item.name for item in asked.job.items] == ["train.seed=1,optimizer.lr=1e-3", "train.seed=2,optimizer.lr=1e-3"]
+    for seed, (item, text) in enumerate(zip(asked.job.items, asked.configs.values(), strict=True), 1):
+        config = yaml.safe_load(text)
+        assert (config["train"]["seed"], config["train"]["steps"], config["optimizer"]["lr"]) == (seed, 300, 1e-3)
+        assert config["run_dir"] == item.directory == str(tmp_path / "s" / item.name)
+    first = write(settle(asked, update=False))
+    finish(first.job, 0)
+    others = named([("train.seed=3",), *reversed(words)])
+    longer = settle(wanted_sweep(run(DEMO, "train.steps=300", directory="s"), others), update=False)
+    assert [item.name for item in longer.job.items] == [*(item.name for item in first.job.items), "train.seed=3"]
+    assert longer.ready == (1, 2)
+    write(longer)
+    shorter = settle(wanted_sweep(run(DEMO, "train.steps=300", directory="s"), named(words[1:])), update=False)
+    assert len(shorter.job.items) == 3 and shorter.ready == (1,)
+    changed = wanted_sweep(run(DEMO, "train.steps=301", directory="s"), named(words[:1]))
+    with pytest.raises(UserError, match=r"train\.steps is 300, not 301"):
+        settle(changed, update=False)
+    assert settle(asked, update=True).reopened == ()  # the settings are the same: what is done stays done
+    updated = settle(changed, update=True)
+    assert updated.reopened == updated.ready == (0,)
+    with pytest.raises(UserError, match=r"^train\.seed=x: .*whole number"):
+        wanted_sweep(run(DEMO, directory="s"), named([("train.seed=x",)]))
+
+
+def test_lists_and_grids(tmp_path: Path, wording: Wording) -> None:
+    path = Path("runs.txt")
+    path.write_text("# runs\n\ntrain.seed=1 optimizer.lr=1e-4  # low\ndata.tokenizer='a b'\nsmall-w64: model.hidden_size=64\nplain:\n")
+    runs = read_list(path)
+    assert list(runs.values()) == [("train.seed=1", "optimizer.lr=1e-4"), ("data.tokenizer=a b",), ("model.hidden_size=64",), ()]
+    assert list(runs)[2:] == ["small-w64", "plain"]
+    bad = ["a=1\nb='2\n", "a=1\n--plan\n", "a=1\n\na=1\n", "# none\n", "a: x=1\nb: x=1\n", "a: x=1\n\na: x=2\n", "a/b: x=1\n", "..: x=1\n"]
+    for text in bad:
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            read_list(path)
+        wording(caught.value)
+    assert grid(["a=1,2", "b.c=x,y"]) == [("a=1", "b.c=x"), ("a=1", "b.c=y"), ("a=2", "b.c=x"), ("a=2", "b.c=y")]
+    assert split_values('[a,b],{c: 1, d: 2},"x,y",z') == ["[a,b]", "{c: 1, d: 2}", '"x,y"', "z"]
+    for words in (["a"], ["a=1,"], ["a=1,1"], ["a=1", "a=2"], ["--x=1"], ["=1"], ["a="]):
+        with pytest.raises(UserError, match="--grid"):
+            grid(words)
+
+
+def test_names_of_runs_differ_and_are_folders_and_array_words_say_the_items() -> None:
+    dice, seen = random.Random(0), dict[str, tuple[str, ...]]()
+    for _ in range(1000):
+        words = tuple("k=" + "".join(dice.choices("ab=,./ 'ü\"\n$-", k=dice.randint(0, 4))) for _ in range(dice.randint(1, 2)))
+        name = run_name(words)
+        assert seen.setdefault(name, words) == words
+        assert not set(name) & set("/ '\"\n$") and len(name.encode()) < 200
+        items = sorted(dice.sample(range(40), dice.randint(1, 40)))
+        parts = [[int(end) for end in part.split("-")] for part in array_words(items, None).split(",")]
+        assert [number for part in parts for number in range(part[0], part[-1] + 1)] == items
+    assert len(run_name(["a=" + "x" * 500])) < 200 and array_words([0, 1, 2, 7], 2) == "0-2,7%2"
+    assert first_difference({"a": 1, "b": {"c": [1, 2]}}, {"a": 1, "b": {"c": [1, 3]}}) == ("b.c.1", 2, 3)
+    assert [first_difference(*pair)[0] for pair in (({"a": 1}, {"a": 1, "b": 2}), ({"a": 1, "b": 2}, {"a": 1}))] == ["b", "b"]
+    assert first_difference({"a": [1]}, {"a": [1, 2]}) == ("a", [1], [1, 2]) and first_difference({"a": 1}, {"a": True}) == ("a", 1, True)
+
+
+# --- the verbs -------------------------------------------------------------------------------------------------------------------
+
+MISTAKES = """\
+submit --cluster slurm.yaml -- data_prep status a
+submit DEMO --cluster slurm.yaml
+local DEMO --cluster local.yaml
+submit DEMO --cluster local.yaml
+submit --cluster slurm.yaml
+submit DEMO --cluster slurm.yaml -- data_prep
+submit DEMO --cluster slurm.yaml --tasks 2
+submit DEMO --cluster slurm.yaml --at-once 2
+submit DEMO --cluster slurm.yaml --nodes 0
+submit --cluster slurm.yaml -- os x
+submit --cluster slurm.yaml --tasks 0 -- data_prep
+submit DEMO --cluster nowhere.yaml
+submit DEMO --cluster slurm.yaml --time 5
+sweep DEMO --cluster local.yaml --list nowhere.txt
+local DEMO --cluster slurm.yaml
+local DEMO --cluster local.yaml --nodes 2
+local DEMO --cluster local.yaml --processes 3
+local DEMO --cluster local.yaml --processes 0
+local DEMO --cluster local.yaml --set watchdog.step_minute=1
+local DEMO --cluster local.yaml train.stepz=1
+"""
+
+
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/nowhere")
+    for line in MISTAKES.splitlines():
+        assert main(shlex.split(line.replace("DEMO", shlex.quote(DEMO)))) == 2, line
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1, line
+        wording(said)
+    assert not list(tmp_path.rglob("submissions.jsonl"))
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path) -> None:
+    away = {"node": "n7", "reason": "ECC", "time": 0, "run": "x", "until": None}
+    (tmp_path / "cordon.jsonl").write_text(json.dumps(away) + "\n")
+    before = sorted(tmp_path.rglob("*"))
+    words = ["submit", DEMO, "--cluster", "slurm.yaml", "train.global_batch_size=8", "--nodes", "2", "--dry-run"]
+    done = launch(*words, "--set", f"paths.cordon={tmp_path}/cordon.jsonl", "--exclude", "n8", "--dependency", "12")
+    assert sorted(tmp_path.rglob("*")) == before
+    told = ("2 nodes x 2 processes = 4", "n9, n8, n7", "afterok:12", "144 GPU hours", "#SBATCH --exclude=n9,n8,n7", "#SBATCH --nodes=2")
+    for words_of_it in (*told, "sbatch --parsable", "#!/bin/bash\n", "pretrain's plan is not known yet: data.train.0.prefix"):
+        assert words_of_it in done.stdout, done.stdout
+
+
+def test_dependencies_in_words() -> None:
+    assert dependency([]) is None and dependency(["singleton"]) == "singleton"
+    assert dependency(["12", "afterok:3:4", "12"], ask=False) == "afterok:12,afterok:3:4"
+    for word in ("afterok", "after:x", "x", "12;rm", "afterok:1,$(x)"):
+        with pytest.raises(UserError, match="neither a job's id"):
+            dependency([word])
+    job = prepare(command("data_prep", "status", "a", directory="d"))
+    with pytest.raises(UserError, match=r"is not under way; .*submit it first"):
+        dependency(["d"])
+    finish(job, 0)
+    assert dependency(["d"]) is None
+    told = {"SBATCH_PARTITION": "x", "SLURM_ARRAY_TASK_ID": "3", "SQUEUE_FORMAT": "%i", "SLURM_JOB_ID": "1", "SRUN_CPUS_PER_TASK": "1"}
+    kept = {"SLURM_CONF": "/etc/x", "PATH": "/bin", "HF_TOKEN": "secret", "MY_SLURM_": "a"}
+    assert clean_environment({**told, **kept}) == kept
+
+
+def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    job = prepare(command("data_prep", "status", "a", profile="slurm.yaml"))
+    for state, supervisor in (("COMPLETING", "cancelled"), ("COMPLETING", "requeued"), ("RUNNING", "cancelled")):
+        write_json(launch_folder(Path(job.directory)) / "state.json", {"state": supervisor, "job_id": "12"})
+        write_json(launch_folder(Path(job.directory)) / "stop.json", {"why": "cancelled"})
+        restart(job, [Standing(0, "active", "12", state)])
+        assert f"job 12 ({state}) is just ending; if it does not come back" in capsys.readouterr().out
+        assert not (launch_folder(Path(job.directory)) / "stop.json").exists()
+
+
+def test_a_run_that_saves_in_order_to_end_goes_on_when_it_is_requeued(tmp_path: Path) -> None:
+    case = Case(tmp_path / "run", [{"to": 3, "checkpoint": [3], "end": "deaf"}, {}], watchdog={"save_minutes": 0.05})
+    with case.start() as supervisor:
+        try:
+            wait_for(lambda: (case.directory / "checkpoints" / "step_00000003").exists())
+            assert "saves, then ends" in launch("cancel", "--save", str(case.directory)).stdout
+            wait_for(lambda: case.state["state"] == "saving")
+            assert "saves and starts again" in launch("requeue", str(case.directory)).stdout
+            assert supervisor.wait(60) == 0
+        finally:
+            supervisor.kill()
+    assert (case.state["state"], len(case.attempts)) == ("finished", 2)
+
+
+WAITING = "local --cluster local.yaml --name t --directory d --tasks 3 --at-once 2 -- pretrain config.yaml --plan"
+
+
+def tasks(**options: object) -> subprocess.Popen[str]:
+    """Three tasks, two at once, all waiting: their configuration is a pipe."""
+    if not Path("config.yaml").exists():
+        os.mkfifo("config.yaml")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command_line = [sys.executable, "-m", "launch", *WAITING.split()]
+    return subprocess.Popen(command_line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)  # type: ignore[call-overload]
+
+
+def started(*expected: int) -> None:
+    """Wait until the tasks have begun so many ranks."""
+    wait_for(lambda: [len(list(Path(f"d/tasks/{index:04}").glob("attempts/*/ranks/*.json"))) for index in range(3)] == list(expected))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_tasks_on_this_machine_end_together(number: signal.Signals) -> None:
+    """A restart of one, then the end of the command: two end, the third never starts."""
+    with tasks(start_new_session=True) as process:
+        try:
+            started(1, 1, 0)
+            assert "saves and starts again" in launch("requeue", "d/tasks/0001").stdout
+            started(1, 2, 0)
+            os.kill(process.pid, number)
+            process.communicate(timeout=60)
+            job, _ = find_job("d")
+            wait_for(lambda: all(standing.kind == "idle" for standing in standings(job)))
+        finally:
+            process.kill()
+    started(1, 2, 0)
+
+
+def test_a_sweep_on_this_machine_says_what_it_would_do(tmp_path: Path) -> None:
+    words = ("sweep", DEMO, "--cluster", "local.yaml", "--grid", "train.seed=1,2", "--directory", "s", "--at-once", "2")
+    assert launch(*words, "--dry-run").stdout.count("idle") == 2 and not (tmp_path / "s").exists()

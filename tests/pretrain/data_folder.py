@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from pretrain.data_facts import _sample_digest
+from pretrain.data.facts import _sample_digest
 
 CODES = {"uint16": (8, "H"), "int32": (4, "i")}
 

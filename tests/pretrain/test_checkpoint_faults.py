@@ -22,12 +22,11 @@ from typing import Any
 import pytest
 import torch
 
-from fem_megatron import platform
-from pretrain.checkpoint import MANIFEST
-from pretrain.checkpoint_reader import DamagedCheckpoint, read_metadata, read_part
+from fem_megatron.megatron import platform
+from pretrain.checkpoint.reader import MANIFEST, DamagedCheckpoint, read_metadata, read_part
 from tests.pretrain.conftest import DEMO, Command
-from tests.pretrain.rank_processes import PATIENCE, started, wait_until
-from tests.pretrain.test_checkpoints import curve, same, weights
+from tests.pretrain.test_checkpoints import same, weights
+from tests.ranks import PATIENCE, ended, losses, started, wait_until
 
 LARGER_THAN_METADATA = 300_000  # bytes; the small run's files of tensors are larger, all others smaller
 
@@ -69,7 +68,7 @@ def test_no_flipped_bit_makes_another_tensor() -> None:
 def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Command) -> None:
     """Found while the engine reads, which is then read into anew: the run is the one that was never damaged."""
     assert pretrain() == 0
-    expected, last = curve(pretrain.run_dir), weights(pretrain.run_dir)
+    expected, last = losses(pretrain.run_dir), weights(pretrain.run_dir)
     newest = pretrain.checkpoints / "step_00000012"
     weight = "decoder.layers.0.mlp.gate_up"
     place = next(place for index, place in read_metadata(newest / ".metadata").storage_data.items() if index.fqn == weight)
@@ -81,7 +80,7 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Com
     (pretrain.run_dir / "progress.json").unlink()  # else it is complete, and reads nothing
     assert pretrain("checkpoint.keep_last=1") == 0
     assert f"{newest} is damaged: {file.name}: " in pretrain.out and "step_00000008 at step 8" in pretrain.out
-    assert curve(pretrain.run_dir) == expected and same(weights(pretrain.run_dir), last)
+    assert losses(pretrain.run_dir) == expected and same(weights(pretrain.run_dir), last)
     assert steps(pretrain) == ["damaged_step_00000012", "latest", "step_00000012"]
     assert (pretrain.checkpoints / "damaged_step_00000012" / file.name).read_bytes() == damaged
 
@@ -89,14 +88,14 @@ def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Com
 def test_two_ranks_agree_on_a_flipped_bit(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
     """One rank meets it in its own tensors: both pass over the checkpoint. DeepSpeed's engine, which reads piece by piece."""
     arguments = [DEMO, *settings, "parallel.tensor_model_parallel_size=2", "engine.name=deepspeed"]
-    assert ranks(2, arguments, tmp_path / "first")[0] == [0, 0]
-    expected = curve(pretrain.run_dir)
+    assert ended(2, arguments, tmp_path / "first")[0] == [0, 0]
+    expected = losses(pretrain.run_dir)
     flip(pretrain.checkpoints / "step_00000012" / "__1_0.distcp", 100_000)
     (pretrain.run_dir / "progress.json").unlink()
-    codes, said = ranks(2, arguments, tmp_path / "second")
+    codes, said = ended(2, arguments, tmp_path / "second")
     assert codes == [0, 0], said
     assert "step_00000012 is damaged: __1_0.distcp: " in said[0] and "step_00000008 at step 8" in said[0]
-    assert curve(pretrain.run_dir) == expected
+    assert losses(pretrain.run_dir) == expected
 
 
 @pytest.mark.parametrize("fault", ["a file is missing", "a bit is flipped"])
@@ -171,34 +170,26 @@ def full(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def ranks(world: int, arguments: list[str], output: Path) -> tuple[list[int | None], list[str]]:
-    """(exit codes, output) of all ranks of a run."""
-    with started(world, arguments, output) as processes:
-        for process in processes:
-            process.join(PATIENCE)
-        return [process.exitcode for process in processes], [Path(f"{output}.{rank}").read_text() for rank in range(world)]
-
-
 @pytest.mark.parametrize("room", ["for nothing", pytest.param("for the tensors alone", marks=pytest.mark.slow)])
 def test_a_full_file_system_under_two_ranks(full: Path, settings: list[str], tmp_path: Path, room: str) -> None:
     """No rank hangs or raises, whichever of them meets it: the tensors are of both, .metadata of the first alone."""
     run_dir = full / "run"
     index = f"data.index_cache={tmp_path / 'index'}"  # its room is no matter here
     arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant", index]
-    assert ranks(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
+    assert ended(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
     kept = run_dir / "checkpoints" / "step_00000004"
     tensors = sum(path.stat().st_size for path in kept.glob("*.distcp"))
     free = os.statvfs(full)
     left = 200_000 if room == "for nothing" else tensors + 60_000
     with (full / "filling").open("wb") as filling:
         filling.write(bytes(free.f_bavail * free.f_frsize - left))
-    codes, said = ranks(2, arguments, tmp_path / "second")
+    codes, said = ended(2, arguments, tmp_path / "second")
     assert codes == [1, 1]
     for text in said:
         assert text.count("cannot be written: No space left on device") == 1 and "Traceback" not in text, text
     failed(run_dir, "step_00000008")
     (full / "filling").unlink()
-    assert ranks(2, arguments, tmp_path / "third")[0] == [0, 0]
+    assert ended(2, arguments, tmp_path / "third")[0] == [0, 0]
 
 
 def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Command) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import MANIFEST, load_full_model_state
+from pretrain.checkpoint.reader import MANIFEST, load_full_model_state
 from tests.pretrain.conftest import DEMO, Command
-from tests.pretrain.rank_processes import PATIENCE, finished, records, send, started, wait_until
+from tests.ranks import PATIENCE, finished, records, send, started, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,13 +240,6 @@ def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
     assert second[1][0] < last_loss + 0.3 < curve(pretrain.run_dir)[1][0]
     assert pretrain(f"run_dir={tmp_path / 'third'}", f"checkpoint.load={tmp_path / 'nothing'}") == 2
     assert "no checkpoint there" in pretrain.err
-
-
-def test_other_data_is_refused(pretrain: Command, tiny_data: Path) -> None:
-    """Going on with other data under an old position would silently train on the wrong samples."""
-    assert pretrain("train.steps=4") == 0
-    assert pretrain(f"data.train.0.prefix={tiny_data / 'valid'}") == 2
-    assert "was trained on other data" in pretrain.err
 
 
 def test_longer_run_keeps_the_order_or_is_refused(pretrain: Command) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.data_facts import check_contents
-from pretrain.loader import load_run
+from pretrain.config import load_run
+from pretrain.data.facts import check_contents
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO
 
@@ -21,7 +21,7 @@ from tests.pretrain.conftest import DEMO
 def groups() -> Iterator[None]:
     from megatron.core import parallel_state
 
-    from fem_megatron import platform
+    from fem_megatron.megatron import platform
 
     platform.initialize_distributed()
     parallel_state.initialize_model_parallel()
@@ -31,7 +31,7 @@ def groups() -> Iterator[None]:
 
 
 def build(settings: list[str], cache: Path, samples: int) -> Any:
-    from pretrain.data import build_datasets
+    from pretrain.data.datasets import build_datasets
 
     prepared = prepare(load_run(DEMO, settings), 1)
     assert prepared.facts is not None
@@ -59,7 +59,7 @@ def test_blend_takes_its_shares(settings: list[str], tiny_data: Path, tmp_path: 
 @pytest.mark.usefixtures("groups")
 def test_position_is_exact(settings: list[str], tmp_path: Path) -> None:
     """Reading from sample 12 on is what reading from the start gives after 12 samples; no sample comes twice in a pass."""
-    from pretrain.data import batches
+    from pretrain.data.datasets import batches
 
     train = build(settings, tmp_path, 40).train
     whole, later = batches(train, 0, 2, torch.device("cpu")), batches(train, 12, 2, torch.device("cpu"))
@@ -76,7 +76,7 @@ def test_position_is_exact(settings: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("groups")
 def test_a_blends_batches_are_its_samples_in_order(settings: list[str], tiny_data: Path, tmp_path: Path) -> None:
-    from pretrain.data import batches
+    from pretrain.data.datasets import batches
 
     blend = f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}, weight: 1}}]"
     train = build([*settings, blend], tmp_path, 40).train
@@ -100,7 +100,7 @@ def test_the_order_is_megatrons_own(settings: list[str], tiny_data: Path, tmp_pa
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    from pretrain.data import _Tokens
+    from pretrain.data.datasets import _Tokens
 
     links = [tmp_path / f"link_{number}" for number in range(sources)]
     for link in links:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.data_facts import Contents, check_contents, check_data
-from pretrain.loader import load_run
+from pretrain.config import RunConfig, load_run
+from pretrain.data.facts import Contents, check_contents, check_data
 from pretrain.validate import prepare
-from tests.pretrain.data_folder import write_folder, write_manifest, write_pair
+from tests.pretrain.data_folder import write_folder, write_pair
+from tests.wording import Wording
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "run"
 DEMO = CONFIGS / "demo.yaml"
@@ -85,131 +87,110 @@ def test_a_plan_needs_no_data_where_the_vocabulary_is_given(tmp_path: Path) -> N
         prepare(run_on(missing, "model.vocab_size=500"), 1)
 
 
-def test_missing_files_are_named_with_the_nearest_that_exists(folder: Path, tmp_path: Path) -> None:
-    assert complaint(tmp_path / "nowhere").endswith(
-        "nowhere/train.bin not found; make the data with: python -m data_prep run (the demo's: make demo)"
-    )
-    said = complaint(folder, f"data.train.0.prefix={folder}/trian")
-    assert said == f"data.train.0.prefix = {folder}/trian: {folder}/trian.bin not found; did you mean {folder}/train?"
-    assert complaint(folder, f"data.train.0.prefix={folder}/train.bin").endswith(f"a prefix is given without its ending: {folder}/train")
-    (folder / "valid.idx").unlink()
-    assert f"data.valid.0.prefix = {folder}/valid: {folder}/valid.idx not found" in complaint(folder)
-    assert complaint(folder, "data.train=[]").startswith("data.train is empty")
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """A JSON file changed in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
 
 
-def test_a_sequence_longer_than_the_data_names_the_source_and_the_largest_that_fits(folder: Path) -> None:
-    said = complaint(folder, "data.seq_length=900")
-    assert said.startswith(f"data.seq_length = 900 is longer than data.train.0.prefix = {folder}/train, which has 900 tokens")
-    assert said.endswith("the largest that fits: 899")
-    assert prepare(run_on(folder, "data.seq_length=899"), 1).facts is not None
+def written(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
-def test_vocabulary_and_tokenizer_mismatches_name_both_sides(folder: Path, tmp_path: Path) -> None:
-    assert complaint(folder, "model.vocab_size=400").startswith(
-        f"model.vocab_size = 400 is less than the 500 entries of the tokenizer of data.train.0.prefix = {folder}/train; "
-        "set model.vocab_size=500"
-    )
-    other = write_folder(tmp_path / "other", tokenizer="two")
-    said = complaint(folder, f"data.train.1.prefix={other}/train")
-    assert said.startswith(f"data.train.1.prefix = {other}/train has another tokenizer (sha256 ")
-    assert f"than data.train.0.prefix = {folder}/train (" in said
-    assert f"data.tokenizer = {other}/tokenizer has another tokenizer" in complaint(folder, f"data.tokenizer={other}/tokenizer")
-    assert complaint(folder, f"data.tokenizer={folder}").endswith("tokenizer.json not found; give the folder that holds tokenizer.json")
-    elsewhere = write_folder(tmp_path / "elsewhere")
-    manifest = json.loads((elsewhere / "manifest.json").read_text())
-    manifest["tokenizer"]["eod_id"] = 3
-    write_manifest(elsewhere, manifest)
-    said = complaint(folder, f"data.train.1.prefix={elsewhere}/train")
-    assert f"{elsewhere}/train ends its documents in id 3, data.train.0.prefix = {folder}/train in 499" in said
-    (folder / "manifest.json").unlink()
-    assert complaint(folder).startswith(
-        f"model.vocab_size is null and no manifest.json beside data.train.0.prefix = {folder}/train tells it"
-    )
-
-
-def test_a_dtype_too_narrow_or_not_the_recorded_one_is_refused(folder: Path, tmp_path: Path) -> None:
-    wide = write_folder(tmp_path / "wide", vocab_size=70_000)
-    assert "holds uint16 tokens, too narrow for the 70000 entries" in complaint(wide)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    write_manifest(folder, {**manifest, "dtype": "int32"})
-    assert f"{folder}/train.idx holds uint16 tokens, but {folder}/manifest.json records int32" in complaint(folder)
-
-
-def test_damaged_files_are_named(folder: Path) -> None:
-    with (folder / "train.bin").open("r+b") as file:
-        file.truncate(1000)
-    assert f"{folder}/train.bin has 1000 bytes, but {folder}/manifest.json records 1800" in complaint(folder)
-    manifest = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").unlink()
-    assert f"{folder}/train.bin has 1000 bytes, but {folder}/train.idx describes 1800" in complaint(folder, "model.vocab_size=500")
-    index = (folder / "train.idx").read_bytes()
-    for damaged, said in (
-        (index[:-1], "where its header asks for"),
-        (index[:20], "is not an index of Megatron's format"),
-        (b"x" + index[1:], "is not an index of Megatron's format"),
-        (index[:17] + b"\x07" + index[18:], "dtype code 7"),
-    ):
-        (folder / "train.idx").write_bytes(damaged)
-        assert said in complaint(folder, "model.vocab_size=500")
-    for text in ("{", "[]", '{"format": 2}', manifest.replace('"bin_sample"', '"bin_simple"'), manifest.replace('"eod_id"', '"eot_id"')):
-        (folder / "manifest.json").write_text(text)
-        assert complaint(folder).startswith(f"{folder}/manifest.json is damaged")
-    (folder / "manifest.json").write_text(manifest.replace('"format": 2', '"format": 1'))
-    assert complaint(folder).startswith(f"{folder}/manifest.json has format 1, readable: 2")
-
-
-@pytest.mark.parametrize("name", ["train.bin", "train.idx", "valid.bin", "test.idx"])
-def test_a_file_of_the_right_size_that_is_not_the_recorded_one_is_named(folder: Path, name: str) -> None:
-    assert len(contents(folder).sources) == 2
-    path = folder / name
+def flip(path: Path, place: int) -> None:
+    """One bit of a file: its size, headers and times are right."""
     raw = bytearray(path.read_bytes())
-    raw[-3 if name.endswith("idx") else 800] ^= 1  # not where the header's check looks
+    raw[place] ^= 1
     path.write_bytes(raw)
-    check_data(run_on(folder))  # headers and sizes are right
-    said = complaint(folder)
-    assert said.startswith(f"{path} is not the file that {folder}/manifest.json records (the size is right, the contents differ)")
-    assert f"python -m data_prep verify {folder}," in said
 
 
-def test_a_foreign_index_or_bin_of_the_same_size_is_named(folder: Path, tmp_path: Path) -> None:
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    write_pair(foreign / "train", [[8] * 300, [7] * 600])
-    for name in ("train.idx", "train.bin"):
-        kept = (folder / name).read_bytes()
-        shutil.copy(foreign / name, folder / name)
-        assert (folder / name).stat().st_size == len(kept)
-        assert complaint(folder).startswith(f"{folder / name} is not the file that")
-        (folder / name).write_bytes(kept)
-    contents(folder)
-
-
-def test_a_pair_that_the_manifest_beside_it_does_not_know_is_refused(folder: Path) -> None:
-    write_pair(folder / "mine", [[7] * 900])
-    said = complaint(folder, f"data.train.0.prefix={folder / 'mine'}")
-    assert said.startswith(
-        f"data.train.0.prefix = {folder}/mine: {folder}/manifest.json records no split 'mine' (its splits: train, valid, test)"
-    )
-
-
-@pytest.mark.parametrize("left", ["plan.json", "shards/00003.json"])
-def test_data_that_is_not_merged_is_refused_with_the_command(folder: Path, left: str) -> None:
+def without_manifest(folder: Path, change: Callable[[bytes], bytes] = lambda index: index, size: int = 1800) -> list[str]:
     (folder / "manifest.json").unlink()
-    contents(folder, "model.vocab_size=500")
-    (folder / left).parent.mkdir(exist_ok=True)
-    (folder / left).write_text("{}")
-    said = complaint(folder, "model.vocab_size=500")
-    assert said.startswith(f"data.train.0.prefix = {folder}/train: {folder} is not finished: {Path(left).parts[0]}")
-    assert said.endswith(f"python -m data_prep run --out {folder}")
-    (folder / "train.bin").unlink()  # the files come late in a merge: what is missing is not a misspelt prefix
-    assert complaint(folder, "model.vocab_size=500") == said
+    os.truncate(folder / "train.bin", size)
+    (folder / "train.idx").write_bytes(change((folder / "train.idx").read_bytes()))
+    return ["model.vocab_size=500"]
 
 
-def test_a_count_of_tokens_that_is_not_the_recorded_one_is_refused(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["splits"]["valid"]["tokens"] += 1
-    write_manifest(folder, manifest)
-    assert complaint(folder).startswith(f"{folder}/valid.idx describes 900 tokens, but {folder}/manifest.json records 901")
+def beside(folder: Path, key: str = "train.1.prefix", name: str = "train", eod: int | None = None, **changes: Any) -> list[str]:
+    """Another folder of data, named by a key of data."""
+    other = write_folder(folder.with_name("other"), **changes)
+    if eod is not None:
+        edit(other / "manifest.json", lambda manifest: manifest["tokenizer"].update(eod_id=eod))
+    return [f"data.{key}={other / name}"]
+
+
+def anew(folder: Path, **changes: Any) -> None:
+    write_folder(folder, **changes)
+
+
+def with_another_pair(folder: Path) -> list[str]:
+    write_pair(folder / "mine", [[7] * 900])
+    return [f"data.train.0.prefix={folder / 'mine'}"]
+
+
+def replaced(folder: Path, name: str) -> None:
+    """A file of as many bytes, of other documents."""
+    write_pair(folder.with_name("foreign"), [[8] * 300, [7] * 600])
+    shutil.copy(folder.with_name("foreign").with_suffix(Path(name).suffix), folder / name)
+
+
+def left_behind(folder: Path, name: str) -> list[str]:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}")
+    return without_manifest(folder)
+
+
+MANIFEST = "manifest.json"
+# What is wrong -> how it comes about, and the overrides of such a run.
+MISTAKES: dict[str, Callable[[Path], Sequence[str] | None]] = {
+    "no data": lambda folder: shutil.rmtree(folder),
+    "a prefix misspelled": lambda folder: [f"data.train.0.prefix={folder}/trian"],
+    "a prefix with its ending": lambda folder: [f"data.train.0.prefix={folder}/train.bin"],
+    "no index": lambda folder: (folder / "valid.idx").unlink(),
+    "no training data": lambda folder: ["data.train=[]"],
+    "too long a sequence": lambda folder: ["data.seq_length=900"],
+    "too small a vocabulary": lambda folder: ["model.vocab_size=400"],
+    "another tokenizer's data": lambda folder: beside(folder, tokenizer="two"),
+    "another tokenizer": lambda folder: beside(folder, "tokenizer", "tokenizer", tokenizer="two"),
+    "no tokenizer": lambda folder: [f"data.tokenizer={folder}"],
+    "another end of documents": lambda folder: beside(folder, eod=3),
+    "nobody tells the vocabulary": lambda folder: (folder / MANIFEST).unlink(),
+    "too narrow a dtype": lambda folder: anew(folder, vocab_size=70_000),
+    "not the recorded dtype": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest.update(dtype="int32")),
+    "not the recorded size": lambda folder: os.truncate(folder / "train.bin", 1000),
+    "not the described size": lambda folder: without_manifest(folder, size=1000),
+    "an index cut short": lambda folder: without_manifest(folder, lambda index: index[:-1]),
+    "a header cut short": lambda folder: without_manifest(folder, lambda index: index[:20]),
+    "no index of Megatron's": lambda folder: without_manifest(folder, lambda index: b"x" + index[1:]),
+    "an unknown dtype": lambda folder: without_manifest(folder, lambda index: index[:17] + b"\x07" + index[18:]),
+    "a manifest that is no JSON": lambda folder: written(folder / MANIFEST, "{"),
+    "a manifest that is a list": lambda folder: written(folder / MANIFEST, "[]"),
+    "a manifest of nothing": lambda folder: written(folder / MANIFEST, '{"format": 2}'),
+    "a manifest without a key": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["tokenizer"].pop("eod_id")),
+    "a split without a key": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["splits"]["train"].pop("bin_sample")),
+    "another format": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest.update(format=1)),
+    **{  # not where the header's check looks
+        f"a bit of {name}": lambda folder, name=name: flip(folder / name, -3 if name.endswith("idx") else 800)  # type: ignore[misc]
+        for name in ("train.bin", "train.idx", "valid.bin", "test.idx")
+    },
+    "a foreign index": lambda folder: replaced(folder, "train.idx"),
+    "a foreign bin": lambda folder: replaced(folder, "train.bin"),
+    "a pair that the manifest does not know": with_another_pair,
+    "a plan left behind": lambda folder: left_behind(folder, "plan.json"),
+    "a shard left behind": lambda folder: left_behind(folder, "shards/00003.json"),
+    "not the recorded tokens": lambda folder: edit(folder / MANIFEST, lambda manifest: manifest["splits"]["valid"].update(tokens=901)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_names_the_file_both_sides_and_what_to_do(folder: Path, wording: Wording, mistake: str) -> None:
+    assert len(contents(folder).sources) == 2
+    wording(complaint(folder, *(MISTAKES[mistake](folder) or ())))
+
+
+def test_the_longest_sequence_that_fits(folder: Path) -> None:
+    assert prepare(run_on(folder, "data.seq_length=899"), 1).facts is not None
 
 
 def test_a_plan_reads_no_index_through(folder: Path) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.deepspeed_settings import deepspeed_config
-from pretrain.loader import load_run
-from pretrain.plan import make_plan, render
+from pretrain.config import RunConfig, load_run
+from pretrain.engines.deepspeed_settings import deepspeed_config
+from pretrain.plan.run_plan import make_plan, render
+from pretrain.plan.zero_memory import variants, zero_memory
 from pretrain.validate import validate
-from pretrain.zero_memory import variants, zero_memory
 from tests.pretrain.small import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +48,7 @@ def told(config: RunConfig) -> dict[str, object]:
         (1, ["engine.offload_parameters=true", "engine.zero_stage=3"], "needs engine.offload_optimizer=true"),
         (1, ["parallel.use_distributed_optimizer=false"], "engine.name=deepspeed needs true"),
         (1, ["engine.deepspeed.gradient_clipping=1"], "unknown key engine.deepspeed.gradient_clipping"),
-        (1, ["engine.deepspeed.reduce_bucket_size=0"], "engine.deepspeed.reduce_bucket_size = 0: must be at least 1"),
+        (1, ["engine.deepspeed.reduce_bucket_size=0"], "engine.deepspeed.reduce_bucket_size = 0: must be 1 or more"),
         (1, ["engine.deepspeed.file=nowhere.json"], "nowhere.json"),
         (1, ["model.mixer=fla.GatedDeltaNet", "engine.zero_stage=3"], "set engine.zero_stage=2"),
         (1, ["engine.name=megatron", "engine.offload_optimizer=true"], "engine.offload_optimizer = true needs engine.name=deepspeed"),

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from fem_common.errors import ConfigError
-from pretrain import evaluations
-from pretrain.config import EvaluateConfig
-from pretrain.evaluations import NAME, Evaluations, environment
-from pretrain.loader import load_run
-from pretrain.metrics import StepRecord
+from pretrain.config import EvaluateConfig, load_run
+from pretrain.report import evaluations
+from pretrain.report.evaluations import NAME, Evaluations, environment
+from pretrain.report.metrics import StepRecord
 from pretrain.validate import validate
 from tests.pretrain.conftest import DEMO, Command
+from tests.ranks import records
 
 HELD_OUT = """
 tasks:
@@ -38,7 +38,7 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, t
     suite = tmp_path / "suite.yaml"
     suite.write_text(HELD_OUT)
     assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true") == 0
-    (line,) = read(pretrain.run_dir / NAME)
+    (line,) = records(pretrain.run_dir, NAME)
     assert (line["step"], line["checkpoint"], list(line["scores"])) == (4, "step_00000004", ["valid @32"])
     metrics = [json.loads(text) for text in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()]
     (logged,) = [record for record in metrics if "evaluation/valid @32" in record]
@@ -56,7 +56,7 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, t
     for _ in range(2):
         assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true") == 0
         assert "is complete at step 4" in pretrain.out
-        (line,) = read(pretrain.run_dir / NAME)
+        (line,) = records(pretrain.run_dir, NAME)
         assert line["scores"]["held"]["value"] == 2.5
     assert (pretrain.run_dir / "metrics.jsonl").read_text().count('"evaluation/held": 2.5') == 1
 
@@ -76,8 +76,8 @@ def test_a_suite_that_is_not_there_is_told_before_the_first_step(pretrain: Comma
         ),
         (["evaluate.interval=2", "checkpoint.interval=0"], "set checkpoint.interval=2"),
         (["evaluate.interval=-1"], "evaluate.interval = -1: must be 0 or more"),
-        (["evaluate.timeout_minutes=0"], "evaluate.timeout_minutes = 0.0: must be more than 0"),
-        (["evaluate.limit=0"], "evaluate.limit = 0: must be at least 1"),
+        (["evaluate.timeout_minutes=0"], "evaluate.timeout_minutes = 0: must be more than 0"),
+        (["evaluate.limit=0"], "evaluate.limit = 0: must be 1 or more"),
         (["evaluate.suite=''"], "evaluate.suite is empty"),
     ],
 )
@@ -162,10 +162,6 @@ class Run:
             time.sleep(0.01)
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -203,7 +199,7 @@ def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: 
     run.store.write(35)
     run.step(36)
     assert run.callback is not None and run.callback.running is None, "what was evaluated is not again"
-    assert [(line["step"], line["scores"]["held"]["value"]) for line in read(tmp_path / NAME)] == [(10, 2.5), (30, 2.5)]
+    assert [(line["step"], line["scores"]["held"]["value"]) for line in records(tmp_path, NAME)] == [(10, 2.5), (30, 2.5)]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +220,7 @@ def test_whatever_becomes_of_it_training_goes_on(tmp_path: Path, monkeypatch: py
     run.until(lambda: run.heard.messages)
     (message,) = run.heard.messages
     assert message.startswith("evaluation of step 10") and told in message
-    assert run.store.in_use == set() and [entry["step"] for entry in read(tmp_path / NAME)] == [10]
+    assert run.store.in_use == set() and [entry["step"] for entry in records(tmp_path, NAME)] == [10]
     again = Run(tmp_path, "exit 1", monkeypatch)
     again.store.last = run.store.last
     again.start()
@@ -243,7 +239,7 @@ def test_scores_beside_a_task_that_failed_are_told(tmp_path: Path, monkeypatch: 
     assert run.heard.values == [(10, {"evaluation/held": 2.5})], "and nothing of weights from before the checkpoint"
     assert run.heard.messages[0].startswith("evaluation of step 10: held 2.5000 (")
     assert run.heard.messages[1].startswith("evaluation of step 10 failed: exit code 1: failed: other; see")
-    (line,) = read(tmp_path / NAME)
+    (line,) = records(tmp_path, NAME)
     assert (list(line["scores"]), line["failed"]) == (["held"], "exit code 1: failed: other")
 
 
@@ -341,7 +337,7 @@ def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> 
     """A rank that is killed cleans nothing up."""
     code = (
         "import subprocess, sys, os, time\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'pretrain.evaluation_process', str(os.getpid()), 'sleep', '60'],"
+        "child = subprocess.Popen([sys.executable, '-m', 'pretrain.report.evaluation_process', str(os.getpid()), 'sleep', '60'],"
         " start_new_session=True)\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )

@@ -22,8 +22,8 @@ import pytest
 
 from fem_common.errors import ConfigError
 from pretrain.__main__ import main
-from pretrain.data_facts import Contents, SourceContents
-from pretrain.index_cache import COMPLETE, NOT_THERE, IndexCache
+from pretrain.data.facts import Contents, SourceContents
+from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
 from tests.pretrain.conftest import DEMO, ROOT, SMALL
 from tests.pretrain.data_folder import write_folder
 
@@ -64,15 +64,6 @@ def test_a_cache_says_what_it_was_made_from_and_what_it_holds(tmp_path: Path) ->
         "files": {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in sorted(FILES.items())},
     }
     assert {path.name: path.read_bytes() for path in cache.folder.iterdir() if path.name != COMPLETE} == FILES
-
-
-def test_the_name_follows_contents_paths_and_settings(tmp_path: Path) -> None:
-    other = Contents((SOURCES[0], SourceContents("valid", "data/valid", "c" * 64, "e" * 64)))
-    moved = Contents((SOURCES[0], SourceContents("valid", "elsewhere/valid", "c" * 64, "d" * 64)))
-    caches = [cache_in(tmp_path), cache_in(tmp_path, "other"), IndexCache(tmp_path, other, ("k", [1, 2]))]
-    caches.append(IndexCache(tmp_path, moved, ("k", [1, 2])))
-    assert len({cache.folder for cache in caches}) == 4
-    assert cache_in(tmp_path).folder == caches[0].folder
 
 
 @pytest.mark.parametrize(
@@ -212,7 +203,7 @@ def test_the_lock_of_publication_works_as_nfs_wants_it(tmp_path: Path, monkeypat
         if operation & fcntl.LOCK_EX and modes[-1] == os.O_RDONLY:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    monkeypatch.setattr("pretrain.index_cache.fcntl.flock", flock_of_nfs)
+    monkeypatch.setattr("pretrain.data.index_cache.fcntl.flock", flock_of_nfs)
     build(cache_in(tmp_path))
     assert len(modes) == 2 and os.O_RDONLY not in modes
 
@@ -345,18 +336,6 @@ def test_a_run_that_will_be_resumed_is_indexed_for_its_own_order(run: Run) -> No
     before = run.built()
     assert run("train.steps=10", "--index") == 0
     assert run.built() == before and ": unchanged, " in run.out
-
-
-@pytest.mark.parametrize("name", ["train.idx", "valid.bin"])
-def test_a_flipped_byte_is_refused_by_name(run: Run, name: str) -> None:
-    path = run.data / name
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 3] ^= 1
-    path.write_bytes(raw)
-    for words in ([], ["--index"]):
-        assert run(*words) == 2
-        assert run.err.startswith(f"pretrain: error: {path} is not the file that {run.data}/manifest.json records")
-        assert len(run.err.splitlines()) == 1 and run.built() == {}
 
 
 def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from weakref import WeakSet
 import pytest
 
 from fem_megatron.config import MIXERS, ModelConfig
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.fem import FemConfig
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.config import DataConfig, EngineConfig, OptimizerConfig, RunConfig, TrainConfig
-from pretrain.memory import head_activations, layer_activations
-from pretrain.plan import make_plan
+from pretrain.plan.memory import head_activations, layer_activations
+from pretrain.plan.run_plan import make_plan
 
 SEQUENCES, LENGTH = 2, 64
 ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")]
@@ -52,7 +52,7 @@ def kept_bytes(config: RunConfig) -> float:
     """Bytes a token of all tensors that a forward pass leaves to the backward pass, parameters aside."""
     import torch
 
-    from fem_megatron import model as fem_model
+    from fem_megatron.megatron import model as fem_model
     from pretrain.engines.building import model_layout
 
     class Kept:
@@ -77,7 +77,7 @@ def kept_bytes(config: RunConfig) -> float:
 
 def measure() -> dict[str, list[float]]:
     """Case and precision -> bytes a token of one layer, and of all that is not a layer."""
-    from fem_megatron import platform
+    from fem_megatron.megatron import platform
     from pretrain.engines.building import initialize_model_parallel
 
     platform.initialize_distributed()
@@ -101,8 +101,9 @@ def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
     """Bytes that the resident set grows by, at its largest, while an engine is built and takes three steps."""
     import torch
 
-    from fem_megatron import platform
-    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from fem_megatron.megatron import platform
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
     config = training(precision, ENGINES[engine_name])

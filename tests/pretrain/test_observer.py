@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.pretrain.conftest import DEMO, ROOT, Command
+from tests.pretrain.conftest import DEMO, Command
+from tests.ranks import finished, losses, records
 
 # Every family in one model; its pipeline stages hold different ones.
 MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, fem_softmax"
@@ -21,18 +16,10 @@ HYBRID = [f"model.pattern=[{MIXERS}]", "model.num_layers=10", "train.steps=1", "
 HYBRID += ["log.diagnostics_interval=1"]
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def looks(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> what was seen in it."""
     found = [{key: value for key, value in line.items() if key == "step" or key.startswith("diagnostics/")} for line in records(run_dir)]
     return {int(line.pop("step")): line for line in found if len(line) > 1}
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in records(run_dir) if "loss" in line]
 
 
 def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_path: Path) -> None:
@@ -59,32 +46,15 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     assert losses(never) == losses(pretrain.run_dir), "to the last bit"
 
 
-def test_a_negative_interval_is_refused(pretrain: Command) -> None:
-    assert pretrain("log.diagnostics_interval=-1") == 2
-    assert pretrain.err == "pretrain: error: log.diagnostics_interval = -1: must be 0 or more\n"
-
-
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_at_every_layout(pretrain: Command, stages: int, tmp_path: Path) -> None:
     """TP 2 with SP (x PP 2) sees what one process sees; the weights of the first step are the same at every layout."""
     several = tmp_path / "several"
     layout = ["tensor_model_parallel_size=2", f"pipeline_model_parallel_size={stages}", "sequence_parallel=true"]
     assert pretrain(*HYBRID) == 0
-    launch(2 * stages, [*pretrain.settings, *HYBRID, f"run_dir={several}", *(f"parallel.{key}" for key in layout)])
+    arguments = [*pretrain.settings, *HYBRID, f"run_dir={several}", *(f"parallel.{key}" for key in layout)]
+    finished(2 * stages, [DEMO, *arguments], tmp_path / "out")
     wanted, found = looks(pretrain.run_dir)[1], looks(several)[1]
     assert list(found) == list(wanted)
     # fp32 sums in another order; a wrong gather would be off by a tenth and more.
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-
-
-def launch(processes: int, overrides: list[str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    command = [sys.executable, *launcher, "-m", "pretrain", DEMO, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

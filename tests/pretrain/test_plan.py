@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.fem import FemConfig, FemShape
-from pretrain.config import RunConfig
-from pretrain.data_facts import DataFacts, SourceFacts
-from pretrain.loader import load_run
-from pretrain.memory import chunks_in_flight, layer_activations
-from pretrain.plan import (
+from fem_megatron.mixers.fem.prior_shapes import SoftmaxShape
+from fem_megatron.mixers.fem.shape import FemConfig, FemShape
+from pretrain.config import RunConfig, load_run
+from pretrain.data.facts import DataFacts, SourceFacts
+from pretrain.plan.memory import chunks_in_flight, layer_activations
+from pretrain.plan.run_plan import (
     DEVICE_PEAK_TFLOPS,
     checkpoint_bytes,
     count_by_component,
@@ -126,7 +126,7 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_what_is_replicated(layou
 
 def test_attention_flops_are_the_sum_over_all_pairs_of_a_sequence() -> None:
     model, length = ModelConfig(vocab_size=100, num_layers=1, num_attention_heads=2, hidden_size=16), 9
-    shape = FemShape.of(model, "softmax")
+    shape = FemShape.of(model, SoftmaxShape)
     pairs = sum(1 for query in range(length) for key in range(length) if key <= query)
     # A pair costs a head one product over d_k for its score, and one over [v | U], twice d_v, for its read.
     whole = pairs * shape.heads * (2 * shape.prior.slices()["k"] + 2 * (2 * shape.value_head))
@@ -160,17 +160,17 @@ def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layer
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"), [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("cpu", None)]
+    ("name", "peak", "room"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989, 79),
+        ("NVIDIA H100 PCIe", 756, 79),
+        ("NVIDIA A100-SXM4-80GB", 312, 79),
+        ("NVIDIA A100-SXM4-40GB", 312, 39),
+        ("cpu", None, None),
+    ],
 )
-def test_a_device_is_found_by_its_name(name: str, peak: float | None) -> None:
-    assert peak_tflops(name) == peak
-
-
-@pytest.mark.parametrize(
-    ("name", "room"), [("NVIDIA H100 80GB HBM3", 79), ("NVIDIA H100 PCIe", 79), ("NVIDIA A100-SXM4-40GB", 39), ("cpu", None)]
-)
-def test_a_devices_memory_is_found_by_its_name(name: str, room: int | None) -> None:
-    assert memory_gib(name) == room
+def test_a_device_is_found_by_its_name(name: str, peak: float | None, room: int | None) -> None:
+    assert (peak_tflops(name), memory_gib(name)) == (peak, room)
     assert all(memory_gib(device) for device in DEVICE_PEAK_TFLOPS)
 
 
@@ -266,6 +266,6 @@ def test_planning_needs_neither_torch_nor_megatron_and_takes_no_time() -> None:
     began = time.process_time()
     render(make_plan(run(LARGE), 8))
     assert time.process_time() - began < 0.5  # seconds of this process: "a second", with the interpreter's start and a slow machine
-    modules = "pretrain.loader, pretrain.validate, pretrain.plan, pretrain.memory, pretrain.data_facts, pretrain.reference_page"
+    modules = "pretrain.validate, pretrain.plan.run_plan, pretrain.plan.memory, pretrain.data.facts, pretrain.reference_page"
     code = f"import sys, {modules}; sys.exit(bool({{'torch', 'megatron', 'numpy'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,67 +1,66 @@
-"""Rank 0's answer, and rank 0's refusal, reach every rank."""
+"""Several ranks: rank 0's answer reaches all, the slowest is named, one that stops is seen; real ranks, and times made up."""
 
 from __future__ import annotations
 
+import random
 import re
+import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
-
-from fem_common.exits import Exit
-from tests.pretrain.conftest import DEMO, ROOT
-
-SCRIPT = """
-import sys
 import torch
+
 from fem_common.errors import ConfigError, StorageError
+from fem_common.exits import Exit
+from fem_megatron.megatron import platform
 from pretrain.ranks import from_rank_0
-rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2)
-def compute():
-    assert rank == 0, "asked on another rank"
-    if case == "refused":
-        raise ConfigError("data/train.idx is another file")
-    if case == "missing":
-        open(store + ".missing")
-    if case == "circular":
-        open(store + ".circular")
-    if case == "input/output":
-        open("/proc/self/mem", "rb").read(1)
-    return {"answer": rank}
-try:
-    print(from_rank_0(compute))
-except ConfigError as error:
-    print("refused:", error)
-except StorageError as error:
-    print("failed:", error)
-torch.distributed.destroy_process_group()
-"""
+from pretrain.report.progress_file import read_progress
+from pretrain.report.stragglers import Place, find_slowest, matmul_seconds
+from tests.pretrain.conftest import DEMO, ROOT
+from tests.ranks import PATIENCE, answer, losses, records, send, started, wait_until
+
+CASES = {
+    "answered": "{'answer': 0}",
+    "refused": "refused: data/train.idx is another file",
+    "missing": "refused: {folder}/missing: No such file or directory",
+    "circular": "failed: {folder}/circular: Too many levels of symbolic links",
+    "input/output": "failed: Input/output error",
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("answered", "{'answer': 0}\n"),
-        ("refused", "refused: data/train.idx is another file\n"),
-        ("missing", "refused: {store}.missing: No such file or directory\n"),
-        ("circular", "failed: {store}.circular: Too many levels of symbolic links\n"),
-        ("input/output", "failed: Input/output error\n"),
-    ],
-)
-def test_all_ranks_hear_the_same(tmp_path: Path, case: str, said: str) -> None:
-    store = tmp_path / "store"
-    (tmp_path / "store.circular").symlink_to("store.circular")
-    command = [sys.executable, "-c", SCRIPT]
-    ranks = [subprocess.Popen([*command, str(rank), str(store), case], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        heard = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert heard == [said.replace("{store}", str(store))] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+def ask_rank_0(folder: Path) -> None:
+    """Prints what every case ends in, a line each; on each of two ranks."""
+    platform.initialize_distributed()
+    rank = torch.distributed.get_rank()
+
+    def compute(case: str) -> dict[str, int]:
+        assert rank == 0, "asked on another rank"
+        if case == "refused":
+            raise ConfigError("data/train.idx is another file")
+        if case in ("missing", "circular"):
+            (folder / case).open()
+        if case == "input/output":
+            Path("/proc/self/mem").read_bytes()
+        return {"answer": rank}
+
+    for case in CASES:
+        try:
+            print(from_rank_0(lambda: compute(case)))  # noqa: B023
+        except ConfigError as error:
+            print("refused:", error)
+        except StorageError as error:
+            print("failed:", error)
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_hear_the_same(tmp_path: Path) -> None:
+    (tmp_path / "circular").symlink_to("circular")
+    answer(2, ask_rank_0, tmp_path, output=tmp_path / "out")
+    wanted = [line.replace("{folder}", str(tmp_path)) for line in CASES.values()]
+    assert [(tmp_path / f"out.{rank}").read_text().splitlines() for rank in range(2)] == [wanted] * 2
 
 
 @pytest.mark.parametrize(
@@ -80,3 +79,125 @@ def test_torchruns_last_lines_are_the_error(tmp_path: Path, config: str, said: s
     (cause,) = done.stderr.split("Root Cause")[1:]
     last = rf"exitcode  : {code} .*\n.*\n  traceback : pretrain: error: .*{said}.*\n=+\s*\Z"
     assert re.search(last, cause), cause
+
+
+LAYOUTS = [(dp, tp, pp) for dp, tp, pp in product((1, 2, 3, 8), (1, 2, 8), (1, 4)) if dp * tp * pp > 1]
+
+
+def job(dp: int, tp: int, pp: int, dice: random.Random, slow: int, busy_factor: float, matmul_factor: float) -> tuple[list[Place], ...]:
+    """Megatron's order of ranks (TP fastest, PP slowest); two ranks a node; stages of very different times; 2 % of noise."""
+    places = [Place(f"node{(s * dp + r) * tp // 2}", r, s) for s in range(pp) for r in range(dp) for _ in range(tp)]
+    busy = [0.3 * (2 - place.stage / pp) * dice.uniform(1, 1.02) for place in places]
+    busy = [time * (busy_factor if place.replica == places[slow].replica else 1) for time, place in zip(busy, places, strict=True)]
+    matmul = [1e-3 * dice.uniform(1, 1.02) for _ in places]
+    matmul[slow] *= matmul_factor
+    return places, busy, matmul  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), LAYOUTS)
+def test_a_slow_device_is_named_at_every_layout(dp: int, tp: int, pp: int) -> None:
+    dice = random.Random(dp * 100 + tp * 10 + pp)
+    for slow in dice.sample(range(dp * tp * pp), min(5, dp * tp * pp)):
+        places, busy, matmul = job(dp, tp, pp, dice, slow, 1.5, 1.5)
+        found = find_slowest(places, busy, matmul, 1.2)  # type: ignore[arg-type]
+        assert (found.rank, found.host) == (slow, places[slow].host)
+        assert found.ratio == pytest.approx(1.5, rel=0.03)
+        assert found.group == tuple(r for r, place in enumerate(places) if place.replica == places[slow].replica)
+        assert found.by == ("step" if dp > 1 else "matmul")
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [layout for layout in LAYOUTS if layout[0] > 1])
+def test_slow_data_names_the_replica_and_does_not_pretend_to_more(dp: int, tp: int, pp: int) -> None:
+    dice = random.Random(dp * 100 + tp * 10 + pp)
+    slow = dice.randrange(dp * tp * pp)
+    places, busy, matmul = job(dp, tp, pp, dice, slow, 1.3, 1.0)
+    found = find_slowest(places, busy, matmul, 1.2)  # type: ignore[arg-type]
+    assert slow in found.group and found.ratio == pytest.approx(1.3, rel=0.03)
+    assert ("none of them is slow" in found.message(1.2)) == (tp * pp > 1)
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), LAYOUTS)
+def test_nobody_is_slow_by_the_stage_it_has(dp: int, tp: int, pp: int) -> None:
+    places, busy, matmul = job(dp, tp, pp, random.Random(0), 0, 1.0, 1.0)
+    assert find_slowest(places, busy, matmul, 1.2).ratio < 1.03  # type: ignore[arg-type]
+
+
+def test_what_people_read() -> None:
+    places = [Place("h100-07" if rank == 13 else "h100-01", rank, 0) for rank in range(64)]
+    busy, matmul = [0.315] * 64, [1e-3] * 64
+    busy[13] = 0.412
+    expected = "slowest rank 13 on node h100-07: 1.31 times the median of 64 ranks (0.412 s against 0.315 s)"
+    assert find_slowest(places, busy, matmul, 1.2).message(1.2) == expected
+    pairs = [Place(f"n{rank // 4}", rank // 2 % 2, rank // 4) for rank in range(8)]
+    busy = [1.0, 1.0, 1.4, 1.4, 0.5, 0.5, 0.7, 0.7]
+    said = find_slowest(pairs, busy, [1.0] * 7 + [1.25], 1.2).message(1.2)
+    together = "with ranks 2-3, 6-7, which wait for each other, 1.40 times the median of 4 ranks (1.4 s against 1 s)"
+    assert said == f"slowest rank 7 on node n1: {together}; itself 1.25 times in a matrix product by itself"
+    said = find_slowest([Place("a", 0, 0), Place("b", 0, 0)], [1.0, 1.0], [1e-3, 2e-3], 1.2).message(1.2)
+    assert said == "slowest rank 1 on node b: 2.00 times the median of 2 ranks in a matrix product by itself (0.002 s against 0.001 s)"
+
+
+def test_the_probe_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    assert 0 < matmul_seconds() < 10
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+QUIET = ["log.diagnostics_interval=0", "train.steps=8", "checkpoint.interval=4", "train.eval_interval=0"]
+
+
+def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_goes_on(settings: list[str], tmp_path: Path) -> None:
+    """The same run twice: compared at every second step with rank 1's data slow, and never compared with rank 1 stopped for a while."""
+    compared, stopped = tmp_path / "compared", tmp_path / "stopped"
+    slow = [DEMO, *settings, *QUIET, f"run_dir={compared}", "log.straggler_interval=2"]
+    with started(2, slow, tmp_path / "slow", naps={1: 0.1}) as ranks:
+        for rank in ranks:
+            rank.join(PATIENCE)
+    said = (tmp_path / "slow.0").read_text()
+    assert [rank.exitcode for rank in ranks] == [0, 0], said
+    lines = records(compared, "ranks.jsonl")
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    assert ["hosts" in line for line in lines] == [True, False, False, False]
+    for line in lines:
+        # Two micro-batches a step, each after a nap; the other rank waits for that in the reduction.
+        assert line["seconds"][1] > 0.2 and line["waiting_seconds"][0] > 0.1
+        assert line["slowest"]["rank"] == 1 and line["slowest"]["ratio"] > 1.2 and line["slowest"]["by"] == "step"
+    told = [line for line in records(compared) if "ranks/slowest" in line]
+    assert [(line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told] == [
+        (s, 1, True) for s in (2, 4, 6, 8)
+    ]
+    assert f"step 2: slowest rank 1 on node {lines[0]['hosts'][1]}: " in said and "times the median of 2 ranks (" in said
+
+    alone = [DEMO, *settings, *QUIET, f"run_dir={stopped}", "log.straggler_interval=0"]
+    with started(2, alone, tmp_path / "hung", naps={0: 0.05, 1: 0.05}) as ranks:  # slow enough to be stopped in between
+        wait_until(lambda: len(losses(stopped)) >= 3, ranks)
+        send(ranks[1], signal.SIGSTOP)
+        seen = len(losses(stopped))
+
+        def stacks() -> str:
+            send(ranks[0], signal.SIGUSR2)
+            return (tmp_path / "hung.0").read_text()
+
+        # Rank 0 may be a step further before it waits.
+        wait_until(lambda: "train_step" in stacks() and "distributed_c10d.py" in stacks(), ranks)
+        assert seen < 8 and read_progress(stopped)["state"] == "running"  # type: ignore[index]
+        send(ranks[1], signal.SIGCONT)
+        for rank in ranks:
+            rank.join(PATIENCE)
+    assert [rank.exitcode for rank in ranks] == [0, 0], (tmp_path / "hung.0").read_text()
+    assert read_progress(stopped)["state"] == "complete"  # type: ignore[index]
+    assert not (stopped / "ranks.jsonl").exists()
+    assert losses(stopped) == losses(compared) and len(losses(stopped)) == 8, "to the last bit"
+
+
+def test_a_rank_that_stays_away_fails_the_run(settings: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [DEMO, *settings, *QUIET, f"run_dir={run_dir}", "train.steps=100000", "parallel.collective_timeout_minutes=0.1"]
+    with started(2, arguments, tmp_path / "away") as ranks:
+        wait_until(lambda: len(losses(run_dir)) >= 2, ranks)
+        send(ranks[1], signal.SIGSTOP)
+        ranks[0].join(PATIENCE)
+        assert ranks[0].exitcode == 1, (tmp_path / "away.0").read_text()
+    told = read_progress(run_dir)
+    assert told is not None and told["state"] == "failed" and told["step"] - max(losses(run_dir)) in (0, 1)
+    assert "Timed out waiting" in told["message"] and "\n" not in told["message"]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from fem_common.config import plain, walk
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionConfig
-from fem_megatron.shapes.fem import FemConfig
-from pretrain.checkpoint_reader import MANIFEST, read_common
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mixers.fem.shape import FemConfig
+from pretrain.checkpoint.reader import MANIFEST, read_common
+from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
-from pretrain.loader import to_dict, walk
-from pretrain.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from tests.pretrain.conftest import Command
-from tests.pretrain.rank_processes import records
+from tests.ranks import records
 
 # Every key of the optimizer; those in one unit exclude those in another, and a wsd decay says its length.
 CHANGED: dict[str, Any] = {
@@ -148,7 +148,7 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     """In a section that is new and in one that was there; set to something else it is another model."""
     place = Path("runs/old/checkpoints/step_00000001")
     here = RunConfig(model=ModelConfig(vocab_size=100, hidden_size=96))
-    written = json.loads(json.dumps(to_dict(here)))
+    written = json.loads(json.dumps(plain(here)))
     del written["model"]["attention"], written["model"]["fem"]["aft_query"], written["evaluate"]
     assert changes(written, here) == []
     others: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,18 +19,8 @@ class MakeCluster:
     def __init__(self) -> None:
         self.made: list[MiniSlurm] = []
 
-    def __call__(
-        self,
-        nodes: int = 2,
-        cpus: int = 8,
-        gpus: int = 8,
-        memory_mb: int = 16000,
-        grace_seconds: int = 10,
-        root: Path | str | None = None,
-        slurmd_timeout: int = 10,
-        max_time: str = "INFINITE",
-    ) -> MiniSlurm:
-        cluster = MiniSlurm(nodes, cpus, gpus, memory_mb, grace_seconds, root, slurmd_timeout, max_time)
+    def __call__(self, **shape: Any) -> MiniSlurm:
+        cluster = MiniSlurm(**shape)
         self.made.append(cluster)
         cluster.start()
         return cluster

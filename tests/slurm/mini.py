@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from launch.cluster.checks import fields
 from tests.slurm import configuration, processes
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "scontrol", "sinfo", "srun", "scancel", "unshare", "mount", "hostname")
@@ -128,11 +129,8 @@ class MiniSlurm:
         self._until("munged", lambda: (run / "munge.socket").exists())
         self._spawn("slurmctld", "control", "slurmctld", "-D", "-c", "-f", str(self.root / "etc" / "slurm.conf"))
         for name in self.nodes:
-            self._spawn_slurmd(name)
+            self._spawn(name, name, "slurmd", "-D", "-N", name, "-f", str(self.root / "etc" / "node.conf"))
         self._until("the nodes", lambda: all(map(self._ready, self.nodes)))
-
-    def _spawn_slurmd(self, name: str, *options: str) -> None:
-        self._spawn(name, name, "slurmd", "-D", "-N", name, "-f", str(self.root / "etc" / "node.conf"), *options)
 
     def _spawn(self, daemon: str, node: str, program: str, *argv: str) -> None:
         """Start a daemon in namespaces of its own, under its own pid and in its own session (Ctrl-C is not for it)."""
@@ -145,15 +143,15 @@ class MiniSlurm:
                 command, env=clean, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.root / "log", start_new_session=True
             )
 
-    def _until(self, what: str, met: Callable[[], bool], seconds: float = 60.0) -> None:
+    def _until(self, what: str, met: Callable[[], bool]) -> None:
         """Poll ``met``; a daemon that ended or too long a wait are errors that show the logs."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 60.0
         while not met():
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended:
                 raise RuntimeError(f"{', '.join(ended)} ended while {what} started\n{self.logs()}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not ready after {seconds:.0f} s\n{self.logs()}")
+                raise TimeoutError(f"{what}: not ready after a minute\n{self.logs()}")
             time.sleep(0.05)
 
     def stop(self) -> None:
@@ -181,7 +179,6 @@ class MiniSlurm:
         self,
         *argv: str | Path,
         check: bool = True,
-        input: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
         timeout: float = 60,
@@ -189,7 +186,7 @@ class MiniSlurm:
         """A command in this cluster's environment, ``env`` added to it; raises CalledProcessError, which shows what it wrote."""
         command = [str(word) for word in argv]
         wanted = {**self.environment, **(env or {})}
-        done = subprocess.run(command, input=input, env=wanted, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=wanted, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
         if check and done.returncode:
             error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
             error.add_note(f"stdout: {done.stdout.strip()}\nstderr: {done.stderr.strip()}")
@@ -209,7 +206,7 @@ class MiniSlurm:
         shown = self.run("scontrol", "show", "--oneliner", "job", str(job_id), check=False)
         if shown.returncode or not shown.stdout.strip():
             raise KeyError(f"job {job_id}: {shown.stderr.strip() or shown.stdout.strip()}")
-        return _fields(shown.stdout.splitlines()[0])
+        return fields(shown.stdout.splitlines()[0])
 
     def state(self, job_id: int | str) -> str:
         """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL, REQUEUE_HOLD, ...: ended jobs stay visible."""
@@ -224,9 +221,9 @@ class MiniSlurm:
         deadline = time.monotonic() + timeout
         while (state := self.state(job_id)) not in (states or OVER):
             if time.monotonic() > deadline:
-                fields = " ".join(f"{name}={value}" for name, value in self.job(job_id).items())
+                shown = " ".join(f"{name}={value}" for name, value in self.job(job_id).items())
                 wanted = " or ".join(states or OVER)
-                raise TimeoutError(f"job {job_id} is {state}, not {wanted}, after {timeout} s\n{fields}\n{self.logs()}")
+                raise TimeoutError(f"job {job_id} is {state}, not {wanted}, after {timeout} s\n{shown}\n{self.logs()}")
             time.sleep(0.1)
         return state
 
@@ -263,12 +260,12 @@ class MiniSlurm:
         """
         deadline = time.monotonic() + timeout
         while True:
-            fields = self.job(job_id)
+            known = self.job(job_id)
             for pid in self.pids(job_id):
-                if processes.command(processes.parent(pid)).startswith(f"slurmstepd: [{fields['JobId']}.batch]"):
+                if processes.command(processes.parent(pid)).startswith(f"slurmstepd: [{known['JobId']}.batch]"):
                     return pid
-            if fields["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING") or time.monotonic() > deadline:
-                raise LookupError(f"job {job_id} is {fields['JobState']} and has no batch script")
+            if known["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING") or time.monotonic() > deadline:
+                raise LookupError(f"job {job_id} is {known['JobState']} and has no batch script")
             time.sleep(0.05)
 
     def kill_node(self, name: str) -> None:
@@ -278,48 +275,20 @@ class MiniSlurm:
             self._daemons.pop(name).wait()
 
     def freeze_node(self, name: str) -> None:
-        """The node hangs: nothing on it moves, its connections stay open. ``thaw_node`` or ``kill_node`` end that."""
+        """The node hangs: nothing on it moves, its connections stay open."""
         processes.freeze(self.root, self._node(name))
-
-    def thaw_node(self, name: str) -> None:
-        """A frozen node goes on."""
-        processes.thaw(self.root, self._node(name))
-
-    def kill_slurmd(self, name: str) -> None:
-        """SIGKILL to the node's slurmd alone; jobs and their slurmstepd go on."""
-        if self._node(name) not in self._daemons:
-            raise ValueError(f"{name}: its slurmd does not run")
-        daemon = self._daemons.pop(name)
-        daemon.kill()
-        daemon.wait()
-
-    def start_node(self, name: str, timeout: float = 60) -> None:
-        """Start slurmd again, after ``kill_node`` (as after a reboot) or ``kill_slurmd``; returns when the node takes jobs."""
-        if self._node(name) in self._daemons:
-            raise ValueError(f"{name}: its slurmd runs already")
-        since = time.time()
-        self._spawn_slurmd(name, *([] if name in processes.by_node(self.root) else ["-b"]))
-        self._until(name, lambda: self._ready(name, since), timeout)
 
     def _node(self, name: str) -> str:
         if name not in self.nodes:
             raise ValueError(f"no node {name}: {', '.join(self.nodes)}")
         return name
 
-    def _ready(self, name: str, since: float = 0.0) -> bool:
-        """Whether the node takes jobs, and its slurmd, started after ``since``, is known to slurmctld."""
+    def _ready(self, name: str) -> bool:
+        """Whether the node takes jobs, and its slurmd is known to slurmctld."""
         shown = self.run("scontrol", "show", "--oneliner", "node", name, check=False)
-        fields = _fields(shown.stdout)
-        if shown.returncode or fields.get("SlurmdStartTime", "None") in ("None", "Unknown"):
-            return False
-        started = time.mktime(time.strptime(fields["SlurmdStartTime"], "%Y-%m-%dT%H:%M:%S"))
-        return started >= int(since) and re.fullmatch("IDLE|MIXED|ALLOCATED", fields["State"]) is not None
-
-
-def _fields(line: str) -> dict[str, str]:
-    """``A=b C=d e`` -> {A: b, C: d e}."""
-    parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", line.strip())
-    return dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))
+        node = fields(shown.stdout)
+        known = not shown.returncode and node.get("SlurmdStartTime", "None") not in ("None", "Unknown")
+        return known and re.fullmatch("IDLE|MIXED|ALLOCATED", node["State"]) is not None
 
 
 def _program(name: str) -> str | None:

@@ -55,12 +55,6 @@ def freeze(root: Path, name: str | None = None) -> None:
         stopped |= moving
 
 
-def thaw(root: Path, name: str | None = None) -> None:
-    """SIGCONT to all processes of a node (None: of all nodes)."""
-    for pid in _of(root, name):
-        _send(pid, signal.SIGCONT)
-
-
 def end(root: Path, name: str | None = None, seconds: float = 20.0) -> None:
     """SIGKILL to all processes of a node (None: of all nodes), none of which lives to see another's end.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import doctor_trial
 from launch.__main__ import main
+from launch.cluster import trial as doctor_trial
 from tests.launch import smi
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm
@@ -87,16 +86,6 @@ def test_what_slurm_would_refuse_is_said_without_a_job(examine: Examine, cluster
     assert code == 1 and failed(said) == ["time limit"] and "more than partition urgent gives: 01:00:00" in said["time limit"][0][1]
 
 
-def test_a_drained_node_is_named_and_missed(examine: Examine, cluster: MiniSlurm) -> None:
-    cluster.run("scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=a loud fan")
-    try:
-        code, said = examine(cluster, "--nodes=2")
-    finally:
-        cluster.run("scontrol", "update", "NodeName=node2", "State=RESUME")
-    assert code == 1 and [level for level, _ in said["nodes"]] == ["warning", "FAILED"]
-    assert "node2 IDLE+DRAIN (a loud fan)" in said["nodes"][0][1]
-
-
 def test_a_full_queue_is_not_waited_for(examine: Examine, cluster: MiniSlurm, tmp_path: Path) -> None:
     blocker = cluster.sbatch("--nodes=2", "--exclusive", "--job-name=blocker", "--output=/dev/null", "--wrap=sleep 300", cwd=tmp_path)
     cluster.wait(blocker, "RUNNING")
@@ -129,26 +118,6 @@ def test_a_folder_that_the_nodes_do_not_see_is_named(
     assert f"ended without a word in {tmp_path / 'trials'}" in said["trial"][0][1] and "do not see that folder" in said["trial"][0][1]
 
 
-def test_an_interpreter_that_one_node_does_not_have_is_named(examine: Examine, cluster: MiniSlurm, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    python = smi.script(tools / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    with hidden(cluster, tools, "node2"):
-        code, said = examine(cluster, f"--set=python={python}", "--set=health.timeout_seconds=20")
-    assert code == 1 and failed(said)[0] == "node node2" and str(python) in said["node node2"][0][1]
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_not_shared_is_named(examine: Examine, cluster: MiniSlurm, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    with hidden(cluster, shared, "node2"):
-        code, said = examine(cluster, f"--set=paths.shared=[{shared}]")
-    assert code == 1 and set(failed(said)) == {"shared folder"}
-    told = [text for level, text in said["shared folder"] if level == "FAILED"]
-    assert [text.split(": ")[1].split(" ")[0] for text in told] == ["node1", "node2"] and "does not see what node2 wrote" in told[0]
-
-
 def test_a_hung_node_is_named_and_not_waited_for(examine: Examine, make_cluster: MakeCluster) -> None:
     cluster = make_cluster(slurmd_timeout=300)
     cluster.freeze_node("node2")
@@ -156,13 +125,3 @@ def test_a_hung_node_is_named_and_not_waited_for(examine: Examine, make_cluster:
     code, said = examine(cluster, "--nodes=2", "--set=health.timeout_seconds=6")
     assert code == 1 and failed(said) == ["node node2", "trial"] and "did not answer the health check" in said["node node2"][0][1]
     assert said["node node1"][0][0] == "ok" and time.monotonic() - began < 90
-
-
-@pytest.mark.slow
-def test_a_hung_head_node_is_named_and_not_waited_for(examine: Examine, make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = make_cluster(slurmd_timeout=300)
-    cluster.freeze_node("node1")
-    monkeypatch.setattr(doctor_trial, "RUN_SECONDS", 2.0)
-    code, said = examine(cluster, "--nodes=2", "--set=health.timeout_seconds=2")
-    assert code == 1 and failed(said) == ["trial"]
-    assert "had not ended after 4 s and was cancelled; node1 did not start it" in said["trial"][0][1]

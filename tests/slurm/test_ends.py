@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from launch.layout import launch_folder
-from launch.supervise.cordon import cordon
+from launch.job import launch_folder, read_json
+from launch.supervise.journal import cordon, cordoned
 from tests.launch.supervised import ROOT, Case, wait_for
+from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm
 
 SCRIPT = """\
@@ -28,7 +32,7 @@ exec {python} -m launch.supervise {directory}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MiniSlurm]:
-    with MiniSlurm(nodes=2) as running:
+    with MiniSlurm(nodes=2, grace_seconds=60) as running:
         yield running
 
 
@@ -38,23 +42,24 @@ class Submitted(Case):
     def __init__(self, cluster: MiniSlurm, directory: Path, script: list[dict[str, Any]], nodes: int = 1, **changes: Any) -> None:
         super().__init__(directory, script, nodes=nodes, **changes)
         self.cordon = directory.parent / "cordon.jsonl"
-        slurm = {"scheduler": "slurm", "nodes": {"gpus": 0, "cpus": 1}, "paths": {"cordon": str(self.cordon)}}
+        slurm = {"scheduler": "slurm", "nodes": {"gpus": 0, "cpus": 1, "exclusive": False}, "paths": {"cordon": str(self.cordon)}}
         self.job = replace(self.job, profile={**self.job.profile, **slurm})
         self.job.save()
         self.cluster, self.id, folder = cluster, 0, launch_folder(directory)
         (folder / "job.sh").write_text(SCRIPT.format(folder=folder, directory=directory, root=ROOT, python=self.job.python))
 
     def submit(self, *options: str) -> None:
-        """Submit it, and wait until its ranks make steps."""
+        """Submit it."""
         self.id = self.cluster.sbatch(f"--nodes={self.job.nodes}", *options, launch_folder(self.directory) / "job.sh")
 
-    def running(self) -> None:
-        """Wait until a rank has done its steps and waits."""
-        wait_for(lambda: self.state.get("state") == "running" and (self.directory / "checkpoints").is_dir(), 90)
+    def child(self, rank: int, attempt: int) -> int:
+        """Wait for a rank of an attempt: its process."""
+        path = self.directory / f"attempts/{attempt:04}/ranks/rank_{rank:05}.json"
+        return int(wait_for(lambda: (read_json(path) or {}).get("child")))
 
     def completed(self, *outcomes: str) -> None:
         """Wait for the end: a run that is finished, after attempts that ended so."""
-        self.cluster.wait(self.id, "COMPLETED")
+        self.cluster.wait(self.id, "COMPLETED", timeout=240)
         assert self.outcomes == list(outcomes), self.said
 
     @property
@@ -63,24 +68,43 @@ class Submitted(Case):
         return "".join(path.read_text() for path in launch_folder(self.directory).glob("slurm-*.out"))
 
 
+Script = list[dict[str, Any]]
 NOT_ONE = {"max_failures": 0, "same_failure": 1}
+DEAF: Script = [{"to": 3, "checkpoint": [3], "end": "deaf"}, {"to": 5}]
+WAITS: Script = [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}]
 
 
 def test_a_requeue_by_someone_is_no_failure(cluster: MiniSlurm, tmp_path: Path) -> None:
     """Ranks that cannot save in time, and not one failure is allowed."""
-    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [3], "end": "deaf"}, {"to": 5}], restarts=NOT_ONE)
+    case = Submitted(cluster, tmp_path / "run", DEAF, restarts=NOT_ONE)
     case.submit()
-    case.running()
+    case.ready()
     cluster.run("scontrol", "requeue", str(case.id))
     case.completed("interrupted", "finished")
     assert case.attempts[0]["failure"] is None and case.attempts[0]["decision"]["action"] == "requeue"
 
 
+def test_the_time_limit_and_a_preemption_save_and_requeue(cluster: MiniSlurm, tmp_path: Path) -> None:
+    waits_twice: Script = [{"to": 3, "end": "wait"}, {"to": 5, "end": "wait"}, {"to": 7}]
+    case = Submitted(cluster, tmp_path / "run", waits_twice, nodes=2, torchrun=True, restarts=NOT_ONE)
+    case.submit("--signal=B:USR1@30", "--time=30")
+    case.ready()
+    cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=1")  # Slurm looks every half a minute
+    wait_for(lambda: cluster.state(case.id) == "PENDING", 150)
+    cluster.run("scontrol", "update", f"JobId={case.id}", "TimeLimit=30")
+    case.ready(2)
+    urgent = cluster.sbatch("-p", "urgent", "-N2", "--exclusive", "--mem=1000", "-o", os.devnull, "--wrap", "sleep 1")
+    cluster.wait(urgent, "COMPLETED", timeout=120)
+    case.completed("saved", "saved", "finished")
+    assert [attempt["checkpoint_end"] >= least for attempt, least in zip(case.attempts, (3, 5), strict=False)] == [True, True]
+    assert cluster.job(case.id)["Restarts"] == "2" and case.attempts[2]["restart_count"] == 2
+
+
 def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(cluster: MiniSlurm, tmp_path: Path) -> None:
     """Preemption without a signal for users: the step's tasks get TERM, torchrun fails of it, the ranks save."""
-    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}], torchrun=True, restarts=NOT_ONE)
+    case = Submitted(cluster, tmp_path / "run", WAITS, torchrun=True, restarts=NOT_ONE)
     case.submit()
-    case.running()
+    case.ready()
     steps = cluster.run("squeue", "--steps", "--noheader", f"--jobs={case.id}", "--format=%i|%j").stdout.split()
     (step,) = [line.split("|")[0] for line in steps if "|launch-" in line]
     cluster.run("scancel", "--signal=TERM", step)
@@ -88,16 +112,32 @@ def test_ranks_that_are_told_to_end_by_slurm_alone_have_saved(cluster: MiniSlurm
     assert case.attempts[0]["checkpoint_end"] == 3 and cluster.job(case.id)["Restarts"] == "1"
 
 
-def test_a_supervisor_that_is_killed_on_its_way_back_to_the_queue_is_requeued(cluster: MiniSlurm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("returning", [False, True])
+def test_a_supervisor_that_is_killed_is_requeued(cluster: MiniSlurm, tmp_path: Path, returning: bool) -> None:
+    """While its ranks run, and on its way back to the queue."""
     hook = {"command": "sleep 60", "events": ["saved"]}  # it is waited for between the words and the deed
-    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}], notify=hook)
+    case = Submitted(cluster, tmp_path / "run", WAITS, notify=hook)
     case.submit()
-    case.running()
-    cluster.run("scancel", "--batch", "--signal=USR1", str(case.id))
-    wait_for(lambda: case.state.get("state") == "requeued", 60)
+    case.ready()
+    if returning:
+        cluster.run("scancel", "--batch", "--signal=USR1", str(case.id))
+        wait_for(lambda: case.state.get("state") == "requeued", 60)
     os.kill(cluster.batch_pid(case.id), signal.SIGKILL)
-    case.completed("saved", "finished")
+    case.completed("saved" if returning else "lost", "finished")
     assert cluster.job(case.id)["Restarts"] == "1"
+
+
+def test_a_hang_of_two_nodes_is_dumped_and_restarted(cluster: MiniSlurm, tmp_path: Path) -> None:
+    script: Script = [{"to": 3, "checkpoint": [3], "end": "hang"}, {"to": 5}]
+    case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, watchdog={"step_minutes": 0.1})
+    case.submit()
+    os.kill(case.child(1, 1), signal.SIGSTOP)
+    case.completed("hang", "finished")
+    assert {attempt["job_id"] for attempt in case.attempts} == {str(case.id)} and "no step for 6 s" in case.attempts[0]["failure"][
+        "message"
+    ]
+    dumps = [(case.directory / f"attempts/0001/dumps/rank_0000{rank}.txt").read_text() for rank in (0, 1)]
+    assert "stand_in" in dumps[0] and "T (stopped)" in dumps[1]
 
 
 def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: Path) -> None:
@@ -110,11 +150,44 @@ def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: 
     assert [attempt["nodes"] for attempt in case.attempts] == [["node1"], ["node2"]] and cluster.job(case.id)["ExcNodeList"] == "node1"
 
 
-def test_an_exclusion_that_leaves_too_few_nodes_is_dropped(cluster: MiniSlurm, tmp_path: Path) -> None:
-    case = Submitted(cluster, tmp_path / "run", [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}], nodes=2)
-    cordon(case.cordon, ["node1"], "by hand", "")
+def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(make_cluster: MakeCluster, tmp_path: Path) -> None:
+    cluster = make_cluster(nodes=4, slurmd_timeout=5)
+    script: Script = [*[{"to": 3, "checkpoint": [3], "end": "wait"}] * 3, {"to": 5}]
+    case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True)
     case.submit()
-    case.running()
-    cluster.run("scancel", "--batch", "--signal=USR1", str(case.id))
-    case.completed("saved", "finished")
-    assert "too few nodes are left without node1" in case.said and cluster.job(case.id)["ExcNodeList"] == "(null)"
+    for attempt in (1, 2):
+        other = case.ready(attempt)
+        os.kill(other, signal.SIGSTOP)  # as a rank that waits for the one that is gone, it hears no signal
+        os.kill(case.child(1, attempt), signal.SIGKILL)
+        record = case.directory / f"attempts/{attempt:04}/ranks/rank_00001.json"
+        wait_for(lambda: (read_json(record) or {}).get("ended"))  # noqa: B023
+        os.kill(other, signal.SIGKILL)
+    case.ready(3)
+    first, second, third = (attempt["nodes"] for attempt in case.attempts)
+    assert first == second == ["node1", "node2"] and "node2" not in third, case.said
+    assert cluster.job(case.id)["ExcNodeList"] == "node2" and list(cordoned(case.cordon)) == ["node2"]
+    cluster.kill_node(third[0])  # the batch host
+    cluster.wait(case.id, "COMPLETED", timeout=300)
+    assert case.outcomes[-1] == "finished" and not {"node2", third[0]} & {*case.attempts[-1]["nodes"]}, case.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_random_kills(cluster: MiniSlurm, tmp_path: Path) -> None:
+    """Of a rank or of the supervisor, at any moment: each is survived, and no step of the last checkpoint is lost."""
+    chance, never = random.Random(0), {"max_failures": 100, "same_failure": 0, "node_failures": 0}
+    script: Script = [{"to": 3000, "checkpoint": list(range(50, 3000, 50))}]
+    case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True, restarts=never)
+    case.submit()
+    for _ in range(20):
+        before = len(case.attempts)
+        time.sleep(chance.choice((0.0, 2 * chance.random())))
+        while len(case.attempts) == before and cluster.state(case.id) != "COMPLETED":
+            with contextlib.suppress(LookupError, ProcessLookupError):  # between two attempts
+                folders = sorted(case.directory.glob("attempts/*"))
+                number = int(folders[-1].name) if folders else 1
+                os.kill(chance.choice((case.child(chance.randrange(2), number), cluster.batch_pid(case.id))), signal.SIGKILL)
+            time.sleep(0.5)
+    cluster.wait(case.id, "COMPLETED", timeout=600)
+    starts = [attempt["checkpoint_start"] or 0 for attempt in case.attempts]
+    assert starts == sorted(starts) and case.outcomes[-1] == "finished" and len(starts) > 10, case.said

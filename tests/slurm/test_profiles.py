@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster.profile import load_profile
 from launch.job import Job
-from launch.profile import load_profile
-from launch.render import render
+from launch.job.render import render
 from tests.launch import hostile
 from tests.slurm.mini import MiniSlurm
 

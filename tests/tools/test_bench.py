@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,31 +10,29 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.operations import operations
-from pretrain.loader import load_run
+from kernels.implementations import operations
+from pretrain.config import load_run
 from tests.test_house import ROOT
-from tools.bench import cpu_suite, environment, mixers
-from tools.bench.speed import implementations, time_baseline, time_workload
-from tools.bench.timing import Timing, measure
+from tests.tools.test_bench_engines import TINY
+from tests.wording import Wording
+from tools.bench import cpu_suite, diagnostics_cost, mixers
+from tools.bench.engines import __main__ as engines
+from tools.bench.gpu_suite import __main__ as suite
+from tools.bench.runner import Timing, measure
+from tools.bench.speed import time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, LanguageModel, train_step
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Size
 
 ATTENTION = "attention: torch's choice"
-
-
-def test_every_operation_has_a_workload() -> None:
-    within_others = {"free_energy"}  # timed as FEM-GLA's read, a workload of linear_attention
-    assert {workload.op for workload in WORKLOADS.values()} >= set(operations()) - within_others
-    for workload in WORKLOADS.values():
-        assert set(workload.baselines) <= set(BASELINES), workload.name
+LARGE = (("1.3B", "100bt"), ("340M", "15bt"))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_is_a_call_of_its_operation(name: str) -> None:
     workload = WORKLOADS[name]
-    size = workload.small_size(24)
+    assert set(workload.baselines) <= set(BASELINES)
     for dtype in (torch.float32, torch.bfloat16):
-        inputs = workload.inputs(Draw(torch.device("cpu"), dtype, 0), size)
+        inputs = workload.inputs(Draw(torch.device("cpu"), dtype, 0), workload.small_size(24))
         leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
         outputs = workload.call(inputs, "auto")
         gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs])
@@ -44,35 +40,32 @@ def test_a_workload_is_a_call_of_its_operation(name: str) -> None:
         assert all(output.dtype == dtype or name == "time_decay_scan" for output in outputs)
 
 
+def test_every_operation_has_a_workload() -> None:
+    within_others = {"free_energy"}  # timed as FEM-GLA's read, a workload of linear_attention
+    assert {workload.op for workload in WORKLOADS.values()} >= set(operations()) - within_others
+
+
 @pytest.mark.parametrize("name", [name for name, baseline in BASELINES.items() if baseline.lacks(torch.device("cpu")) is None])
 def test_a_baseline_takes_the_size_that_a_workload_asks_for(name: str) -> None:
     holder = next(workload for workload in WORKLOADS.values() if name in workload.baselines)
-    size = holder.baselines[name](holder.small_size(24))
-    speed = time_baseline(name, size, torch.float32, 0.0)
+    speed = time_baseline(name, holder.baselines[name](holder.small_size(12)), torch.float32, 0.0)
     assert speed.both.calls >= 2 and speed.flops[0] > 0
 
 
 def test_standard_attention_is_as_wide_as_the_free_energy_read() -> None:
-    """[v | U] is 2 d_v wide: the same pairs, the same FLOPs, the same engine's work."""
+    """[v | U] is 2 d_v wide: the same pairs and FLOPs. A head has 256 T^2 forward and 640 T^2 backward, here with its mask's diagonal."""
     workload = WORKLOADS["fem_attention"]
     size = workload.size(4096, 16384)
     standard = workload.baselines[ATTENTION](size)
     assert standard == Size(4, 4096, 16, 128, 128)
     assert workload.flops(size) == BASELINES[ATTENTION].flops(standard)
-    # 256 T^2 forward and 640 T^2 backward of a head under a causal mask (here with its diagonal).
-    forward, backward = workload.flops(replace(size, batch=1, heads=1))
-    assert (forward, backward) == (256 * 4096 * 4097, 640 * 4096 * 4097)
+    assert workload.flops(replace(size, batch=1, heads=1)) == (256 * 4096 * 4097, 640 * 4096 * 4097)
 
 
 def test_bytes_count_every_tensor_once_and_again_in_the_backward() -> None:
     speed = time_workload("symmetric_linear_attention", "auto", Size(1, 8, 2, 4, 4), torch.float32, 0.0)
     z = 8 * 2 * 4 * 4
     assert speed.bytes == (2 * z, 5 * z)  # z, out; z, out, z again, d out, d z
-
-
-def test_implementations_are_the_operations_own() -> None:
-    assert implementations("fem_attention")[-1] == "reference"
-    assert implementations("an operation that is not there") == ("reference",)
 
 
 def test_timing_warms_up_and_makes_two_passes() -> None:
@@ -88,10 +81,8 @@ def test_timing_warms_up_and_makes_two_passes() -> None:
 @pytest.mark.parametrize(
     ("scale", "variant", "run"),
     [
-        ("1.3B", BASELINE, "transformer_1.3b_100bt"),
-        ("1.3B", "FEM-SM, C L T G", "fem_sm_1.3b_100bt"),
-        ("340M", BASELINE, "transformer_340m_15bt"),
-        ("340M", "FEM-SM, C L T G", "fem_sm_340m_15bt"),
+        *((size, BASELINE, f"transformer_{size.lower()}_{tokens}") for size, tokens in LARGE),
+        *((size, "FEM-SM, C L T G", f"fem_sm_{size.lower()}_{tokens}") for size, tokens in LARGE),
         *((size, "CEM", f"cem_{size.lower()}") for size in ("86M", "108M", "134M", "162M")),
         *((size, BASELINE, f"llama_{size.lower()}") for size in ("86M", "108M", "134M", "162M")),
     ],
@@ -133,25 +124,6 @@ def test_a_step_counts_tokens_parameters_and_flops() -> None:
     assert replace(cost, step=Timing(2.0, 0.0, 2)).utilisation(cost.flops) == 0.5
 
 
-# --- the CPU suite ----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_cpu_suite_writes_what_it_can_compare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_suite, "QUICK", cpu_suite.Effort((16,), 1, 32, 16, 0.0))
-    path = tmp_path / "deep" / "before.json"
-    assert cpu_suite.main(["--quick", "--only", "fem_attention", "models", "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "| fem_attention | 16 " in out and "| FEM-SM, C L T G " in out
-    written = json.loads(path.read_text())
-    assert [row["what"] for row in written["rows"]] == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
-    assert set(written["rows"][0]) == {"what", "tokens", "seconds", "ours / standard attention", "ours / reference"}
-    assert written["machine"]["torch"] == torch.__version__
-    assert cpu_suite.main(["--quick", "--only", "fem_attention", "--compare", str(path)]) == 0
-    assert "slower by over 20% than" in capsys.readouterr().out
-
-
 def test_what_became_slower() -> None:
     def row(forward: float, both: float) -> dict[str, Any]:
         return {"what": "x", "tokens": 8, "ours / standard attention": {"forward": forward, "forward + backward": both}}
@@ -164,31 +136,64 @@ def test_what_became_slower() -> None:
     ]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": 1}x'])
-def test_a_file_that_cannot_be_compared_is_one_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "before.json"
-    path.write_text(content)
-    assert cpu_suite.main(["--compare", str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+# --- every benchmark, once, at toy size -------------------------------------------------------------------------------------------
+
+TOYS = {
+    "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
+    "diagnostics_cost": (diagnostics_cost, ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"]),
+    "mixers": (mixers, ["--only", "fem_aft", "--out", "OUT"]),
+    "engines": (engines, [*TINY, "--ranks", "1", "--steps", "2", "--rounds", "1", "--precision", "fp32", "--variants", "megatron"]),
+}
 
 
-# --- what every benchmark writes --------------------------------------------------------------------------------------------------
-
-
-def test_mixers_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", TOYS)
+def test_a_benchmark_writes_its_machine_and_a_row_a_side(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, words = TOYS[name]
     row = {"cost": "T", "parameters": 1.0, "tokens_per_second": 2.0, "first_loss": 7.0, "heldout_loss": 6.0, "state_bytes": 8.0}
     monkeypatch.setattr(mixers, "train", lambda name, steps, folder: {"name": name, **row})
-    (tmp_path / "runs").mkdir()
-    path = tmp_path / "mixers.json"
-    assert mixers.main(["--only", "fem_aft", "--out", str(tmp_path / "runs"), "--json", str(path)]) == 0
-    assert [each["name"] for each in json.loads(path.read_text())["rows"]] == ["transformer", "fem_aft"]
+    monkeypatch.setattr(cpu_suite, "QUICK", cpu_suite.Effort((16,), 1, 32, 16, 0.0))
+    path = tmp_path / "deep" / "out.json"
+    assert module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)]) == 0
+    out, written = capsys.readouterr().out, json.loads(path.read_text())
+    assert written["machine"]["torch"] == torch.__version__
+    rows = {row.get("what") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
+    if name == "cpu_suite":
+        assert list(rows) == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
+        found = rows["fem_attention"]
+        assert set(found) == {"what", "tokens", "seconds", "ours / standard attention", "ours / reference"}
+        ours, standard = found["seconds"]["ours"], found["seconds"]["standard attention"]
+        assert found["ours / standard attention"] == {"forward": ours[0] / standard[0], "forward + backward": ours[1] / standard[1]}
+        assert cpu_suite.main(["--quick", "--only", "fem_attention", "--compare", str(path)]) == 0
+    elif name == "engines":
+        assert (written["baseline"], rows["megatron"]["step_ratio"], rows["megatron"]["peak_ratio"]) == ("megatron", 1.0, 1.0)
+        assert rows["megatron"]["step_seconds"] > 0 and rows["megatron"]["plan_bytes"] > 0 and "| megatron | " in out
+    else:
+        assert list(rows) == {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"]}[name]
 
 
-@pytest.mark.parametrize("name", ["cpu_suite", "diagnostics_cost", "gpu_suite", "mixers"])
-def test_every_benchmark_takes_json(name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", f"tools.bench.{name}", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--json PATH" in done.stdout
+MISTAKES = {
+    cpu_suite: ["--only x", "--compare none.json", "--compare list.json"],
+    engines: [
+        *("--ranks 0", "--warmup 1", "--variants stage4", "model.hiden_size=8", "engine.zero_stage=2"),
+        *("train.global_batch_size=3", "model.vocab_size=null"),
+    ],
+    suite: ["--out OUT", "--only ops,model"],
+}
 
 
-def test_tables_are_aligned() -> None:
-    assert environment.table(["a", "bc"], [["def", ""]]) == "| a   | bc |\n|-----|----|\n| def |    |"
+def test_a_mistake_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.json").write_text("[]")
+    for module, all_of in MISTAKES.items():
+        for words in all_of:
+            try:
+                code = module.main(words.split())
+            except SystemExit as error:
+                code = int(str(error.code))
+            said = capsys.readouterr()
+            assert code == 2 and said.out == "" and said.err.count("\n") == 1, words
+            wording(said.err)

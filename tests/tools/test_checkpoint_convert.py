@@ -16,10 +16,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from fem_common.files import sha256
 from pretrain.__main__ import main as pretrain
-from pretrain.checkpoint_reader import MANIFEST, read_common, sha256
+from pretrain.checkpoint.reader import MANIFEST, read_common
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
-from tests.pretrain.test_parity import ROOT, launch
+from tests.pretrain.jobs import Job, run_jobs
+from tests.ranks import VARIABLES, answer, losses
+from tests.test_house import ROOT
+from tests.tools.refusals import Refused
+from tests.tools.refusals import refused as refused
+from tests.wording import Wording
 from tools.checkpoint.__main__ import main
 
 __all__ = ["tiny_data"]
@@ -28,23 +34,19 @@ FROM, UNTIL = 3, 6
 QUIET = ["train.eval_interval=0", "log.diagnostics_interval=0", f"train.steps={UNTIL}", f"checkpoint.interval={FROM}"]
 PLAIN, SPLIT = "parallel.use_distributed_optimizer=false", "parallel.use_distributed_optimizer=true"
 DEEPSPEED = ["engine.name=deepspeed", "engine.zero_stage=1"]
+Run = tuple[str, Path, dict[int, Any]]
 
 
 def train(base: list[str], run_dir: Path, *overrides: str) -> dict[int, tuple[float, float]]:
     """``python -m pretrain``; step -> (loss, grad norm)."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in VARIABLES:
         os.environ.pop(name, None)
     assert pretrain([DEMO, *base, f"run_dir={run_dir}", *overrides]) == 0
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+    return losses(run_dir)
 
 
 def step_of(run_dir: Path, step: int = FROM) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
-
-
-def manifest_of(step: Path) -> dict[str, Any]:
-    return dict(json.loads((step / MANIFEST).read_text()))
 
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:
@@ -68,13 +70,29 @@ def convert(*arguments: Path | str) -> int:
     return main(["convert", *map(str, arguments)])
 
 
+def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline: int = 1) -> Path:
+    """A copy of the run's third step (made unless it is there) whose manifest fits its files, with what is given in it."""
+    step = step_of(to)
+    if not step.exists():
+        shutil.copytree(step_of(run_dir), step)
+    manifest = json.loads((step / MANIFEST).read_text())
+    manifest["files"] = {name: (step / name).stat().st_size for name in manifest["files"]}
+    manifest["sha256"] = {name: sha256(step / name) for name in manifest["sha256"]}
+    manifest |= {"contents": contents} if contents else {}
+    for section in (manifest["layout"], manifest["config"]["parallel"]):
+        section["pipeline_model_parallel_size"] = pipeline
+    manifest["layout"]["world_size"] = pipeline
+    (step / MANIFEST).write_text(json.dumps(manifest))
+    return step
+
+
 @pytest.fixture(scope="module")
 def base(tiny_data: Path) -> list[str]:
     return [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]", *SMALL, *QUIET]
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
-def plain(request: pytest.FixtureRequest, base: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[int, Any]]:
+def plain(request: pytest.FixtureRequest, base: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Precision, run directory and curve of a run of six steps under the plain optimizer, with its checkpoint of the third."""
     run_dir = tmp_path_factory.mktemp(request.param) / "plain"
     return request.param, run_dir, train(base, run_dir, PLAIN, f"train.precision={request.param}")
@@ -84,20 +102,17 @@ fp32_alone = pytest.mark.parametrize("plain", ["fp32"], indirect=True)
 
 
 def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
-    plain: tuple[str, Path, dict[int, Any]], base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: Run, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
     precision, run_dir, wanted = plain
     split, back = tmp_path / "split", tmp_path / "back"
+    capsys.readouterr()
     assert convert(step_of(run_dir), "--engine", "megatron", "--out", split) == 0
     said = capsys.readouterr()
-    assert said.err == ""
-    assert said.out.splitlines() == [
-        f"wrote {step_of(split)}: files linked, no tensor was copied",
-        f"weights and optimizer state; continue: python -m pretrain {run_dir}/config.yaml run_dir={split} engine.name=megatron {SPLIT}",
-    ]
+    wording(said.out, RUN=run_dir)
     before, after = tensors(step_of(run_dir)), tensors(step_of(split))
     weights = [name for name in before if not name.startswith("optimizer.")]
-    assert weights and all(torch.equal(before[name], after[name]) for name in weights)
+    assert said.err == "" and weights and all(torch.equal(before[name], after[name]) for name in weights)
     names = [name for name in weights if not name.startswith("rng.")]
     main_weight = "optimizer.state.fp32_param.{}" if precision == "bf16" else "{}"
     assert all(torch.equal(before[main_weight.format(name)], after[f"optimizer.state.param.{name}"]) for name in names)
@@ -109,27 +124,23 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
 
     assert convert(step_of(split), "--engine", "megatron", "--plain-optimizer", "--out", back) == 0
     assert_same(step_of(back), step_of(run_dir))
-    again = train(base, back, PLAIN, f"train.precision={precision}")
-    assert again == {step: wanted[step] for step in range(FROM + 1, UNTIL + 1)}
+    assert train(base, back, PLAIN, f"train.precision={precision}") == {step: wanted[step] for step in range(FROM + 1, UNTIL + 1)}
 
 
 @fp32_alone
-def test_deepspeed_goes_on_where_megatron_was_and_back(
-    plain: tuple[str, Path, dict[int, Any]], base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deepspeed_goes_on_where_megatron_was_and_back(plain: Run, base: list[str], tmp_path: Path) -> None:
     """From the plain optimizer; then DeepSpeed's own file of the same step goes back to each of Megatron's."""
     _, run_dir, wanted = plain
     zero, rewritten, split, back = (tmp_path / name for name in ("zero", "rewritten", "split", "back"))
     assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", zero) == 0
-    assert "engine.name=deepspeed" in capsys.readouterr().out
     overrides = [*base, "train.precision=fp32", *DEEPSPEED]
-    jobs: list[dict[str, Any]] = [
-        {"name": "on", "overrides": [*overrides, f"run_dir={tmp_path / 'on'}"], "steps": UNTIL - FROM, "load": str(zero)},
-        {"name": "same", "overrides": [*overrides, f"run_dir={rewritten}"], "steps": 0, "load": str(zero), "save": True},
+    jobs = [
+        Job("on", [*overrides, f"run_dir={tmp_path / 'on'}"], UNTIL - FROM, load=str(zero)),
+        Job("same", [*overrides, f"run_dir={rewritten}"], 0, load=str(zero), save_after=0),
     ]
-    steps = launch(1, jobs, tmp_path)["on"]["steps"]
+    steps = answer(1, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "rank")["on"].steps
     # An fp32 sum in another order, as in tests/pretrain/test_deepspeed.py.
-    assert steps == [pytest.approx(list(wanted[step]), rel=1e-6) for step in range(FROM + 1, UNTIL + 1)]
+    assert steps == [pytest.approx(wanted[step], rel=1e-6) for step in range(FROM + 1, UNTIL + 1)]
 
     assert convert(rewritten, "--engine", "megatron", "--out", split) == 0
     assert convert(step_of(run_dir), "--engine", "megatron", "--out", tmp_path / "direct") == 0
@@ -141,15 +152,13 @@ def test_deepspeed_goes_on_where_megatron_was_and_back(
 
 @fp32_alone
 def test_weights_alone_stay_weights_alone(
-    plain: tuple[str, Path, dict[int, Any]], base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: Run, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    _, run_dir, _ = plain
     source, out = tmp_path / "imported", tmp_path / "out"
-    step = altered(run_dir, source, contents="weights")
+    step = altered(plain[1], source, contents="weights")
+    capsys.readouterr()
     assert convert(source, "--engine", "deepspeed", "--out", out) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("weights alone (the source has no more); start from them: python -m pretrain RUN.yaml checkpoint.load=")
-    assert manifest_of(step_of(out))["contents"] == "weights"
+    wording(capsys.readouterr().out)
     assert_same(step_of(out), step)
     assert main(["show", str(out)]) == 0
     said = capsys.readouterr().out
@@ -160,7 +169,7 @@ def test_weights_alone_stay_weights_alone(
 
 
 @fp32_alone
-def test_what_is_refused(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(plain: Run, tmp_path: Path, refused: Refused) -> None:
     _, run_dir, _ = plain
     out, damaged, foreign = tmp_path / "out", tmp_path / "damaged", tmp_path / "foreign"
     step = altered(run_dir, damaged)
@@ -170,60 +179,54 @@ def test_what_is_refused(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path
     torch.save(common, altered(run_dir, foreign) / "common.pt")
     altered(run_dir, foreign)
     (tmp_path / "file").write_text("")
-    for arguments, wanted in {
-        (tmp_path / "absent", "--engine", "megatron", "--out", out): "absent: no checkpoint there",
-        (run_dir, "--engine", "deepspeed", "--plain-optimizer", "--out", out): "--plain-optimizer is one of Megatron's",
-        (step, "--engine", "deepspeed", "--out", out): "__0_0.distcp has 0 bytes instead of",
-        (damaged, "--engine", "deepspeed", "--out", out): "no good checkpoint there",
-        (foreign, "--engine", "deepspeed", "--out", out): "common.pt holds no groups and step of Megatron's optimizers (KeyError('state'))",
-        (run_dir, "--engine", "deepspeed", "--out", run_dir): "lies in the run directory of",
-        (run_dir, "--engine", "deepspeed", "--out", run_dir / "checkpoints" / "new"): "lies in the run directory of",
-        (run_dir, "--engine", "deepspeed", "--out", tmp_path / "file"): "file",
-    }.items():
-        assert convert(*arguments) == 2
-        said = capsys.readouterr()
-        assert wanted in said.err and said.err.count("\n") == 1 and said.out == ""
+    names, before = {"RUN": run_dir}, {file.name: sha256(file) for file in step_of(run_dir).iterdir()}
+    size = (step_of(run_dir) / "__0_0.distcp").stat().st_size
+    for source, engine, more, to in (
+        (tmp_path / "absent", "megatron", [], out),
+        (run_dir, "deepspeed", ["--plain-optimizer"], out),
+        (step, "deepspeed", [], out),
+        (damaged, "deepspeed", [], out),
+        (foreign, "deepspeed", [], out),
+        (run_dir, "deepspeed", [], run_dir),
+        (run_dir, "deepspeed", [], run_dir / "checkpoints" / "new"),
+        (run_dir, "deepspeed", [], tmp_path / "file"),
+    ):
+        refused(main, "tools.checkpoint", "convert", source, "--engine", engine, *more, "--out", to, SIZE=size, **names)
     assert not out.exists()
-
     assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 0
-    before = {file.name: sha256(file) for file in step_of(run_dir).iterdir()}
-    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 2
-    assert "is of the same step as" in capsys.readouterr().err
+    again = ("convert", step_of(run_dir), "--engine", "deepspeed", "--out", out)
+    refused(main, "tools.checkpoint", *again, **names)
     assert convert(run_dir, "--engine", "megatron", "--plain-optimizer", "--out", out) == 0  # a later step of the same run
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step_00000003", "step_00000006"]
-    assert convert(step_of(run_dir), "--engine", "deepspeed", "--out", out) == 2
-    assert f"{step_of(out, UNTIL)} is newer than" in capsys.readouterr().err
+    refused(main, "tools.checkpoint", *again, **names)
     shutil.rmtree(out)
     assert {file.name: sha256(file) for file in step_of(run_dir).iterdir()} == before, "the source is as it was"
 
 
 @fp32_alone
 def test_what_the_other_engine_does_not_do_is_told_and_files_are_copied_where_links_are_not_possible(
-    plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wording: Wording
 ) -> None:
-    _, run_dir, _ = plain
-    step = altered(run_dir, tmp_path / "run", pipeline_model_parallel_size=2)
+    step = altered(plain[1], tmp_path / "run", pipeline=2)
 
-    def refuses(*given: object) -> None:
+    def refuse(*given: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr("os.link", refuses)
+    monkeypatch.setattr("os.link", refuse)
+    capsys.readouterr()
     assert convert(step, "--engine", "deepspeed", "--out", tmp_path / "out") == 0
     said = capsys.readouterr()
-    assert "note: the run's other settings have to change, too: parallel.pipeline_model_parallel_size = 2: engine.name = deepsp" in said.err
-    assert "files copied, they could not be linked" in said.out
-    assert "continue: torchrun --nproc-per-node 2 -m pretrain RUN.yaml run_dir=" in said.out
+    wording(said.err + said.out)
     shutil.rmtree(tmp_path / "run")
     assert len(tensors(step_of(tmp_path / "out"))) > 100
 
 
 @fp32_alone
-def test_show(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     _, run_dir, _ = plain
     assert main(["show", str(run_dir)]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    stored = tensors(step_of(run_dir, UNTIL))
-    weights = [tensor for name, tensor in stored.items() if not name.startswith(("optimizer.", "rng."))]
+    weights = [tensor for name, tensor in tensors(step_of(run_dir, UNTIL)).items() if not name.startswith(("optimizer.", "rng."))]
     numbers = sum(tensor.numel() for tensor in weights)
     assert lines == {
         "checkpoint": str(step_of(run_dir, UNTIL)),
@@ -249,18 +252,14 @@ def test_show(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: p
     said = capsys.readouterr()
     assert ".metadata is missing\n" in said.out and "optimizer   unknown\n" in said.out and said.err == ""
     (step / MANIFEST).unlink()
-    assert main(["show", str(step)]) == 2
-    assert capsys.readouterr().err == f"tools.checkpoint: error: checkpoint {step}: manifest.json is missing\n"
-
-
-def test_a_reader_that_has_seen_enough_gets_no_traceback(plain: tuple[str, Path, dict[int, Any]]) -> None:
-    command = f"{sys.executable} -m tools.checkpoint show {plain[1]} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    refused(main, "tools.checkpoint", "show", step)
+    command = f"{sys.executable} -m tools.checkpoint show {run_dir} | head -n 1; exit ${{PIPESTATUS[0]}}"  # a reader that has seen enough
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, capture_output=True, text=True)
     assert done.stdout.startswith("checkpoint") and done.returncode in (0, 141) and not done.stderr
 
 
 @fp32_alone
-def test_verify(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     """One bit of one tensor, of any of a run's checkpoints; `show` reads no tensor and does not see it."""
     _, run_dir, _ = plain
     assert main(["verify", str(run_dir)]) == 0
@@ -275,21 +274,4 @@ def test_verify(plain: tuple[str, Path, dict[int, Any]], tmp_path: Path, capsys:
     for given in (step, tmp_path / "run"):
         assert main(["verify", str(given)]) == 1
         assert capsys.readouterr().out.startswith(f"{step}: damaged: {file.name}: the bytes do not match their checksum (")
-    assert main(["verify", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline_model_parallel_size: int = 1) -> Path:
-    """A copy of the run's third step (made unless it is there) whose manifest fits its files, with what is given in it."""
-    step = step_of(to)
-    if not step.exists():
-        shutil.copytree(step_of(run_dir), step)
-    manifest = manifest_of(step)
-    manifest["files"] = {name: (step / name).stat().st_size for name in manifest["files"]}
-    manifest["sha256"] = {name: sha256(step / name) for name in manifest["sha256"]}
-    manifest |= {"contents": contents} if contents else {}
-    for section in (manifest["layout"], manifest["config"]["parallel"]):
-        section["pipeline_model_parallel_size"] = pipeline_model_parallel_size
-    manifest["layout"]["world_size"] = pipeline_model_parallel_size
-    (step / MANIFEST).write_text(json.dumps(manifest))
-    return step
+    refused(main, "tools.checkpoint", "verify", tmp_path)

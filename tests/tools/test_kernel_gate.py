@@ -20,8 +20,8 @@ FAULTY = """
 import json
 import triton
 import triton.language as tl
-from kernels.build import Build
-from tools.kernel_gate.compile import report
+from kernels.tiles import Build
+from tools.kernel_gate.gate import report
 
 @triton.jit
 def _product(a, b, c, n, M: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
@@ -63,7 +63,8 @@ def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str
 
 @pytest.mark.timeout(1500)
 def test_every_kernel_passes_on_an_h100() -> None:
-    done = run("-m", "tools.kernel_gate", "--sm", "90", timeout=1400)
+    """In so many builds that every size, form and type of each occurs; all builds are the slow test's."""
+    done = run("-m", "tools.kernel_gate", "--sm", "90", "--few", timeout=1400)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from fem_common.errors import UserError, end
-from tools.bench import environment
+from fem_common.cli import Parser, run
+from fem_common.errors import UserError, files_told
+from tools.bench import runner
 from tools.bench.speed import Speed, implementations, time_baseline, time_workload
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS, Scale, train_step
 from tools.bench.workloads import WORKLOADS, Size
 
+PROGRAM = "tools.bench.cpu_suite"
 STANDARD = "attention: torch's choice"
 SLOWER = 1.2
 ROUNDS = 3
@@ -101,24 +103,17 @@ def small_scale(effort: Effort) -> Scale:
 
 def render(rows: list[dict[str, Any]]) -> str:
     """The ratios as Markdown: operations, then models."""
-    operations = []
+    operations, steps = [], []
     for row in rows:
-        if row["what"].startswith("model: "):
+        if "ours / Transformer" in row:
+            ratio = row["ours / Transformer"]["train step"]
+            steps.append([row["what"].removeprefix("model: "), str(row["tokens"]), f"{ratio:.2f}"])
             continue
-        standard, reference = row["ours / standard attention"], row.get("ours / reference")
-        cells = [f"{standard[which]:.2f}" for which in PASSES]
-        cells += [f"{reference[which]:.2f}" if reference else "" for which in PASSES]
-        operations.append([row["what"], str(row["tokens"]), *cells])
+        ratios = (row.get(f"ours / {other}", {}) for other in ("standard attention", "reference"))
+        operations.append([row["what"], str(row["tokens"]), *(f"{one[which]:.2f}" if one else "" for one in ratios for which in PASSES)])
     header = ["operation", "tokens", "forward ÷ standard", "fwd + bwd ÷ standard", "forward ÷ reference", "fwd + bwd ÷ reference"]
-    steps = [
-        [row["what"].removeprefix("model: "), str(row["tokens"]), f"{row['ours / Transformer']['train step']:.2f}"]
-        for row in rows
-        if "ours / Transformer" in row
-    ]
-    parts = [environment.table(header, operations)] if operations else []
-    if steps:
-        parts.append(environment.table(["model", "tokens", "train step ÷ Transformer"], steps))
-    return "\n\n".join(parts)
+    tables = ((header, operations), (["model", "tokens", "train step ÷ Transformer"], steps))
+    return "\n\n".join(runner.table(columns, lines) for columns, lines in tables if lines)
 
 
 def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[str]:
@@ -126,9 +121,7 @@ def slower(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[st
     found = []
     before = {(row["what"], row["tokens"]): row for row in earlier}
     for row in rows:
-        old = before.get((row["what"], row["tokens"]))
-        if old is None:
-            continue
+        old = before.get((row["what"], row["tokens"]), {})
         for ratio in ("ours / standard attention", "ours / Transformer"):
             for which, now in row.get(ratio, {}).items():
                 then = old.get(ratio, {}).get(which)
@@ -155,34 +148,45 @@ def measure_all(effort: Effort, only: list[str] | None, tell: Callable[[str], No
     return rows, gaps
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run's JSON. Raises UserError, StorageError."""
+    with files_told():
+        text = path.read_text(encoding="utf-8")
+    try:
+        rows: list[dict[str, Any]] = json.loads(text)["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--compare {path}: not the JSON of an earlier run: {error}") from None
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table; 0, or 2 where ``--compare``'s file cannot be read."""
-    parser = argparse.ArgumentParser(prog="tools.bench.cpu_suite", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser(
+        prog=f"python -m {PROGRAM}",
+        description="Every operation and small models on a CPU, as ratios to standard attention and the Transformer.",
+    )
     parser.add_argument("--quick", action="store_true", help="one short length, tiny models: under two minutes on two cores")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*WORKLOADS, "models"], help="these operations alone, or models")
     parser.add_argument("--compare", type=Path, metavar="PATH", help="an earlier --json: say what became over 20%% slower")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
-    earlier: list[dict[str, Any]] = []
-    if options.compare:
-        try:
-            earlier = json.loads(options.compare.read_text(encoding="utf-8"))["rows"]
-        except OSError as error:
-            return end("tools.bench.cpu_suite", error)
-        except (ValueError, KeyError, TypeError) as error:
-            said = f"--compare {options.compare}: not the JSON of an earlier run: {error}"
-            return end("tools.bench.cpu_suite", UserError(said))
+    return run(PROGRAM, lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Time what was asked for and print the table: 0. Raises UserError where ``--compare``'s file cannot be read."""
+    earlier = read_rows(options.compare) if options.compare else []
     began = time.monotonic()
 
     def tell(text: str) -> None:
         print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
 
     rows, gaps = measure_all(QUICK if options.quick else FULL, options.only, tell)
-    machine = environment.facts()
-    print(f"{environment.sentence(machine)}; float32\n\n{render(rows)}")
+    machine = runner.facts()
+    print(f"{runner.sentence(machine)}; float32\n\n{render(rows)}")
     for gap in gaps:
         print(f"not timed: {gap}")
-    environment.write_json(options.json, {"suite": "cpu", "machine": machine, "rows": rows, "gaps": gaps})
+    runner.write_json(options.json, {"suite": "cpu", "machine": machine, "rows": rows, "gaps": gaps})
     if options.compare:
         found = slower(rows, earlier)
         print("\n".join(["", f"slower by over 20% than {options.compare}:", *(found or ["nothing"])]))

@@ -9,19 +9,19 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
-from fem_common.errors import CommandError, end
-from fem_megatron import platform
+from fem_common.cli import Parser, run
 from fem_megatron.catalogue import MIXERS
-from pretrain.config import RunConfig
-from pretrain.loader import load_run
+from fem_megatron.megatron import platform
+from pretrain.config import RunConfig, load_run
 from pretrain.validate import validate
-from tools.bench import environment
+from tools.bench import runner
 
+PROGRAM = "tools.bench.diagnostics_cost"
 RUN = "configs/run/demo.yaml"
 VOCABULARY = 4096
 
@@ -29,8 +29,9 @@ VOCABULARY = 4096
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
     """Median seconds of a plain step, and by how much a step with a look is longer (median over ``pairs`` of both)."""
     from pretrain.engines.megatron import MegatronEngine
-    from pretrain.observer import Observer
+    from pretrain.report.observer import Observer
     from pretrain.schedule import Schedule
+    from tools.bench.engines.rank import random_batches
 
     engine = MegatronEngine(config, Schedule.of(config))
     look, stream = Observer(engine.models, 1), random_batches(config)
@@ -49,50 +50,41 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
     return statistics.median(plain), statistics.median(longer)
 
 
-def random_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless micro-batches of random tokens."""
-    shape, device = (config.train.micro_batch_size, config.data.seq_length), platform.device()
-    while True:
-        tokens = torch.randint(0, VOCABULARY, shape, device=device)
-        positions = torch.arange(shape[1], device=device).expand(shape)
-        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape, device=device), "position_ids": positions}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Prints a Markdown table; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="tools.bench.diagnostics_cost", description="What a look at every layer costs beside a training step."
-    )
+    parser = Parser(prog=f"python -m {PROGRAM}", description="What a look at every layer costs beside a training step.")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
     parser.add_argument("--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*")
     parser.add_argument("--pairs", type=int, default=5, help="steps of each kind (default: 5)")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
+    return run(PROGRAM, lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Time the mixers one after the other and print a row of each: 0. Raises ConfigError."""
     names = options.mixers or [name for name in MIXERS if not name.startswith("fla.")]
     platform.import_megatron()  # before anything imports Megatron-core
     platform.initialize_distributed()
-    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
 
-    started, rows = False, []
+    rows: list[dict[str, Any]] = []
     try:
         for name in names:
-            overrides = [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides]
-            config = load_run(RUN, overrides)
+            config = load_run(RUN, [f"model.mixer={name}", f"model.vocab_size={VOCABULARY}", *options.overrides])
             validate(config, 1)
             interval = max(1, config.log.diagnostics_interval)
-            if not started:
+            if not rows:
                 initialize_model_parallel(config)
-                started = True
-                print(f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |")
-                print("|---|---|---|---|---|")
+                print(f"| mixer | step, s | a look, s | a look / a step | every {interval} steps |\n|---|---|---|---|---|")
             step, look = seconds(config, options.pairs)
             share = look / step
             rows.append({"mixer": name, "step_seconds": step, "look_seconds": look, "interval": interval})
             print(f"| {name} | {step:.3f} | {look:.3f} | {share:.2f} | {share / interval:.2%} |", flush=True)
-    except CommandError as error:
-        return end("tools.bench.diagnostics_cost", error)
-    torch.distributed.destroy_process_group()
-    environment.write_json(options.json, {"suite": "diagnostics_cost", "machine": environment.facts(), "rows": rows})
+    finally:
+        destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+    runner.write_json(options.json, {"suite": "diagnostics_cost", "machine": runner.facts(), "rows": rows})
     return 0
 
 

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import time
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 
-from fem_common.errors import CommandError, Fault, end
+from fem_common.cli import Parser, run
+from fem_common.errors import Fault
 from fem_megatron.catalogue import MIXERS
-from pretrain.loader import load_run
-from pretrain.plan import count_by_component, decoding_state_bytes
-from tools.bench import environment
-from tools.demo.history import History
+from pretrain.config import load_run
+from pretrain.plan.run_plan import count_by_component, decoding_state_bytes
+from tools.bench import runner
+from tools.demo.report import History
 
+PROGRAM = "tools.bench.mixers"
 RUN = "configs/run/demo.yaml"
 BASELINE = "transformer"
 # CEM at the demo's rate of 3e-3 did not get under the text's unigram entropy in 200 steps (6.97 nats against 6.60).
@@ -77,47 +76,45 @@ def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:
 def table(rows: list[dict[str, float | str]], steps: int) -> str:
     """Markdown."""
     base = next(float(row["tokens_per_second"]) for row in rows if row["name"] == BASELINE)
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "megatron-core"))
-    lines = [
-        f"{date.today().isoformat()}, {os.cpu_count()} CPU cores ({platform.machine()}), one thread, Python {platform.python_version()}, "
-        f"{versions}; {steps} steps of 1,024 tokens.",
-        "",
-        "| mixer | cost in T | parameters of the layers | held-out loss, nats | tokens/s | ÷ Transformer | state of 4,096 tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        speed = float(row["tokens_per_second"])
-        lines.append(
-            f"| {row['name']} | {row['cost']} | {float(row['parameters']) / 1e6:.2f}M | {float(row['heldout_loss']):.3f} | {speed:,.0f} | "
-            f"{speed / base:.2f} | {float(row['state_bytes']) / 1024:,.0f} KiB |"
-        )
-    return "\n".join(lines) + "\n"
+        speed, numbers = float(row["tokens_per_second"]), {key: float(row[key]) for key in ("parameters", "heldout_loss", "state_bytes")}
+        cells = [
+            str(row["name"]),
+            str(row["cost"]),
+            f"{numbers['parameters'] / 1e6:.2f}M",
+            f"{numbers['heldout_loss']:.3f}",
+            f"{speed:,.0f}",
+        ]
+        lines.append([*cells, f"{speed / base:.2f}", f"{numbers['state_bytes'] / 1024:,.0f} KiB"])
+    columns = "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|state of 4,096 tokens"
+    return f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n{runner.table(columns.split('|'), lines)}\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train, print progress, write the table and the numbers as JSON."""
-    parser = argparse.ArgumentParser(
-        prog="tools.bench.mixers", description="Train every mixer on the demo's data; needs `make demo`'s data."
-    )
+    parser = Parser(prog=f"python -m {PROGRAM}", description="Train every mixer on the demo's data; needs `make demo`'s data.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs/mixers"), help="folder of the runs, table.md and table.json")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone (and the baseline)")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
+    return run(PROGRAM, lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Train them one after the other: 0. Raises Fault where a run fails."""
     chosen = [name for name in names() if not options.only or name in {*options.only, BASELINE}]
     rows: list[dict[str, float | str]] = []
     began = time.monotonic()
-    try:
-        for number, name in enumerate(chosen):
-            rows.append(train(name, options.steps, options.out))
-            left = (time.monotonic() - began) / (number + 1) * (len(chosen) - number - 1)
-            print(f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True)
-            environment.write_json(options.out / "table.json", rows)
-    except (CommandError, OSError) as error:
-        return end("tools.bench.mixers", error)
+    for number, name in enumerate(chosen):
+        rows.append(train(name, options.steps, options.out))
+        left = (time.monotonic() - began) / (number + 1) * (len(chosen) - number - 1)
+        print(f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True)
+        runner.write_json(options.out / "table.json", rows)
     (options.out / "table.md").write_text(table(rows, options.steps))
-    environment.write_json(
-        options.json, {"suite": "mixers", "machine": environment.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}
+    runner.write_json(
+        options.json, {"suite": "mixers", "machine": runner.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}
     )
     print(f"wrote {options.out / 'table.md'}")
     return 0

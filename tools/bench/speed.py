@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fem_megatron import platform
-from kernels.operations import operations
-from tools.bench.timing import Timing, measure
+from fem_megatron.megatron import platform
+from kernels.implementations import operations
+from tools.bench.runner import Timing, measure
 from tools.bench.workloads import BASELINES, WORKLOADS, Draw, Inputs, Outputs, Size
 
 MOST_SETS = 8  # of inputs that are taken in turn

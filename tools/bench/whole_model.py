@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from fem_megatron import fusions, platform
+from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.block import Block
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.update import Context, rms_norm
-from fem_megatron.shapes.base import Normal
-from fem_megatron.shapes.fem import FemConfig
-from fem_megatron.shapes.mup import outer_weights, starts_from
-from pretrain.plan import count_by_component, forward_flops
-from tools.bench.timing import Timing, measure
+from fem_megatron.megatron import fusions, platform
+from fem_megatron.mixers.fem.shape import FemConfig
+from fem_megatron.mup import outer_weights, starts_from
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import Normal
+from fem_megatron.state import Context
+from fem_megatron.update import rms_norm
+from pretrain.plan.run_plan import count_by_component, forward_flops
+from tools.bench.runner import Timing, measure
 
 BASELINE = "Transformer"
 WITHOUT = FemConfig(conditioner=False, free_energy=False, temperature=False, gate=False)
@@ -69,11 +70,11 @@ class Fused(OneProcess):
     """One process with the fused kernels that a training run has, where they can run."""
 
     def swiglu(self, packed: Tensor) -> Tensor:
-        """As `fem_megatron.layers.parallel.Parallel`."""
+        """As `fem_megatron.parallel.Parallel`."""
         return fusions.swiglu(packed)
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As `fem_megatron.layers.parallel.Parallel`."""
+        """As `fem_megatron.parallel.Parallel`."""
         return fusions.turn(x, cos, sin)
 
 

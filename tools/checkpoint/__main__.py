@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from fem_common.errors import CommandError, ConfigError, end
-from fem_common.exits import Exit
+from fem_common.cli import Parser, run
+from fem_common.errors import ConfigError
 
 CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
 
@@ -15,19 +15,11 @@ CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
 def main(arguments: list[str] | None = None) -> int:
     """Runs one verb; returns the exit code; 1 also of a damaged checkpoint."""
     given = _parser().parse_args(arguments)
-    try:
-        code = int(given.run(given))
-        sys.stdout.flush()
-        return code
-    except (CommandError, OSError) as error:
-        return end("tools.checkpoint", error)
-    except KeyboardInterrupt:
-        print("tools.checkpoint: interrupted; no checkpoint was written", file=sys.stderr)
-        return Exit.INTERRUPTED
+    return run("tools.checkpoint", lambda: given.run(given), kept="no checkpoint was written")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="tools.checkpoint", description="What a checkpoint holds, and whether it is whole; the same one for another engine."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -71,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(given: argparse.Namespace) -> int:
     if given.plain_optimizer and given.engine != "megatron":
         raise ConfigError(f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}")
-    from fem_megatron.platform import import_megatron
+    from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from tools.checkpoint.convert import convert

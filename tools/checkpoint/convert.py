@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fem_common.config import plain as plain_values
 from fem_common.errors import ConfigError, InUse, StorageError, files_told
-from pretrain.checkpoint import MANIFEST, PICKLES, WEIGHTS_ALONE, WRITING, publish_step, write_common
-from pretrain.checkpoint_reader import Found, find, newest_first, read_common, read_metadata
-from pretrain.config import EngineConfig
-from pretrain.loader import load_values, to_dict
+from pretrain.checkpoint.reader import MANIFEST, Found, find, newest_first, read_common, read_metadata
+from pretrain.checkpoint.store import PICKLES, WEIGHTS_ALONE, WRITING, publish_step, write_common
+from pretrain.config import EngineConfig, run_of
 from pretrain.run_directory import claimed
 from pretrain.validate import validate
 from tools.checkpoint.optimizer_state import has_moments, renamed
@@ -89,7 +89,7 @@ def _pickles(found: Found, *, plain: bool) -> tuple[dict[str, Any], str]:
 def _manifest(source: dict[str, Any], engine: str, *, plain: bool, alone: bool) -> dict[str, Any]:
     """The source's with the wanted engine and optimizer; what stays unsaid are the files (see ``publish_step``)."""
     config, split = source["config"], not plain
-    settings = {**to_dict(EngineConfig()), **config.get("engine", {})}
+    settings = {**plain_values(EngineConfig()), **config.get("engine", {})}
     return {
         **{key: value for key, value in source.items() if key not in ("files", "sha256")},
         "layout": {**source["layout"], SPLIT: split},
@@ -131,7 +131,7 @@ def _linked(source: Path, target: Path) -> bool:
 def _objection(manifest: dict[str, Any], step: Path) -> str | None:
     """What the run's configuration has that the wanted engine or optimizer does not do; None: nothing."""
     try:
-        validate(load_values(manifest["config"], step / MANIFEST), manifest["layout"]["world_size"])
+        validate(run_of(manifest["config"], step / MANIFEST), manifest["layout"]["world_size"])
     except (ConfigError, StorageError) as error:
         return str(error)
     return None

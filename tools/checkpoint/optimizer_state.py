@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fem_common.errors import ConfigError
-from pretrain.checkpoint_reader import NOT_WEIGHTS
+from pretrain.checkpoint.reader import NOT_WEIGHTS
 from pretrain.engines.megatron import SHARDING
 from pretrain.engines.zero_state import MOMENTS
 

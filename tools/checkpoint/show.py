@@ -10,7 +10,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fem_common.errors import ConfigError, files_told
-from pretrain.checkpoint_reader import MANIFEST, Found, damage, find, read_metadata
+from fem_common.text import gib
+from pretrain.checkpoint.reader import MANIFEST, Found, damage, find, read_metadata
 
 
 def described(checkpoint: Path) -> tuple[list[tuple[str, str]], bool]:
@@ -55,7 +56,7 @@ def _lines(found: Found, wrong: str | None) -> list[tuple[str, str]]:
         ("weights", weights),
         ("optimizer", optimizer),
         ("contents", f"{contents} alone, for checkpoint.load" if contents else "a run's state: it resumes"),
-        ("files", f"{len(files)} of {_bytes(sum(files.values()))}"),
+        ("files", f"{len(files)} of {gib(sum(files.values()))}"),
         ("undamaged", "yes: every size is as it was written, every pickle's hash too" if wrong is None else f"no: {wrong}"),
     ]
 
@@ -93,9 +94,5 @@ def _sizes(step: Path) -> tuple[str, str]:
         numbers = sum(math.prod(tensor.size) for tensor in tensors)
         size = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
         types = ", ".join(sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors}))
-        texts.append(f"{_bytes(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}" if tensors else "none")
+        texts.append(f"{gib(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}" if tensors else "none")
     return texts[0], texts[1]
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

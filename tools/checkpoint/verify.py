@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from fem_common.errors import ConfigError, files_told
-from pretrain.checkpoint_reader import MANIFEST, damage, damaged_tensors, newest_first
+from pretrain.checkpoint.reader import MANIFEST, damage, damaged_tensors, newest_first
 
 WORD_SECONDS = 10.0  # between lines that say how far it is
 

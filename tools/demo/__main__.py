@@ -5,18 +5,15 @@ Exit codes: those of every command (``fem_common/README.md``). 1: a step failed,
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
-from fem_common.errors import CommandError, end
-from fem_common.exits import Exit
-from pretrain.loader import load_run
-from tools.demo import picture, readme, report, steps
-from tools.demo.history import History
+from fem_common.cli import Parser, run
+from fem_common.files import write_whole
+from pretrain.config import load_run
+from tools.demo import pages, report, steps
+from tools.demo.report import History
 from tools.demo.shell import DemoError, Shell, say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,47 +23,35 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED"
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tools.demo", description="The whole product at work in a few minutes on a CPU.")
+    parser = Parser(prog="tools.demo", description="The whole product at work in a few minutes on a CPU.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of everything it writes; default: runs/demo")
     parser.add_argument("--readme", action="store_true", help="put what it measured into README.md and docs/ of this checkout")
     parser.add_argument(
         "settings", nargs="*", metavar="section.key=value", help="settings of every training run, as for python -m pretrain"
     )
     given = parser.parse_args(arguments)
-    # As an exception, so that what the demo started is ended on the way out.
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        config = load_run(ROOT / "configs" / "run" / "demo.yaml", given.settings)
-        if given.readme:
-            readme.check(ROOT, given.settings)
-        demo = steps.Demo(Shell(ROOT, ENVIRONMENT), given.out.absolute(), config, tuple(given.settings))
-        say(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
-        say("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
-        found = steps.run(demo)
-        _publish(found, demo)
-        if given.readme:
-            demo.evaluate()
-            readme.write(ROOT, demo.out, found)
-            say(f"rewritten: {', '.join(readme.PAGES.values())}, docs/demo.png, docs/evaluation.png")
-    except (CommandError, OSError) as error:
-        return end("demo", error)
-    except KeyboardInterrupt:
-        print("demo: interrupted", file=sys.stderr, flush=True)
-        return Exit.INTERRUPTED
-    return 0
+    return run("tools.demo", lambda: _demo(given.out.absolute(), given.settings, given.readme), kept="what it started is ended")
 
 
-def _terminated(*_: object) -> None:
-    print("demo: ended by SIGTERM", file=sys.stderr, flush=True)
-    sys.exit(Exit.TERMINATED)
+def _demo(out: Path, settings: list[str], readme: bool) -> None:
+    config = load_run(ROOT / "configs" / "run" / "demo.yaml", settings)
+    if readme:
+        pages.check(ROOT, settings)
+    demo = steps.Demo(Shell(ROOT, ENVIRONMENT), out, config, tuple(settings))
+    say(f"$ cd {ROOT}" if Path.cwd() != ROOT else f"in {ROOT}")
+    say("$ export " + " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items()))
+    found = steps.run(demo)
+    _publish(found, demo)
+    if readme:
+        demo.evaluate()
+        pages.write(ROOT, demo.out, found)
+        say(f"rewritten: {', '.join(pages.PAGES.values())}, docs/demo.png, docs/evaluation.png")
 
 
 def _publish(found: dict[str, object], demo: steps.Demo) -> None:
     """The table, report.json and report.png. Raises DemoError where the model learned too little, after all three are there."""
-    picture.draw(History.read(demo.out / "fem"), History.read(demo.out / "transformer"), found, demo.out / "report.png")
-    temporary = demo.out / ".report.json"
-    temporary.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(temporary, demo.out / "report.json")
+    pages.draw(History.read(demo.out / "fem"), History.read(demo.out / "transformer"), found, demo.out / "report.png")
+    write_whole(demo.out / "report.json", json.dumps(found, indent=1) + "\n")
     seconds = found["seconds"]
     assert isinstance(seconds, dict)
     say("\n" + report.table(found) + "\n")
@@ -76,7 +61,7 @@ def _publish(found: dict[str, object], demo: steps.Demo) -> None:
     say(f"the same in {demo.path('report.json')}, both loss curves in {demo.path('report.png')}, the model in {demo.path('hf', 'fem')}")
     short = report.shortfall(found)
     if short:
-        raise DemoError(f"step 5 (report) failed: {short}")
+        raise DemoError(f"the report failed: {short}")
 
 
 if __name__ == "__main__":

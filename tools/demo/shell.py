@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,13 +53,38 @@ class Shell:
         """``path`` from ``root`` where it lies below it, else whole."""
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
-    def run(self, command: Sequence[str], what: str, limit: float, watch: Callable[[int], None] | None = None) -> None:
-        """Prints ``$ command``, runs it, prints its output indented. ``watch`` is called with its process id several times a second.
+    def together(self, commands: Sequence[tuple[Sequence[str], str]], limit: float) -> None:
+        """Several (command, what) at once, each core its own; what they print comes a command at a time, in their order.
+
+        Raises:
+            DemoError: as ``run``, of the first that failed; all have ended then.
+        """
+        told: list[list[str]] = [[] for _ in commands]
+
+        def one(place: int) -> None:
+            command, what = commands[place]
+            self.run(command, what, limit, tell=told[place].append)
+
+        with ThreadPoolExecutor(len(commands)) as pool:
+            ends = [pool.submit(one, place) for place in range(len(commands))]
+        for end, lines in zip(ends, told, strict=True):
+            say("\n".join(lines))
+            end.result()
+
+    def run(
+        self,
+        command: Sequence[str],
+        what: str,
+        limit: float,
+        watch: Callable[[int], None] | None = None,
+        tell: Callable[[str], object] = say,
+    ) -> None:
+        """Tells ``$ command``, runs it, tells its output indented. ``watch`` is called with its process id several times a second.
 
         Raises:
             DemoError: it cannot be started, leaves with another code than 0, or takes more than ``limit`` seconds.
         """
-        say(f"  $ {printed(command)}")
+        tell(f"  $ {printed(command)}")
         try:
             process = subprocess.Popen(
                 command,
@@ -73,7 +99,7 @@ class Shell:
             )
         except OSError as error:
             raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
-        reader = threading.Thread(target=_show, args=(process,), daemon=True)
+        reader = threading.Thread(target=_show, args=(process, tell), daemon=True)
         reader.start()
         try:
             self._wait(process, what, limit, watch)
@@ -122,10 +148,10 @@ def terminate_children(pid: int) -> None:
             continue
 
 
-def _show(process: subprocess.Popen[str]) -> None:
+def _show(process: subprocess.Popen[str], tell: Callable[[str], object]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        say(f"    {line.rstrip()}")
+        tell(f"    {line.rstrip()}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

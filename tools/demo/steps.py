@@ -15,7 +15,7 @@ from typing import Any
 
 from pretrain.config import RunConfig
 from tools.demo import report
-from tools.demo.history import History, checkpoint_step, largest_difference
+from tools.demo.report import History, checkpoint_step, largest_difference
 from tools.demo.shell import DemoError, Shell, say, terminate_children
 
 VOCABULARY = 4096
@@ -27,7 +27,7 @@ SPLIT = [
     "parallel.pipeline_model_parallel_size=2",
     "parallel.sequence_parallel=true",
 ]
-STOP_AT = 0.4  # of the run's steps: four ranks share two cores, so the slower layout gets the smaller part
+STOP_AT = 0.25  # of the run's steps: four ranks share two cores, so the slower layout gets the smaller part
 COMPARED_STEPS = 3
 LOGIT_TOLERANCE = 1e-4  # absolute, fp32: the same sums in another order
 RESUME_TOLERANCE = 1e-6  # relative, fp32: sums in another order, through COMPARED_STEPS updates; 1e-8 is usual
@@ -103,9 +103,10 @@ class Demo:
         self.python("gathering text", *prepare, "stdlib", corpus, "--overwrite")
         vocabulary = ("--vocab-size", str(VOCABULARY))
         self.python("training the tokenizer", *prepare, "train-tokenizer", corpus, *vocabulary, "--out", tokenizer, "--overwrite")
-        self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "5", "--overwrite")
-        self.python("checking the data", *prepare, "verify", data)
-        self.python("counting", *prepare, "stats", data, "--picture", self.path("lengths.png"))
+        self.python("encoding", *prepare, "run", corpus, "--tokenizer", tokenizer, "--out", data, "--valid-percent", "2", "--overwrite")
+        python = [self.shell.python, *prepare]
+        stats = [*python, "stats", data, "--picture", self.path("lengths.png")]
+        self._together({"checking the data": [*python, "verify", data], "counting": stats})
 
     def pretrain_until_sigterm(self) -> None:
         """FEM over four ranks, stopped on the way."""
@@ -138,24 +139,33 @@ class Demo:
         self.shell.run(["ln", "-s", "fem/checkpoints", self.path("checkpoints")], "naming the model", COMMAND_LIMIT)
         say(f"  {self.shell.shown(self.out)} now names this model, for every tool")
 
-    def export(self, name: str = "fem") -> None:
-        """To Hugging Face's format, compared with Megatron's logits in a process of its own."""
-        valid, logits, findings = self.path("data", "valid.bin"), self.path("check", f"{name}.npy"), self.path("check", f"{name}.json")
-        length = ("--length", str(self.config.data.seq_length))
-        self.python("exporting", "-m", "tools.hf", "export", self.path(name), self.path("hf", name))
-        self.python("Megatron's logits", "-m", "tools.demo.megatron_logits", self.path(name), valid, logits, *length)
-        stock = ("tools/demo/stock_transformers.py", self.path("hf", name), "--tokens", valid, "--megatron-logits", logits)
-        self.python("stock transformers", *stock, "--out", findings, *length, "--prompt", PROMPT)
-        found = self.models[name] = json.loads((self.out / "check" / f"{name}.json").read_text())
-        for key, what in (("logit_difference", "to Megatron's logits"), ("cache_difference", "between generating with and without cache")):
-            if not found[key] < LOGIT_TOLERANCE:
-                raise DemoError(f"export: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}")
-
-    def compare_and_report(self) -> None:
-        """The Transformer by the same commands, then the report."""
-        say("  the Transformer of the same budget: same data, same order, same batches, same schedule")
+    def twin(self) -> None:
+        """The Transformer of the same budget, by the same command as the resumed run."""
         self.pretrain("pretraining the Transformer", "transformer", 2, "parallel.use_distributed_optimizer=true")
-        self.export("transformer")
+
+    def export(self) -> None:
+        """Both to Hugging Face's format, compared with Megatron's logits in processes of their own; as many at once as there are cores."""
+        valid, length, names = self.path("data", "valid.bin"), ("--length", str(self.config.data.seq_length)), ("fem", "transformer")
+        python, check = self.shell.python, self.path("check")
+        exports = {f"exporting {name}": [python, "-m", "tools.hf", "export", self.path(name), self.path("hf", name)] for name in names}
+        ours = [python, "-m", "tools.demo.megatron_logits", check, valid, *(self.path(name) for name in names), *length]
+        self._together({**exports, "Megatron's logits": ours})
+        given = ("--tokens", valid, *length, "--prompt", PROMPT)
+        files = {name: ("--megatron-logits", f"{check}/{name}.npy", "--out", f"{check}/{name}.json") for name in names}
+        stock = {name: [python, "tools/demo/stock_transformers.py", self.path("hf", name), *given, *files[name]] for name in names}
+        self._together({f"stock transformers of {name}": command for name, command in stock.items()})
+        for name in names:
+            found = self.models[name] = json.loads((self.out / "check" / f"{name}.json").read_text())
+            for key, what in (
+                ("logit_difference", "to Megatron's logits"),
+                ("cache_difference", "between generating with and without cache"),
+            ):
+                if not found[key] < LOGIT_TOLERANCE:
+                    raise DemoError(f"{name}: the difference {what} is {found[key]:.1e}, allowed is {LOGIT_TOLERANCE:.0e}")
+
+    def _together(self, commands: dict[str, list[str]]) -> None:
+        """Commands by what they do, at once."""
+        self.shell.together([(command, what) for what, command in commands.items()], COMMAND_LIMIT)
 
     def evaluate(self) -> None:
         """The quick suite's questions to both models."""
@@ -228,8 +238,8 @@ def run(demo: Demo) -> dict[str, Any]:
         ("data", "the running Python's standard library: parquet, tokenizer, .bin/.idx", demo.prepare_data),
         ("pretrain", "FEM-softmax over four ranks, stopped by SIGTERM", demo.pretrain_until_sigterm),
         ("resume", "the same run at another layout, to its end", demo.resume_elsewhere),
-        ("export", "to Hugging Face's format, loaded by stock transformers", demo.export),
-        ("report", "the Transformer twin, the table and the picture", demo.compare_and_report),
+        ("twin", "the Transformer of the same budget: same data, same order, same batches, same schedule", demo.twin),
+        ("export", "both to Hugging Face's format, loaded by stock transformers; the report", demo.export),
     )
     for number, (name, purpose, step) in enumerate(steps, 1):
         begun = time.monotonic()

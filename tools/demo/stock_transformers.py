@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -86,7 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokens, reference = np.fromfile(given.tokens, dtype=np.uint16), np.load(given.megatron_logits)
     model = AutoModelForCausalLM.from_pretrained(given.model, trust_remote_code=True, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=True)

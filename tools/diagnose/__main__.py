@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from fem_common.errors import CommandError, end
+from fem_common.cli import Parser, run
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Computes, draws, says where; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="tools.diagnose", description="Energies, entropies and step norms of every layer of a checkpoint, in one picture."
-    )
+    parser = Parser(prog="tools.diagnose", description="Energies, entropies and step norms of every layer of a checkpoint, in one picture.")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run directory (its newest checkpoint)")
     parser.add_argument("--data", type=Path, metavar="PREFIX", help="a .bin/.idx pair; default: the run's validation (or training) data")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="read the first N tokens of the data (default: 256)")
@@ -22,17 +19,17 @@ def main(arguments: list[str] | None = None) -> int:
     given.out = given.out or Path("runs", "diagnose", f"{given.checkpoint.resolve().name}.png")
     if given.out.suffix != ".png":
         parser.error(f"--out {given.out}: the picture is a PNG, so its name must end in .png")
-    from tools.diagnose import picture  # torch and matplotlib take seconds: not for --help or a wrong argument
-    from tools.diagnose.from_checkpoint import diagnose
 
-    try:
+    def draw() -> None:
+        from tools.diagnose import picture  # torch and matplotlib take seconds: not for --help or a wrong argument
+        from tools.diagnose.from_checkpoint import diagnose
+
         found = diagnose(given.checkpoint, given.data, given.tokens)
         given.out.parent.mkdir(parents=True, exist_ok=True)
         picture.draw(found.values, found.title, given.out)
-    except (CommandError, OSError) as error:
-        return end("tools.diagnose", error)
-    print(f"wrote {given.out}: {len(found.values)} numbers of {found.title}")
-    return 0
+        print(f"wrote {given.out}: {len(found.values)} numbers of {found.title}")
+
+    return run("tools.diagnose", draw)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.indexed import FormatError, read_index
+from data_prep.store.indexed import FormatError, read_index
 from fem_common.errors import ConfigError
-from fem_megatron.platform import device, import_megatron
+from fem_megatron.config import ModelConfig
+from fem_megatron.megatron.platform import device, import_megatron, initialize_distributed
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,38 @@ class Found:
 
     values: dict[str, float]
     title: str
+
+
+@contextmanager
+def megatron_model(checkpoint: Path, length: int) -> Iterator[tuple[Any, ModelConfig, dict[str, Any]]]:
+    """The checkpoint's whole model, built for sequences of ``length`` tokens in one process, in eval mode; its configuration, its manifest.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, or lacks weights of the model.
+    """
+    import_megatron()
+    from megatron.core import parallel_state, tensor_parallel
+
+    from fem_megatron.megatron import model as fem_model
+    from pretrain.checkpoint.reader import load_full_model_state
+    from pretrain.engines.building import destroy_model_parallel
+
+    state, model, manifest = load_full_model_state(checkpoint)
+    if not torch.distributed.is_initialized():
+        initialize_distributed()
+    parallel_state.initialize_model_parallel()
+    try:
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        (chunk,) = fem_model.build(model, fem_model.Layout(), length, seed=0)
+        answer = chunk.load_state_dict(state, strict=False)
+        missing = {name for name in answer.missing_keys if not name.endswith("_extra_state")}
+        if answer.unexpected_keys or missing - ({"output_layer.weight"} if model.tie_embeddings else set()):
+            raise ConfigError(f"checkpoint {checkpoint} lacks {sorted(missing)} of its model, and holds besides {answer.unexpected_keys}")
+        chunk.eval()
+        with torch.no_grad():
+            yield chunk, model, manifest
+    finally:
+        destroy_model_parallel()
 
 
 def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
@@ -31,36 +66,19 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
     if tokens < 2:
         raise ConfigError(f"--tokens {tokens}: must be at least 2")
     import_megatron()
-    from megatron.core import parallel_state, tensor_parallel
-
-    from fem_megatron import model as fem_model
-    from fem_megatron import platform
     from fem_megatron.diagnostics import observing
-    from pretrain.checkpoint import load_full_model_state
-    from pretrain.engines.building import destroy_model_parallel
-    from pretrain.observer import blocks_of
+    from pretrain.checkpoint.reader import find
+    from pretrain.report.observer import blocks_of
 
-    state, model, manifest = load_full_model_state(checkpoint)
-    prefix = data or data_of_run(manifest["config"]["data"])
+    prefix = data or data_of_run(find(checkpoint).manifest["config"]["data"])
     ids = first_tokens(prefix, tokens)
-    if ids.max() >= (model.vocab_size or 0):
-        raise ConfigError(f"{prefix} has the token {ids.max()}, but the model knows {model.vocab_size}: name other data with --data PREFIX")
-    if not torch.distributed.is_initialized():
-        platform.initialize_distributed()
-    parallel_state.initialize_model_parallel()
-    try:
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
-        (chunk,) = fem_model.build(model, fem_model.Layout(), len(ids), seed=0)
-        wanted = {name for name in chunk.state_dict() if not name.endswith("_extra_state")} - set(state)
-        if wanted - ({"output_layer.weight"} if model.tie_embeddings else set()):
-            raise ConfigError(f"checkpoint {checkpoint} lacks weights of its model: {', '.join(sorted(wanted))}")
-        chunk.load_state_dict(state, strict=False)
-        chunk.eval()
+    with megatron_model(checkpoint, len(ids)) as (chunk, model, manifest):
+        if ids.max() >= (model.vocab_size or 0):
+            known = f"the token {ids.max()}, but the model knows {model.vocab_size}"
+            raise ConfigError(f"{prefix} has {known}: name other data with --data PREFIX")
         row = torch.from_numpy(ids)[None].to(device())
-        with torch.no_grad(), observing(blocks_of([chunk]), len(ids)) as values:
+        with observing(blocks_of([chunk]), len(ids)) as values:
             chunk(row, torch.arange(len(ids), device=row.device)[None], None)
-    finally:
-        destroy_model_parallel()
     name, step = manifest["config"]["name"], manifest["progress"]["step"]
     return Found(values, f"{name}, step {step}, {len(ids)} tokens of {prefix.name}")
 

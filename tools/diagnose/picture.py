@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-LEAST, GREATEST, ABSENT, QUIET = "#ffffff", "#56a3d9", "#efefef", "#555555"
+from fem_common.plot import GRID, QUIET, new_figure, save
+
+LEAST, GREATEST, ABSENT = "#ffffff", "#56a3d9", "#efefef"
 
 
 def table(values: dict[str, float]) -> tuple[list[str], list[str], np.ndarray]:
@@ -33,15 +35,12 @@ def _in_words(quantity: str) -> str:
 
 def draw(values: dict[str, float], title: str, file: Path) -> None:
     """Writes ``file`` as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.colors import LinearSegmentedColormap
 
     rows, columns, numbers = table(values)
     size = (1.9 + 0.74 * len(columns), 2.6 + 0.31 * len(rows))
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    figure = new_figure(size)
+    axes = figure.subplots()
     shades = LinearSegmentedColormap.from_list("shades", [LEAST, GREATEST]).with_extremes(bad=ABSENT)
     axes.imshow(shade(numbers), cmap=shades, vmin=0.0, vmax=1.0, aspect="auto")
     for (row, column), number in np.ndenumerate(numbers):
@@ -52,7 +51,7 @@ def draw(values: dict[str, float], title: str, file: Path) -> None:
     axes.xaxis.tick_top()
     axes.set_xticks(np.arange(len(columns) + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(len(rows) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="#e6e6e6", linewidth=0.7)
+    axes.grid(which="minor", color=GRID, linewidth=0.7)
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(
@@ -61,8 +60,7 @@ def draw(values: dict[str, float], title: str, file: Path) -> None:
         fontsize=9,
         color=QUIET,
     )
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    save(figure, file)
 
 
 def shade(numbers: np.ndarray) -> np.ndarray:

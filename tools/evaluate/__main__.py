@@ -10,11 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from fem_common.errors import CommandError, ConfigError, end
+from fem_common import cli
+from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 
-from . import cache
-from .harness_tasks import find_tasks, harness_version
+from . import catalogue
+from .catalogue import find_tasks, harness_version
 from .suite import SUITES, Suite, load_suite
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -24,17 +25,11 @@ DEFAULT_OUT = Path("runs") / "evaluation"
 def main(arguments: list[str] | None = None) -> int:
     """Runs the evaluation; returns the exit code."""
     given = _parser().parse_intermixed_args(arguments)
-    try:
-        return _command(given)
-    except (CommandError, OSError) as error:
-        return end("tools.evaluate", error)
-    except KeyboardInterrupt:
-        print("tools.evaluate: interrupted; the same command goes on where it was", file=sys.stderr)
-        return Exit.INTERRUPTED
+    return cli.run("tools.evaluate", lambda: _command(given))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tools.evaluate", description="Scores of models on a suite of tasks, in one table.")
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m tools.evaluate", description="Scores of models on a suite of tasks, in one table.")
     model = "a run directory, a checkpoint, an exported folder or another Hugging Face folder; NAME=MODEL names it in the table"
     suites = ", ".join(sorted(path.stem for path in SUITES.glob("*.yaml")))
     parser.add_argument("models", nargs="*", metavar="MODEL", help=model)
@@ -72,21 +67,22 @@ def _command(given: argparse.Namespace) -> int:
         print(listing(suite), end="")
         return 0
     models = [] if given.download else named(given.models)
-    cache.settle(given.online or given.download, given.cache)
+    catalogue.settle(given.online or given.download, given.cache)
     tasks = find_tasks(suite) if any(task.kind == "harness" for task in suite.tasks) else None
     download = f"python -m tools.evaluate --download --suite {given.suite}"
     if given.download:
         if tasks is not None:
-            cache.require(tasks, download, sys.stderr)
-            print(f"{given.suite}: all data sets are in {cache.cache_folder()}")
+            catalogue.require(tasks, download, sys.stderr)
+            print(f"{given.suite}: all data sets are in {catalogue.cache_folder()}")
         return 0
 
     if tasks is not None and all(path.is_dir() for _, path in models):
-        cache.require(tasks, download, sys.stderr)
+        catalogue.require(tasks, download, sys.stderr)
 
     from tools.hf.open_model import device_named, fingerprint, weights_at  # torch and transformers take seconds: not for missing data
 
     from . import run
+    from .report import report
     from .results import Settings
 
     device_named(given.device)
@@ -105,15 +101,6 @@ def _command(given: argparse.Namespace) -> int:
     options = run.Options(given.device, given.dtype, given.tokenizer, given.batch_size)
     runner = run.Runner(out, tasks, settings, options, sys.stderr)
     runner.run(plan)
-    return _end(runner, out, suite)
-
-
-def _end(runner: object, out: Path, suite: Suite) -> int:
-    """The report, and what has no result; the exit code."""
-    from .report import report
-    from .run import Runner
-
-    assert isinstance(runner, Runner)
     for line in runner.skipped:
         print(f"skipped: {line}", file=sys.stderr)
     if any(out.glob("*/*.json")):
@@ -122,8 +109,7 @@ def _end(runner: object, out: Path, suite: Suite) -> int:
         print(f"failed: {line}", file=sys.stderr)
     if runner.failed:
         print("tools.evaluate: some tasks failed; the same command asks them again", file=sys.stderr)
-        return Exit.FAULT
-    return 0
+    return Exit.FAULT if runner.failed else 0
 
 
 def named(words: list[str]) -> list[tuple[str, Path]]:

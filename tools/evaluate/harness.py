@@ -1,15 +1,23 @@
 """An open model as lm-evaluation-harness asks it, and a task asked: log-likelihoods and generations from any mixer, in batches.
 
 The harness's own class for transformers' models does the work. What is ours: the model is the one that ``tools.hf.open_model`` opened,
-texts are encoded as its training data was, log-probabilities are taken in fp32, answers are kept and counted.
+texts are encoded as its training data was, log-probabilities are taken in fp32, answers are counted and kept as they come, so that an
+interrupted task goes on where it was: one file a model and task, a line that says what was asked of whom, then a line an answer. A line
+that a killed process left unfinished is dropped; the file goes when the task's result is written.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
@@ -20,12 +28,95 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from fem_common.errors import ConfigError
+from fem_common.files import locked
 
-from .answers import Answers, request_key
-from .cache import quiet
-from .harness_tasks import Tasks, harness_version
+from .catalogue import Tasks, harness_version, quiet
 from .perplexity import training_length
 from .suite import SuiteTask
+
+
+class NotANumber(ValueError):
+    """The model gave NaN as the log-likelihood of a text: its weights are broken, and no score of it means anything."""
+
+
+class Answers:
+    """Answers by request, in ``path``. identity: of the model, the task and the settings; a file of another identity is begun anew.
+
+    truncated: keys of the requests whose beginning did not fit into the context. told: called after each answer.
+
+    Raises InUse on entering where another process writes the file.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path, self.identity = path, identity
+        self.known: dict[str, Any] = {}
+        self.truncated: set[str] = set()
+        self.told: Callable[[], None] = lambda: None
+        self._held = ExitStack()
+        self._file: BinaryIO
+
+    def __enter__(self) -> Answers:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        busy = f"another process is evaluating {self.path.stem} of {self.path.parent.parent.name}: wait for it"
+        self._held.enter_context(locked(self.path, busy))
+        self._file = self._held.enter_context(open(self.path, "a+b"))
+        self._read()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._held.close()
+
+    def _read(self) -> None:
+        """Takes over what an earlier process left of the same identity."""
+        self._file.seek(0)
+        lines = self._file.read().split(b"\n")[:-1]
+        if not lines or lines[0] != self._header():
+            self._file.truncate(0)
+            self._write(self._header())
+            return
+        for line in lines[1:]:
+            key, answer, truncated = json.loads(line)
+            self.known[key] = tuple(answer) if isinstance(answer, list) else answer
+            if truncated:
+                self.truncated.add(key)
+        self._file.truncate(sum(len(line) + 1 for line in lines))
+
+    def _header(self) -> bytes:
+        return json.dumps(self.identity, sort_keys=True).encode()
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._file.flush()
+
+    def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
+        """Keeps an answer; the harness's models call this as each comes (the name is the harness's).
+
+        Raises:
+            NotANumber: it is no number.
+        """
+        value = answer[0] if isinstance(answer, tuple) else answer
+        if value != value:
+            raise NotANumber("a log-likelihood is NaN: the model's weights are broken")
+        key = request_key(kind, arguments)
+        if not sampled(arguments):
+            self.known[key] = answer
+            self._write(json.dumps([key, answer, key in self.truncated]).encode())
+        self.told()
+
+    def remove(self) -> None:
+        """All is in the result."""
+        os.unlink(self.path)
+
+
+def request_key(kind: str, arguments: Any) -> str:
+    """One request among a task's: its kind and what is asked."""
+    return hashlib.sha256(json.dumps([kind, *arguments], sort_keys=True).encode()).hexdigest()
+
+
+def sampled(arguments: Any) -> bool:
+    """Whether a request asks for a random answer, which is drawn anew each time."""
+    return len(arguments) > 1 and isinstance(arguments[1], dict) and bool(arguments[1].get("do_sample"))
+
 
 BOOTSTRAPS = 1000  # draws of a standard error that has no formula
 
@@ -56,9 +147,8 @@ class Adaptor(HFLM):
         if opened.config is not None:
             if not opened.config.causal:
                 raise ConfigError(f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token")
-            limits = [limit for block in opened.config.blocks() if (limit := block.mixer.max_length()) is not None]
-            if max_length is not None and limits and max_length > min(limits):
-                raise ConfigError(f"--max-length {max_length} is more than {opened.name} takes: {min(limits)} tokens at most")
+            if max_length is not None and opened.max_length is not None and max_length > opened.max_length:
+                raise ConfigError(f"--max-length {max_length} is more than {opened.name} takes: {opened.max_length} tokens at most")
         ours = bool(opened.manifest)
         with quiet():
             super().__init__(

@@ -2,7 +2,7 @@
 
     python -m tools.evaluate.perplexity runs/demo --context 128 256 --stride 64
 
-Every token but the first is scored exactly once, from the tokens before it in its window (``perplexity_windows``). By default as training's
+Every token but the first is scored exactly once, from the tokens before it in its window (``heldout``). By default as training's
 validation does it: one stream in which documents follow each other, their end-of-document tokens scored too, and windows that do not
 overlap. ``per_document``: a window sees nothing of the documents before but the end-of-document token; the same tokens are scored where
 one stands before each document, else all but its first. Bits a byte: all nats / ln 2 / UTF-8 bytes of the whole text, what data_prep
@@ -22,16 +22,21 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from data_prep.files import json_bytes, sha256_json, write_whole
-from fem_common.errors import CommandError, ConfigError, StorageError, UserError, end, files_told
-from fem_common.exits import Exit
+import numpy as np
+import numpy.typing as npt
 
-from .perplexity_data import Text, check_vocabulary, open_text
-from .perplexity_measure import Kept, Settings, measure, vocabulary
-from .perplexity_windows import Sums
+from data_prep.store.records import sha256_json
+from fem_common import cli
+from fem_common.errors import CommandError, ConfigError, StorageError, UserError, files_told
+from fem_common.files import json_bytes, write_whole
+from fem_common.progress import Progress
+from fem_common.text import count, duration
+
+from .heldout import Kept, Settings, Sums, Text, Window, batched, check_vocabulary, open_text, windows
 from .suite import SuiteTask
 
 if TYPE_CHECKING:
@@ -39,6 +44,108 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 METRIC = "nats_per_token"
+SAVE_SECONDS = 30.0
+_TOKENS_A_BATCH = 8192
+_LOGITS_BYTES = 1 << 28  # of a batch, in fp32; a single window may take more
+_LOSS_ELEMENTS = 1 << 24  # logits looked at together when their losses are taken
+
+
+def measure(
+    opened: OpenModel,
+    text: Text,
+    settings: Settings,
+    kept: Kept,
+    model_key: str,
+    *,
+    batch_size: int | None = None,
+    stream: TextIO = sys.stderr,
+) -> Sums:
+    """The sums over a text. What was kept of the same measurement is not computed again; an interruption keeps what is done.
+
+    The batch size changes how fast, not what: windows are filled up on the right, where no scored token looks.
+
+    Raises:
+        ConfigError: a token is not the model's, or a loss is not finite.
+    """
+    key = sha256_json([model_key, str(opened.dtype), text.identity(), settings.context, settings.stride, settings.per_document])
+    sums = kept.sums.get(key, Sums())
+    eod = text.eod_of(opened.tokenizer)
+    size = batch_size or _batch_size(settings.context, vocabulary(opened))
+    cut = windows(text.sections(settings.per_document, eod), settings.context, settings.stride)
+    line, before, saved = Progress(None, "", stream=stream), sums.position, time.monotonic()
+    try:
+        for batch in batched((window for window in cut if window.end >= sums.position), size):
+            after = replace(sums)  # so that an interruption finds whole batches
+            for window, losses in zip(batch, _losses(opened, text, batch), strict=True):
+                after.add(window.first, losses, text.starts)
+            sums = after
+            if time.monotonic() - saved > SAVE_SECONDS:
+                kept.keep(key, sums)
+                saved = time.monotonic()
+            if line.due:
+                line.show(_progress(text, settings, sums.position, before, line.elapsed))
+    finally:
+        line.close()
+        kept.keep(key, sums)
+    return sums.done()
+
+
+def _losses(opened: OpenModel, text: Text, batch: Sequence[Window]) -> list[npt.NDArray[np.float64]]:
+    """Nats of every scored token of each window, from one call of the model."""
+    import torch
+
+    longest = max(map(len, batch))
+    read, wanted = np.zeros((len(batch), longest), dtype=np.int64), []
+    for row, window in enumerate(batch):
+        ids = text.ids[window.begin : window.end + 1].astype(np.int64)
+        _check_tokens(text, ids, window.begin, vocabulary(opened))
+        read[row, : len(window)] = ids[:-1]
+        wanted.append(ids[window.first - window.begin :])
+    device = next(opened.model.parameters()).device
+    with torch.inference_mode():
+        logits = opened.model(input_ids=torch.from_numpy(read).to(device), use_cache=False).logits
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = max(1, _LOSS_ELEMENTS // logits.shape[-1])
+        found = []
+        for row, (window, targets) in enumerate(zip(batch, wanted, strict=True)):
+            scored = logits[row, window.first - window.begin - 1 : len(window)]
+            answers = torch.from_numpy(targets).to(device)
+            pieces = [
+                torch.nn.functional.cross_entropy(scored[i : i + rows].to(wide), answers[i : i + rows], reduction="none")
+                for i in range(0, len(answers), rows)
+            ]
+            found.append(torch.cat(pieces).double().cpu().numpy())
+    for window, losses in zip(batch, found, strict=True):
+        if not np.isfinite(losses).all():
+            place = window.first + int(np.flatnonzero(~np.isfinite(losses))[0])
+            raise ConfigError(f"{opened.name}: the loss of token {place} of {text.prefix} is not finite: are the model's weights?")
+    return found
+
+
+def _check_tokens(text: Text, ids: npt.NDArray[np.int64], begin: int, vocab_size: int) -> None:
+    wrong = np.flatnonzero((ids >= vocab_size) | (ids < 0))
+    if len(wrong):
+        place = int(wrong[0])
+        raise ConfigError(
+            f"data {text.prefix} has the token {ids[place]} at {begin + place}, but the model knows {vocab_size}: name data of its own "
+            "tokenizer with --data PREFIX"
+        )
+
+
+def vocabulary(opened: OpenModel) -> int:
+    """Ids that the model knows."""
+    return int(opened.model.get_input_embeddings().weight.shape[0])
+
+
+def _batch_size(context: int, vocab_size: int) -> int:
+    """Windows a call: enough to keep a device busy, few enough for their logits."""
+    return max(1, min(_TOKENS_A_BATCH // context, _LOGITS_BYTES // (4 * context * vocab_size)))
+
+
+def _progress(text: Text, settings: Settings, position: int, before: int, seconds: float) -> str:
+    rate, left = (position - before) / seconds, len(text.ids) - position
+    name = f"{text.prefix.name} @{settings.context}"
+    return f"{name}: {position / len(text.ids):.1%} · {count(rate)} tokens/s · {duration(left / max(rate, 1e-9))} left"
 
 
 def heldout_result(
@@ -141,7 +248,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
     if is_folder(path):
         return read_folder(path).training()
-    from pretrain.checkpoint import find  # with Megatron: seconds
+    from pretrain.checkpoint.reader import find  # with Megatron: seconds
 
     return find(path).manifest
 
@@ -167,13 +274,9 @@ def _check(opened: OpenModel, settings: Settings) -> None:
         raise ConfigError(
             f"--stride {settings.stride}: must be from 1 to the context length {settings.context}, or tokens are never scored"
         )
-    if opened.config is None:
-        longest = getattr(opened.model.config, "max_position_embeddings", None)
-    elif not opened.config.causal:
+    if opened.config is not None and not opened.config.causal:
         raise ConfigError(f"{opened.name} sees all tokens at once (model.causal = false): it predicts no next token")
-    else:
-        limits = [block.mixer.max_length() for block in opened.config.blocks()]
-        longest = min((limit for limit in limits if limit is not None), default=None)
+    longest = opened.max_length
     if longest is not None and settings.context > longest:
         raise ConfigError(f"--context {settings.context} is more than {opened.name} takes: {longest} tokens at most")
 
@@ -199,8 +302,8 @@ def _raw(sums: Sums, settings: Settings, texts: Sequence[Text], text_bytes: int 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints a table, writes results below --out; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="tools.evaluate.perplexity", description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair."
+    parser = cli.Parser(
+        prog="python -m tools.evaluate.perplexity", description="Held-out perplexity: nats a token and bits a byte on any .bin/.idx pair."
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
     parser.add_argument("--data", metavar="PREFIX", help="a .bin/.idx pair without its ending; default: the run's validation data")
@@ -219,18 +322,18 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("max_tokens", "batch_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1 + (name == "max_tokens"):
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: too few")
-    try:
-        with files_told():
-            _command(given)
-    except CommandError as error:
-        return end("tools.evaluate.perplexity", error)
-    except ValueError as error:
-        return end("tools.evaluate.perplexity", UserError(str(error)))
-    except KeyboardInterrupt:
-        again = "the same command goes on where it stopped" if given.out else "with --out DIR it could have gone on where it stopped"
-        print(f"tools.evaluate.perplexity: interrupted; {again}", file=sys.stderr)
-        return Exit.INTERRUPTED
-    return 0
+    again = "the same command goes on where it stopped" if given.out else "with --out DIR it could have gone on where it stopped"
+
+    def measured() -> None:
+        try:
+            with files_told():
+                _command(given)
+        except CommandError:
+            raise
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    return cli.run("tools.evaluate.perplexity", measured, kept=again)
 
 
 def _command(given: argparse.Namespace) -> None:

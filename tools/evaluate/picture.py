@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
+
 from .table import Column, Point, Table, printed
 
-# Okabe and Ito's colours, apart for every kind of colour vision; the yellow, too faint for a line on white, left out.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
-BEST, OTHER, QUIET = "#D55E00", "#0072B2", "#555555"
+BEST, OTHER = COLOURS[1], COLOURS[0]
 ACROSS = 6  # panels side by side, at most
 ROW, HEAD = 0.24, 0.95  # inches of a model in a panel, and of a panel's title and axis
 
@@ -28,7 +26,7 @@ def scores(table: Table) -> Any:
     left = 0.075 * max(len(table.rows[index].model) for index in order) if len(order) > 1 else 0.4
     panel = HEAD + ROW * len(order)
     heights = [count * panel + 0.3 for count in lines]
-    figure = _figure((max(6.4, left + 2.35 * across), sum(heights) + 0.55))
+    figure = new_figure((max(6.4, left + 2.35 * across), sum(heights) + 0.55))
     title = f"Evaluation: {table.suite}" if table.suite else "Evaluation"
     one = f"{title}, {table.rows[0].model}" if len(table.rows) == 1 else f"{title}, {len(table.rows)} models"
     best = "; vermilion: best by more than the standard error of a difference" if len(table.rows) > 1 else ""
@@ -73,9 +71,8 @@ def _panel(axes: Any, table: Table, column: Column, order: Sequence[int], *, nam
     axes.set_yticks(range(len(order)), [_short(table.rows[index].model) for index in order] if named else [""] * len(order), fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=7.5)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
+    plain_axes(axes, grid="x")
+    axes.spines["left"].set_visible(False)
     lower = "" if column.higher_is_better else ", lower is better"
     axes.set_title(f"{column.label}\n", loc="left", fontsize=9)
     under = {"xycoords": "axes fraction", "xytext": (0, 4), "textcoords": "offset points"}
@@ -124,7 +121,7 @@ def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
     if not shown:
         return None
     models = list(dict.fromkeys(model for by_model in shown.values() for model in by_model))
-    figure = _figure((0.6 + 5.6 * len(shown), 4.2 + 0.08 * len(models)))
+    figure = new_figure((0.6 + 5.6 * len(shown), 4.2 + 0.08 * len(models)))
     for axes, (text, by_model) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
         for model, points in by_model.items():
             number = models.index(model)
@@ -137,31 +134,10 @@ def heldout(texts: dict[str, dict[str, list[Point]]]) -> Any | None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
-        axes.set_xlabel("context length, tokens")
-        axes.set_ylabel("nats a token")
         axes.set_title(f"Held-out loss: {text}", loc="left", fontsize=10.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-        axes.set_axisbelow(True)
+        plain_axes(axes, "context length, tokens", "nats a token", grid="y")
         axes.legend(frameon=False, fontsize=9)
     return figure
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    """A figure that no window knows."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def png(figure: Any) -> bytes:
-    """The figure as a PNG file's content."""
-    file = io.BytesIO()
-    figure.savefig(file, dpi=150)
-    return file.getvalue()
 
 
 def _short(name: str) -> str:

@@ -2,24 +2,234 @@
 
     python -m tools.evaluate.report DIR... --suite paper --out merged
 
-puts the results of several folders, of several machines say, into one table.
+puts the results of several folders, of several machines say, into one table. Decides no number.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from data_prep.files import write_whole
-from fem_common.errors import CommandError, end, files_told
+from fem_common import cli
+from fem_common.errors import files_told
+from fem_common.files import write_whole
+from fem_common.plot import png
 
-from . import render
-from .scores import read
+from .results import Score, read
 from .suite import Suite, load_suite
-from .table import build, heldout
+from .table import Table, build, heldout, printed
+
+MISSING = "–"
+NAME_WIDTH = 28
+HEADING = 12  # of a model over its column, on a terminal
+
+
+def number(score: Score | None, places: int = 3) -> str:
+    """``0.313 ± 0.014``; without standard error, the number alone."""
+    if score is None:
+        return MISSING
+    return f"{printed(score.value, places)}" + ("" if score.stderr is None else f" ± {printed(score.stderr, places)}")
+
+
+def markdown(table: Table) -> str:
+    """The whole report: scores with ranks, rescaled scores, held-out perplexity, what the columns are, notes."""
+    blocks = [f"# Evaluation: {table.suite}" if table.suite else "# Evaluation", table.title, _scores(table)]
+    if len(table.rows) > 1:
+        blocks.append(
+            "± is one standard error. **Best** and <u>second</u> of each column. Avg Rank and #Top1 are over the columns that every model "
+            "has; models of the same printed score share the better rank."
+        )
+    blocks += [*_rescaled(table), *_heldout(table), "## Columns", _columns(table)]
+    blocks += ["## Notes", "\n".join(f"- {note}" for note in table.notes)] if table.notes else []
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _scores(table: Table) -> str:
+    heads = ["Model", *(f"{_escaped(column.label)}<br>{_escaped(column.asked)}" for column in table.columns)]
+    rows = [[_escaped(row.model)] for row in table.rows]
+    for column in table.columns:
+        marks = table.marks(column)
+        for cells, row, mark in zip(rows, table.rows, marks, strict=True):
+            result = row.results.get(column.name)
+            value, *error = number(result.score if result else None).split(" ", 1)
+            marked = {1: f"**{value}**", 2: f"<u>{value}</u>"}.get(mark or 0, value)
+            cells.append(" ".join([marked, *error]))
+    if len(table.rows) > 1:
+        heads += ["Avg Rank", "#Top1"]
+        for cells, found in zip(rows, table.summary(), strict=True):
+            cells += [MISSING, MISSING] if found is None else [str(printed(found[0], 2)), str(found[1])]
+    return _grid_markdown(heads, rows)
+
+
+def _rescaled(table: Table) -> list[str]:
+    columns = [column for column in table.columns if column.rescaled]
+    if not any(row.rescaled for row in table.rows):
+        return []
+    heads = ["Model", *(_escaped(column.label) for column in columns), "Average"]
+    rows = [[_escaped(row.model), *(number(row.rescaled.get(c.name), 2) for c in columns), number(row.average, 2)] for row in table.rows]
+    told = (
+        "0 is guessing, 100 everything right, below guessing is 0; BBH's and MuSR's sub-tasks are rescaled before they are averaged. "
+        "Average: of the tasks, IFEval's two numbers as one."
+    )
+    return ["## Rescaled as the Open LLM Leaderboard does", told, _grid_markdown(heads, rows)]
+
+
+def _heldout(table: Table) -> list[str]:
+    blocks = []
+    for text, by_model in heldout(table).items():
+        lengths = sorted({point.context for points in by_model.values() for point in points})
+        heads = ["Model", *(f"{length} tokens" for length in lengths)]
+        rows = []
+        for model, points in by_model.items():
+            at = {point.context: point for point in points}
+            cells = [number(at[length].nats) + _bits(at[length].bits_per_byte) if length in at else MISSING for length in lengths]
+            rows.append([_escaped(model), *cells])
+        blocks += [f"## Held-out loss: {text}", "By context length; nats a token (bits a byte).", _grid_markdown(heads, rows)]
+    return blocks
+
+
+def _bits(value: float | None) -> str:
+    return "" if value is None else f" ({printed(value)})"
+
+
+def _columns(table: Table) -> str:
+    heads = ["Column", "Group", "Task", "Metric", "Few-shot", "Examples", "Chance", "Better", "Measured by"]
+    rows = [
+        [
+            c.label,
+            c.group or MISSING,
+            c.task,
+            c.metric,
+            MISSING if c.fewshot is None else str(c.fewshot),
+            MISSING if c.n is None else str(c.n),
+            MISSING if c.chance is None else str(printed(c.chance)),
+            "higher" if c.higher_is_better else "lower",
+            c.version or MISSING,
+        ]
+        for c in table.columns
+    ]
+    return _grid_markdown(heads, [[_escaped(cell) for cell in row] for row in rows], "---")
+
+
+def _grid_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], side: str = "---:") -> str:
+    lines = [heads, ["---", *[side] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def console(table: Table, width: int = 120) -> str:
+    """Tasks down, models across, as many models side by side as fit, then the next ones; best of a row marked ``*``."""
+    labels = {column.name: f"{column.label} ({column.asked})" for column in table.columns}
+    left = min(44, max(len(text) for text in [*labels.values(), "Leaderboard average, rescaled"]))
+    names = [_short(row.model, NAME_WIDTH) for row in table.rows]
+    widths = [max(HEADING, len(name), *(len(cell) for cell in _cells(table, index))) for index, name in enumerate(names)]
+    blocks = []
+    for first, last in pairwise(_breaks(widths, width - left)):
+        blocks.append("\n".join(_block(table, range(first, last), labels, names, widths, left)))
+    told = "± one standard error; * best" if len(table.rows) > 1 else "± one standard error"
+    notes = [textwrap.fill(note, width) for note in (told, *table.notes)]
+    return "\n\n".join([*blocks, "\n".join(notes)]) + "\n"
+
+
+def _breaks(widths: Sequence[int], room: int) -> list[int]:
+    """Where blocks of columns begin, and the end: each as many as fit, one at least."""
+    starts, used = [0], 0
+    for index, width in enumerate(widths):
+        if used and used + width + 2 > room:
+            starts.append(index)
+            used = 0
+        used += width + 2
+    return [*starts, len(widths)]
+
+
+def _cells(table: Table, index: int) -> list[str]:
+    """One model's column on a terminal, a cell a task."""
+    cells = []
+    row = table.rows[index]
+    for column in table.columns:
+        result = row.results.get(column.name)
+        best = "*" if table.marks(column)[index] == 1 else " "
+        cells.append(number(result.score if result else None).replace(" ", "") + best)
+    return cells
+
+
+def _block(table: Table, models: range, labels: dict[str, str], names: list[str], widths: list[int], left: int) -> list[str]:
+    def line(first: str, cells: Sequence[str]) -> str:
+        return (
+            _short(first, left).ljust(left) + "".join("  " + cell.rjust(widths[m]) for m, cell in zip(models, cells, strict=True))
+        ).rstrip()
+
+    # The column beside each number is for the star, so headings end one place before it.
+    lines = [line(table.suite, [names[m] + " " if len(names[m]) < widths[m] else names[m] for m in models])]
+    columns = {m: _cells(table, m) for m in models}
+    group = ""
+    for place, column in enumerate(table.columns):
+        if column.group != group:
+            group = column.group
+            lines += ["", group] if group else [""]
+        lines.append(line(labels[column.name], [columns[m][place] for m in models]))
+    if any(row.average for row in table.rows):
+        lines += ["", line("Leaderboard average, rescaled", [number(table.rows[m].average, 2).replace(" ", "") + " " for m in models])]
+    if table.ranked:
+        found = table.summary()
+        told = [found[m] or (math.nan, 0) for m in models]
+        lines += ["", line("average rank", [f"{printed(rank, 2)} " for rank, _ in told])]
+        lines += [line(f"first, of {len(table.ranked)}", [f"{first} " for _, first in told])]
+    return lines
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 9] + "…" + text[-8:]
+
+
+def as_json(table: Table) -> dict[str, Any]:
+    """Everything in the table, in full precision: raw and rescaled scores, sub-tasks, ranks, notes."""
+    summary = table.summary()
+    ranks = {column.name: table.ranks(column) for column in table.columns}
+    return {
+        "format": 1,
+        "suite": table.suite,
+        "columns": [{**{key: getattr(c, key) for key in c.__dataclass_fields__}, "ranked": c in table.ranked} for c in table.columns],
+        "models": [
+            {
+                "model": row.model,
+                "model_key": row.model_key,
+                "average_rank": found[0] if found else None,
+                "top1": found[1] if found else None,
+                "leaderboard_average": _score(row.average),
+                "results": {
+                    c.name: {
+                        **_full(row.results[c.name].score),
+                        "rank": ranks[c.name][index] if c in table.ranked else None,
+                        "rescaled": _score(row.rescaled.get(c.name)),
+                        "subtasks": {name: _full(part) for name, part in row.results[c.name].subtasks.items()},
+                        "raw": row.results[c.name].raw,
+                    }
+                    for c in table.columns
+                    if c.name in row.results
+                },
+            }
+            for index, (row, found) in enumerate(zip(table.rows, summary, strict=True))
+        ],
+        "notes": list(table.notes),
+    }
+
+
+def _score(score: Score | None) -> dict[str, float | None] | None:
+    return None if score is None else {"value": score.value, "stderr": score.stderr}
+
+
+def _full(score: Score) -> dict[str, float | int | None]:
+    return {"value": score.value, "stderr": score.stderr, "n": score.n, "chance": score.chance}
 
 
 def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None:
@@ -36,36 +246,33 @@ def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None
     table = build(read(folders or [out]), suite)
     curves = picture.heldout(heldout(table))
     files = {
-        "table.md": render.markdown(table).encode(),
-        "results.json": (json.dumps(render.as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
-        "table.png": picture.png(picture.scores(table)),
+        "table.md": markdown(table).encode(),
+        "results.json": (json.dumps(as_json(table), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
+        "table.png": png(picture.scores(table)),
     }
     if curves is not None:
-        files["heldout.png"] = picture.png(curves)
+        files["heldout.png"] = png(curves)
     with files_told():
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_whole(out / name, content)
         if curves is None:
             (out / "heldout.png").unlink(missing_ok=True)
-    print(render.console(table), end="")
+    print(console(table), end="")
     print(f"\nwrote {', '.join(str(out / name) for name in files)}", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Reports on folders of results; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tools.evaluate.report", description="One table of the results in one or several folders.")
+    parser = cli.Parser(prog="python -m tools.evaluate.report", description="One table of the results in one or several folders.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder that tools.evaluate wrote")
     parser.add_argument("--suite", metavar="NAME|FILE", help="columns, order, groups, rescaling; default: all results, by name")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes; of one DIR: that one by default")
     given = parser.parse_args(arguments)
     if given.out is None and len(given.folders) > 1:
         parser.error("--out DIR: say where the report of several folders goes")
-    try:
-        report(given.out or given.folders[0], load_suite(given.suite) if given.suite else None, given.folders)
-    except (CommandError, OSError) as error:
-        return end("tools.evaluate.report", error)
-    return 0
+    suite, out = given.suite, given.out or given.folders[0]
+    return cli.run("tools.evaluate.report", lambda: report(out, load_suite(suite) if suite else None, given.folders))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,83 @@
-"""Result files: FOLDER/MODEL/NAME.json, one a model and column, and whether one that is there answers what is asked now. No torch."""
+"""Result files: FOLDER/MODEL/NAME.json, one a model and column, written, read, checked; scores as the Open LLM Leaderboard rescales them.
+
+What would put a wrong number into a table ends here in one line: a file that is not a result, NaN, two sets of weights under one name, and
+models that were not asked the same (other examples, few-shot count, metric, or version of the task). Held-out loss alone may be of each
+model's own text: the table tells.
+
+The leaderboard's rule is its page "Scores Normalization" (https://huggingface.co/docs/leaderboards/open_llm_leaderboard/normalization):
+0 for guessing, 100 for everything right. Baselines are 1 / number of choices, and come with the scores: MMLU-Pro 0.1 (though a sixth of its
+questions have fewer than ten choices), GPQA 0.25, BBH and MuSR a baseline a sub-task, MATH and IFEval 0.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from data_prep.files import write_whole
-from fem_common.errors import ConfigError, files_told
+from fem_common.config import build
+from fem_common.errors import ConfigError, UserError, files_told
+from fem_common.files import write_whole
+from fem_common.settings import setting
 
+from .perplexity import METRIC as HELDOUT
 from .suite import SuiteTask
+
+
+@dataclass(frozen=True)
+class Score:
+    """A measured number. stderr: None where nobody can say; n: how many examples; chance: what guessing scores, None where unknown."""
+
+    value: float
+    stderr: float | None = setting(None, "", least=0)
+    n: int | None = setting(None, "", least=0)
+    chance: float | None = setting(None, "", least=0, below=1)
+
+
+def rescale(score: Score) -> Score:
+    """A share of right answers (0 .. 1) on the scale where guessing is 0 and everything right is 100; below guessing is 0.
+
+    The standard error is that of the straight line, also where the floor holds: a model below chance is not known better.
+
+    Raises:
+        ValueError: what guessing scores is not known.
+    """
+    if score.chance is None:
+        raise ValueError("what guessing scores is not known")
+    stretch = 100.0 / (1.0 - score.chance)
+    stderr = None if score.stderr is None else stretch * score.stderr
+    return Score(max(0.0, stretch * (score.value - score.chance)), stderr, score.n, 0.0)
+
+
+def mean(scores: Sequence[Score]) -> Score:
+    """The average without weights; its standard error is that of an average of independent measurements, None where one is unknown."""
+    errors = [score.stderr for score in scores if score.stderr is not None]
+    known = len(errors) == len(scores)
+    counts = [score.n for score in scores if score.n is not None]
+    return Score(
+        math.fsum(score.value for score in scores) / len(scores),
+        math.hypot(*errors) / len(scores) if known else None,
+        sum(counts) if len(counts) == len(scores) else None,
+        0.0 if all(score.chance == 0.0 for score in scores) else None,
+    )
+
+
+def leaderboard(score: Score, subtasks: Sequence[Score]) -> Score:
+    """A task's score as the leaderboard shows it, 0 .. 100.
+
+    Sub-tasks of unlike baselines (BBH, MuSR) are rescaled first and then averaged without weights; where one baseline holds for all
+    (GPQA's three sets, the chapters of MATH) the task's own score is rescaled, as there.
+
+    Raises:
+        ValueError: what guessing scores is not known.
+    """
+    if len({None if part.chance is None else round(part.chance, 9) for part in subtasks}) > 1:
+        return mean([rescale(part) for part in subtasks])
+    return rescale(score)
+
 
 FORMAT = 1
 
@@ -70,13 +137,6 @@ def shown(value: Any) -> str:
     return "not given" if value is None else str(value)
 
 
-def refuse_unfitting(complaints: list[str]) -> None:
-    """Raises ConfigError where results are there that answer another question."""
-    if complaints:
-        more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
-        raise ConfigError(f"{complaints[0]}{more}: --retry asks again and replaces, --out names another folder, NAME=MODEL another name")
-
-
 def write(out: Path, model: str, column: SuiteTask, content: dict[str, Any]) -> None:
     """Writes a result, whole or not at all."""
     file = result_file(out, model, column)
@@ -133,3 +193,127 @@ def _weighted(chances: dict[str, float | None], counts: dict[str, int]) -> float
     if len(known) < len(chances):
         return None
     return sum(chance * count for chance, count in known) / sum(count for _, count in known)
+
+
+class ScoreError(UserError, ValueError):
+    """Results that cannot stand in one table, told in one line: which file, what is wrong."""
+
+
+def _text(value: str) -> str | None:
+    return None if value else "expected a text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one file says. settings: what the evaluation was told; truncated: prompts that lost their beginning since they were too long."""
+
+    model: str = setting("", "", check=_text)
+    model_key: str = setting("", "", check=_text)
+    task: str = setting("", "", check=_text)
+    label: str = setting("", "", check=_text)
+    metric: str = setting("", "", check=_text)
+    version: str = setting("", "", check=_text)
+    fewshot: int | None = setting(None, "", least=0)
+    higher_is_better: bool = True
+    subtasks: dict[str, Score] = setting(dict, "")
+    raw: dict[str, Any] = setting(dict, "")
+    settings: dict[str, Any] = setting(dict, "")
+    truncated: int | None = setting(None, "", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Written):
+    """One file. name: the file's, which is the column's; score: a share of 1, or nats a token where lower is better."""
+
+    file: Path
+    name: str
+    score: Score
+
+
+def read(folders: Sequence[Path]) -> list[Result]:
+    """All results under the folders, in their order, then by model and name; the same result found twice is taken once.
+
+    Raises:
+        ScoreError: a file is not a result, or the results do not belong into one table.
+        ConfigError, StorageError: a folder cannot be read.
+    """
+    found: dict[tuple[str, str], Result] = {}
+    for folder in folders:
+        with files_told():
+            if not folder.is_dir():
+                raise FileNotFoundError(2, "no such folder of results", str(folder))
+            files = sorted(
+                file for file in folder.glob("*/*.json") if not file.name.startswith(".") and not file.parent.name.startswith(".")
+            )
+        for file in files:
+            result = read_one(file)
+            other = found.setdefault((result.model, result.name), result)
+            same = (other.model_key, other.score, other.subtasks) == (result.model_key, result.score, result.subtasks)
+            if not same and other.model_key == result.model_key:
+                raise ScoreError(f"{other.file} and {file} give other numbers for the same model and task: keep one of them")
+            _one_model(other, result)
+    results = list(found.values())
+    check(results)
+    return results
+
+
+def read_one(file: Path) -> Result:
+    """One result file.
+
+    Raises:
+        ScoreError: it is not a result of this format, or a number in it is not one.
+    """
+    with files_told():
+        text = file.read_text(encoding="utf-8")
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ScoreError(f"{file}: not JSON ({error}): delete it and evaluate again") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        told = raw.get("format") if isinstance(raw, dict) else None
+        raise ScoreError(f"{file}: not a result of an evaluation, or of another version of it (format {told!r}, expected {FORMAT})")
+    scores, texts = (tuple(item.name for item in fields(kind)) for kind in (Score, Written))
+    missing = [key for key in (*texts[:7], *scores) if key not in raw]
+    if missing:
+        raise ScoreError(f"{file}: has no {missing[0]!r}: evaluate again")
+    try:
+        score = build(Score, {key: raw[key] for key in scores}, file)
+        said = build(Written, {key: raw[key] for key in texts if key in raw}, file)
+    except ConfigError as error:
+        raise ScoreError(f"{str(error).splitlines()[0]}: evaluate again") from None
+    for place, one in {"": score, **{f"subtasks.{name}.": part for name, part in said.subtasks.items()}}.items():
+        if said.higher_is_better and not 0.0 <= one.value <= 1.0:
+            raise ScoreError(f"{file}: {place}value = {one.value:g}: expected a share of right answers in 0 .. 1")
+    return Result(**vars(said), file=file, name=file.stem, score=score)
+
+
+def check(results: Iterable[Result]) -> None:
+    """Raises ScoreError where a name stands for two models, or models were asked unlike things in one column."""
+    models: dict[str, Result] = {}
+    columns: dict[str, Result] = {}
+    for result in results:
+        _one_model(models.setdefault(result.model, result), result)
+        first = columns.setdefault(result.name, result)
+        for what, ours, theirs in _conditions(result, first):
+            if ours != theirs:
+                raise ScoreError(
+                    f"{result.name}: {what} is {ours} for {result.model} ({result.file}), but {theirs} for {first.model} ({first.file}): "
+                    "evaluate both alike"
+                )
+
+
+def _one_model(first: Result, result: Result) -> None:
+    if first.model_key != result.model_key:
+        raise ScoreError(
+            f"{first.file} and {result.file} are of different weights, but both of a model called {result.model}: give one another name"
+        )
+
+
+def _conditions(ours: Result, theirs: Result) -> list[tuple[str, Any, Any]]:
+    """(what, here, there) of all that must be alike."""
+    named = [(what, getattr(ours, what), getattr(theirs, what)) for what in ("metric", "fewshot", "version", "higher_is_better")]
+    if ours.metric == HELDOUT:
+        return named
+    told = [(what, ours.settings.get(what), theirs.settings.get(what)) for what in ("task", "task_digest", "limit", "seed")]
+    numbers = [("the number of examples", ours.score.n, theirs.score.n), ("what guessing scores", ours.score.chance, theirs.score.chance)]
+    return [*named, *told, *numbers]

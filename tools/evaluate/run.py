@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_prep.progress import LiveLine, duration
 from fem_common.errors import CommandError, ConfigError, StorageError
+from fem_common.progress import Progress
+from fem_common.text import duration
 
 from . import results
-from .answers import Answers, NotANumber
-from .harness_tasks import Tasks
+from .catalogue import Tasks
+from .harness import Answers, NotANumber
 from .perplexity import data_digest
 from .results import Settings
 from .suite import Suite, SuiteTask
@@ -85,8 +86,9 @@ def plan(suite: Suite, models: list[Model], out: Path, settings: Settings, tasks
                 done += 1
             else:
                 jobs.append(Job(model, columns, wanted))
-    if not retry:
-        results.refuse_unfitting(complaints)
+    if complaints and not retry:
+        more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
+        raise ConfigError(f"{complaints[0]}{more}: --retry asks again and replaces, --out names another folder, NAME=MODEL another name")
     return Plan(tuple(jobs), done)
 
 
@@ -112,7 +114,7 @@ class Runner:
         """All jobs; a model that cannot be opened does not stop the others.
 
         Raises:
-            ConfigError, ExportError: no model could be opened. StorageError: a result cannot be written.
+            ConfigError: no model could be opened. StorageError: a result cannot be written.
         """
         wrong: dict[str, ValueError] = {}
         last: Model | None = None
@@ -121,7 +123,7 @@ class Runner:
                 last = job.model
                 try:
                     self._open(job.model)
-                except ValueError as error:  # ConfigError and ExportError
+                except ValueError as error:  # ConfigError
                     wrong[job.model.name] = error
                     self.failed.append(f"{job.model.name}: {error}")
             if job.model.name not in wrong:
@@ -221,7 +223,7 @@ class _Line:
     """Requests answered, and the time left of this task at the pace so far."""
 
     def __init__(self, stream: TextIO, title: str) -> None:
-        self._line, self._title = LiveLine(stream), title
+        self._line, self._title = Progress(None, "", stream=stream), title
         self._known = self._fresh = self._total = 0
 
     def begin(self, known: int, total: int) -> None:

@@ -1,7 +1,7 @@
 """Several models' results as one table: cells, ranks, average rank, how often a model is first. Arithmetic on results; draws nothing.
 
 Ranks are those of the FEM paper's Table 2, whose Avg Rank and #Top1 all come out of its printed scores this way
-(tests/tools/evaluate/test_paper_table.py): scores are compared as they are printed, with three decimals; models of the same printed
+(tests/tools/evaluate/test_table.py): scores are compared as they are printed, with three decimals; models of the same printed
 score share the better rank, the next one's counts all before it (1, 1, 3); every model that shares the best score of a column counts as
 first; a column counts once. Only columns that every model has are ranked.
 """
@@ -17,9 +17,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from .normalise import Score, leaderboard, mean
 from .perplexity import METRIC as HELDOUT
-from .scores import Result, ScoreError
+from .results import Result, Score, ScoreError, leaderboard, mean
 from .suite import Suite, SuiteTask
 
 PLACES = 3
@@ -303,7 +302,8 @@ def _notes(table: Table, others: Sequence[str]) -> list[str]:
     if limited:
         notes.append(f"Not the tasks' scores, but those of a part of their examples: {', '.join(limited)}.")
     for row in table.rows:
-        cut = [f"{c.label} {row.results[c.name].cut}" for c in table.columns if c.name in row.results and row.results[c.name].cut]
+        lost = [(c.label, row.results[c.name].truncated) for c in table.columns if c.name in row.results]
+        cut = [f"{label} {number}" for label, number in lost if number]
         if cut:
             notes.append(f"{row.model}: prompts that were longer than its context and lost their beginning: {', '.join(cut)}.")
     if others:

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import CompileConfig, GenerationConfig, StoppingCriteria, TextStreamer
 
 from fem_common.errors import ConfigError
-from fem_megatron import platform
-from pretrain.plan import decoding_state_bytes
-from tools.hf.open_model import OpenModel, first_line, open_model, quiet_transformers
+from fem_megatron.megatron import platform
+from pretrain.plan.run_plan import decoding_state_bytes
+from tools.hf.open_model import OpenModel, open_model, quiet_transformers
+from tools.hf.tokenizer import first_line
 
-from .settings import Settings
+from .__main__ import Settings
 
 BETWEEN = "-" * 20  # a line between the texts of several prompts
 COMPILING_STEPS = 2  # the first decoding steps, during which torch compiles
@@ -72,7 +73,7 @@ def run(path: Path, prompts: list[str], settings: Settings) -> int:
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     try:
         opened = open_model(path, dtype=dtype, device=settings.device, tokenizer=settings.tokenizer)
-    except ValueError as error:  # ExportError: a checkpoint whose parts do not fit together
+    except ValueError as error:  # ConfigError: a checkpoint whose parts do not fit together
         raise ConfigError(str(error)) from error
     ids = encode(opened, prompts, settings)
     answer = generate(opened, prompts, ids, settings)

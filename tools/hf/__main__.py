@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 from pathlib import Path
 
-from fem_common.errors import CommandError, end
-from fem_common.exits import Exit
+from fem_common.cli import Parser, run
 
 MODEL = "a run directory (its newest checkpoint), a checkpoint step_NNNNNNNN, or a Hugging Face folder"
 
@@ -17,26 +14,12 @@ MODEL = "a run directory (its newest checkpoint), a checkpoint step_NNNNNNNN, or
 def main(arguments: list[str] | None = None) -> int:
     """Runs one verb; returns the exit code; 1 also where models differ."""
     given = _parser().parse_args(arguments)
-    before = None
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is half written is removed on the way out
-    try:
-        return int(given.run(given))
-    except (CommandError, OSError) as error:
-        return end("tools.hf", error)
-    except KeyboardInterrupt:
-        print("tools.hf: interrupted; nothing was left behind", file=sys.stderr)
-        return Exit.INTERRUPTED
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+    return run("tools.hf", lambda: given.run(given), kept="nothing was left behind")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tools.hf", description="Checkpoints to the Hugging Face format and back; whether two are one model."
-    )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+def _parser() -> Parser:
+    parser = Parser(prog="python -m tools.hf", description="Checkpoints to the Hugging Face format and back; whether two are one model.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
 
     verb = _verb(
         verbs,
@@ -92,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, short: str, long: str) -> argparse.ArgumentParser:
+def _verb(verbs: argparse._SubParsersAction[Parser], name: str, short: str, long: str) -> Parser:
     return verbs.add_parser(name, help=short, description=long)
 
 
@@ -100,7 +83,7 @@ def _verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str,
 
 
 def _export(given: argparse.Namespace) -> int:
-    from .from_checkpoint import export_checkpoint
+    from .export import export_checkpoint
 
     export_checkpoint(
         given.checkpoint,

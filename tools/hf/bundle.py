@@ -1,11 +1,12 @@
 """The code that an exported folder carries: the files that trained the model, flat, as transformers' loader of remote code wants them.
 
 transformers copies the modeling file and, recursively, what it imports by ``from .name import``; it knows no sub-packages. So
-``fem_megatron/layers/fem.py`` becomes ``fem_megatron_layers_fem.py``, and ``from fem_megatron.layers.fem import FemMixer`` becomes
-``from .fem_megatron_layers_fem import FemMixer``. Four more things change:
+``fem_megatron/mixers/fem/layer.py`` becomes ``fem_megatron_mixers_fem_layer.py``, and
+``from fem_megatron.mixers.fem.layer import FemMixer`` becomes
+``from .fem_megatron_mixers_fem_layer import FemMixer``. A shape names its layer's class, which is imported when it is built
+(``fem_megatron.shape.located``), so a softmax model's folder has no other mixer's layer, and asks for no package that only others need.
+Three more things change:
 
-- a table from shapes to what computes them loses the lines of shapes that the model has not, with their imports: a softmax model's folder
-  has no file of another mixer, and asks for no package that only others need;
 - an import of an outside package comes into ``try: ... finally: pass``: elsewhere transformers takes it, inside a function too, for a
   requirement of the whole folder, and a GPU's kernel would keep the model from a CPU;
 - the two files that config.json names end with the names of all that they come to import: older versions copy no further;
@@ -26,10 +27,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HERE = "tools.hf."
-ENTRIES = (HERE + "configuration_fem", HERE + "modeling_fem")
+MODELING = HERE + "modeling_fem"
+ENTRIES = (HERE + "configuration_fem", MODELING)
 COPIED = ("fem_common.", "fem_megatron.", "kernels.", HERE)
 OURS = ("fem_common", "fem_megatron", "kernels", "pretrain", "tools", "data_prep")
-SHAPES = "fem_megatron.shapes."
 GIVEN = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
 
 OPTIONAL = {"triton"}  # without it torch's forms of the operations run
@@ -48,9 +49,9 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
     Raises:
         BundleError: an import has no flat form, or two files would have one name.
     """
-    used = shape_classes(shapes)
     files: dict[str, str] = {}
     needed: dict[str, frozenset[str]] = {}
+    layers = layer_modules(shapes)
     waiting, seen = list(ENTRIES), set(ENTRIES)
     while waiting:
         module = waiting.pop()
@@ -58,8 +59,11 @@ def bundle(shapes: Iterable[Any]) -> dict[str, str]:
         if name in files:
             raise BundleError(f"{module} and another module would both be {name}")
         path = module_file(module)
-        assert path is not None
-        files[name], needed[module] = flatten(module, without_unused(path.read_text(encoding="utf-8"), used))
+        if path is None:
+            raise BundleError(f"{module} is no file that an export may copy")
+        files[name], needed[module] = flatten(module, path.read_text(encoding="utf-8"))
+        if module == MODELING:
+            needed[module] |= layers
         waiting += sorted(needed[module] - seen)
         seen |= needed[module]
     for entry in ENTRIES:
@@ -89,15 +93,14 @@ def packages(files: dict[str, str]) -> list[str]:
     return sorted(set().union(*(_outside_names(text) for text in files.values())) - OPTIONAL)
 
 
-def shape_classes(shapes: Iterable[Any]) -> set[str]:
-    """Names of the dataclasses that the shapes are made of."""
-    names: set[str] = set()
-    for shape in shapes:
-        if is_dataclass(shape):
-            names |= {type(shape).__name__} | shape_classes(getattr(shape, field.name) for field in fields(shape))
-        elif isinstance(shape, list | tuple):
-            names |= shape_classes(shape)
-    return names
+def layer_modules(shapes: Iterable[Any]) -> frozenset[str]:
+    """The modules of the layers that the shapes, and those that they are made of, name."""
+    found: set[str] = set()
+    for shape in filter(is_dataclass, shapes):
+        if hasattr(shape, "layer_class"):
+            found.add(shape.layer_class.partition(":")[0])
+        found |= layer_modules(getattr(shape, field.name) for field in fields(shape))
+    return frozenset(found)
 
 
 def module_file(module: str) -> Path | None:
@@ -131,49 +134,6 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
         space = " " * outside.col_offset
         edits[_lines(outside)] = [f"{space}try:", f"{space}    {ast.unparse(outside)}", f"{space}finally:", f"{space}    pass"]
     return _edited(text, edits), frozenset(wanted)
-
-
-def without_unused(text: str, used: set[str]) -> str:
-    """The text without the lines of tables whose keys are classes of ``fem_megatron.shapes``, none of ``used``, and without their imports.
-
-    A table that is not written one line (or more) an entry stays as it is.
-    """
-    tree = ast.parse(text)
-    edits: Edits = {}
-    kept: list[str] = []
-    dropped: set[str] = set()
-    for table in _tables(tree):
-        for key, value in zip(table.keys, table.values, strict=True):
-            assert isinstance(key, ast.Name)
-            if key.id in used:
-                kept.append(key.id)
-            else:
-                edits[key.lineno, value.end_lineno or value.lineno] = []
-                dropped |= _names(key) | _names(value)
-    if not edits:
-        return text
-    try:
-        shorter = ast.parse(_edited(text, edits))
-    except SyntaxError:
-        return text
-    if [ast.unparse(key) for table in _tables(shorter) for key in table.keys if key] != kept:
-        return text
-    dropped -= _names(shorter)
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            wanted = [alias for alias in node.names if (alias.asname or alias.name) not in dropped]
-            if len(wanted) < len(node.names):
-                edits[_lines(node)] = [ast.unparse(ast.ImportFrom(node.module, wanted, node.level))] if wanted else []
-    return _edited(text, edits)
-
-
-def _tables(tree: ast.Module) -> list[ast.Dict]:
-    """Module-level dictionaries all of whose keys are imported from ``fem_megatron.shapes``."""
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(SHAPES)]
-    shapes = {alias.asname or alias.name for node in imports for alias in node.names}
-    values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    dictionaries = [value for value in values if isinstance(value, ast.Dict)]
-    return [table for table in dictionaries if all(isinstance(key, ast.Name) and key.id in shapes for key in table.keys)]
 
 
 def _flat_import(source: str, node: ast.ImportFrom) -> tuple[list[str], set[str]]:
@@ -243,10 +203,6 @@ def _outside(node: ast.AST) -> set[str]:
     else:
         modules = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
     return {module.split(".")[0] for module in modules} - GIVEN
-
-
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _lines(node: ast.stmt) -> tuple[int, int]:

@@ -1,17 +1,91 @@
-"""Numbers for how far two tensors, two models' weights, two traces, two tokenizers are apart. Opens nothing and prints nothing."""
+"""How far two tensors, two models' weights, two forward passes, two tokenizers are apart, in numbers. Opens nothing and prints nothing."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .activations import LOGITS, Trace, layer_of, place_of_weight
-from .store import UNREAD, Store
+from fem_megatron.config import ModelConfig
+
+from .folder import UNREAD
+from .recipes import Store, made_of, to_fem
+from .stock import to_stock, why_not_stock
+
+LOGITS = "logits"
+TOP = {"embed_tokens": "embedding", "norm": "final norm", "lm_head": LOGITS}
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.(.*))?$")
+
+Trace = dict[str, Tensor]
+"""Place -> what is computed there, without dimensions of size one, on the CPU; in the order of computation."""
+
+
+def place(path: str) -> str:
+    """``model.layers.3.mixer.in_proj`` -> ``layer 3, mixer.in_proj``; outside the layers the module's name, or the field's word for it."""
+    found = _LAYER.search(path)
+    if found is None:
+        leaf = path.rpartition(".")[2]
+        return TOP.get(leaf, leaf)
+    return f"layer {found[1]}, {found[2]}" if found[2] else f"layer {found[1]}"
+
+
+def place_of_weight(name: str) -> str:
+    """The place of the module that a parameter belongs to, or its own."""
+    return place(re.sub(r"\.(weight|bias)$", "", name))
+
+
+def layer_of(where: str) -> float:
+    """-1 for what is before the layers, a layer's number, infinity for what follows them."""
+    found = re.match(r"layer (\d+)", where)
+    if found:
+        return int(found[1])
+    return float("inf") if where in ("final norm", LOGITS) else -1
+
+
+@torch.no_grad()
+def trace(model: Any, ids: list[int]) -> Trace:
+    """One sequence's forward pass. A module that is called several times has a place for each, ``layer 0, mixer, time 2``."""
+    seen: Trace = {}
+
+    def keep(where: str, value: Any) -> None:
+        tensor = _tensor(value)
+        if tensor is None or not tensor.is_floating_point():
+            return
+        times = 2
+        name = where
+        while name in seen:
+            name, times = f"{where}, time {times}", times + 1
+        seen[name] = tensor.detach().squeeze().to("cpu", copy=True)
+
+    handles = []
+    for path, module in model.named_modules():
+        if not path or path == model.base_model_prefix or isinstance(module, nn.ModuleList):
+            continue
+        where = place(path)
+        handles.append(module.register_forward_hook(lambda _, __, value, where=where: keep(where, value)))
+    try:
+        answer = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen.pop(LOGITS, None)  # last, and as the model gives them
+    return {**seen, LOGITS: answer.logits[0].detach().to("cpu", copy=True)}
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """The tensor that a module gives, the first of several."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, tuple | list):
+        return next((found for found in map(_tensor, value) if found is not None), None)
+    return None
+
 
 NOT_COMPUTED = ("make_vocab_size_divisible_by", "init_std", "initializer_range", "attention_backend")  # of how a model was trained
 CHUNK = 1 << 22  # numbers that are compared at once: 32 MB in float64
@@ -53,6 +127,11 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------------------
+
+
+def exported(store: Store, model: ModelConfig) -> Store:
+    """A checkpoint's tensors as its export names and cuts them."""
+    return made_of(store, to_stock(model) if why_not_stock(model) is None else to_fem(model))
 
 
 @dataclass(frozen=True)
@@ -150,3 +229,123 @@ def compare_tokenizers(a: Any | None, b: Any | None, texts: list[str]) -> str | 
         if a(text)["input_ids"] != b(text)["input_ids"]:
             return f"the same entries, but other ids for {text[:40]!r}"
     return None
+
+
+@dataclass(frozen=True)
+class First:
+    """Where two models part. weights: of its layer, that differ; None: not compared. computed: what differs there; None: nothing does.
+
+    before: how far what is computed before it is apart, of its largest number.
+    """
+
+    where: str
+    weights: list[Difference] | None
+    computed: Difference | None
+    before: float
+
+    def __str__(self) -> str:
+        parts = []
+        if self.weights:
+            largest = max(self.weights, key=lambda found: found.absolute)
+            names = named([found.where for found in self.weights], 2)
+            parts.append(f"{number(largest.absolute)} in weights ({names}{', ' + largest.note if largest.note else ''})")
+        if self.computed is not None:
+            parts.append(
+                f"{number(self.computed.absolute)} in what it computes" + (f" ({self.computed.note})" if self.computed.note else "")
+            )
+        blame = "" if self.weights != [] else "; its weights agree, so configuration, code or rounding differs"
+        return f"{self.where}: first difference, {', '.join(parts)}; everything before agrees to {number(self.before)}{blame}"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that is known of two models. differences: place -> the worst of all prompts, in the order of computation.
+
+    weights: None where their names have nothing in common. skipped: prompts that the second model does not take.
+    """
+
+    sides: tuple[Path, Path]
+    about: tuple[str, ...]
+    settings: dict[str, tuple[Any, Any]]
+    tokenizers: str | None
+    lacking_tokenizer: list[Path]
+    vocabularies: tuple[int, int]
+    weights: Weights | None
+    differences: dict[str, Difference]
+    predictions: Predictions
+    prompts: int
+    skipped: int
+    tolerance: float
+    tolerance_from: str
+
+    @property
+    def logits(self) -> Difference:
+        """Of all prompts."""
+        return self.differences.get(LOGITS, Difference(LOGITS, math.inf, 1.0, "no prompt that both models take"))
+
+    @property
+    def faults(self) -> list[str]:
+        """Why the models are not equal, a line each."""
+        faults, logits = [], self.logits
+        allowed = self.tolerance * max(1.0, logits.scale)
+        if self.vocabularies[0] != self.vocabularies[1]:
+            faults.append(f"the vocabularies have {self.vocabularies[0]} and {self.vocabularies[1]} entries")
+        if self.tokenizers:
+            faults.append(f"the tokenizers differ: {self.tokenizers}")
+        if not logits.absolute <= allowed:
+            faults.append(
+                f"logits differ by {number(logits.absolute)}, more than {number(allowed)}{': ' + logits.note if logits.note else ''}"
+            )
+        far = self.weights.beyond(self.tolerance) if self.weights else []
+        if far:
+            faults.append(f"{len(far)} tensors of weights differ by more than {number(self.tolerance)} of their largest number")
+        return faults
+
+    @property
+    def equal(self) -> bool:
+        """Within the tolerance."""
+        return not self.faults
+
+    @property
+    def bitwise(self) -> bool:
+        """Every weight and all that is computed are the same numbers."""
+        return self.equal and (self.weights is None or self.weights.equal) and all(d.absolute == 0 for d in self.differences.values())
+
+    def first(self) -> First | None:
+        """The first place in the model where weights, or what is computed, differ by more than the tolerance."""
+        far = self.weights.beyond(self.tolerance) if self.weights else []
+        order = list(self.differences.values())
+        cut = next((index for index, found in enumerate(order) if found.relative > self.tolerance), None)
+        before = max((found.relative for found in order[:cut]), default=0.0)
+        computed = None if cut is None else order[cut]
+        if computed is None and not far:
+            return None
+        layer = min(
+            [layer_of(place_of_weight(found.where)) for found in far[:1]] + ([] if computed is None else [layer_of(computed.where)])
+        )
+        here = [found for found in far if layer_of(place_of_weight(found.where)) == layer]
+        if computed is not None and layer_of(computed.where) != layer:
+            computed = None
+        places = [place_of_weight(found.where) for found in here]
+        where = computed.where if computed is not None and (computed.where in places or not places) else places[0]
+        return First(where, here if self.weights else None, computed, before)
+
+    def layers(self) -> Iterator[tuple[str, Difference]]:
+        """(row, the worst of it): embedding, every layer with its parts, final norm, logits."""
+        rows: dict[str, Difference] = {}
+        for found in self.differences.values():
+            row = found.where.partition(", ")[0]
+            if row not in rows or found.relative > rows[row].relative:
+                rows[row] = found
+        yield from rows.items()
+
+
+def number(value: float) -> str:
+    """Two digits: 0, 0.12, 1.3e-07, inf."""
+    return f"{value:.2g}"
+
+
+def named(items: list[str], shown: int, between: str = ", ") -> str:
+    """The first few, and how many more."""
+    more = f" and {len(items) - shown} more" if len(items) > shown else ""
+    return between.join(items[:shown]) + more

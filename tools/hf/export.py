@@ -1,4 +1,4 @@
-"""A model's weights -> a folder that transformers loads: as its own class where one says the model exactly, else with our code beside them.
+"""The verb ``export``: a checkpoint -> a folder that transformers loads, as its own class where one says it exactly, else with our code.
 
 The plain Transformer becomes LlamaForCausalLM (Qwen2 with biases, Mistral with a window) by ``stock``'s table, without a line of code.
 All others become FemLMForCausalLM, the training's own code (see ``bundle``), and their parameters' names change, one to one; no tensor is
@@ -9,7 +9,7 @@ reshaped, and only the rows that pad the vocabulary are left out (see ``recipes`
     decoder.final_layernorm.weight    model.norm.weight
     output_layer.weight               lm_head.weight             absent where tied
 
-Weights come from a source a tensor at a time and go to disk at once (see ``shards``). The same source gives the same bytes.
+Weights come from a source a tensor at a time and go to disk at once (see ``folder``). The same source gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import inspect
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,52 +29,27 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
-from fem_common.errors import told
+from fem_common.errors import ConfigError, told
+from fem_common.progress import Progress
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.plan import parameter_shapes
+from pretrain.checkpoint.reader import Found, Weights, find
+from pretrain.data.facts import Manifest
+from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import bundle, packages
 from .configuration_fem import FemLMConfig
-from .errors import ExportError
-from .folder import CONFIG, TRAINING
-from .model_card import model_card
-from .recipes import Recipes, to_fem
-from .shards import Held, Tell, Tensors, byte_count, write_shards
+from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
+from .model_card import data_manifests, heldout_loss, model_card, run_config, training_card, training_record
+from .recipes import VOCABULARY, Tensors, first_of, to_fem
 from .stock import older_names, stock_config, to_stock, why_not_stock
-from .tokenizer import Tokenizer, special_ids
+from .tokenizer import NAME_A_TOKENIZER, SPECIAL_IDS, Tokenizer, special_ids, tokenizers_of_checkpoint
 
 AUTO_MAP = {
     "AutoConfig": "configuration_fem.FemLMConfig",
     "AutoModel": "modeling_fem.FemLMModel",
     "AutoModelForCausalLM": "modeling_fem.FemLMForCausalLM",
 }
-
-
-def export_state_dict(
-    state: dict[str, torch.Tensor],
-    model: ModelConfig,
-    out: Path,
-    *,
-    tokenizer_dir: Path | None,
-    dtype: torch.dtype,
-    card: dict[str, Any],
-    overwrite: bool = False,
-    max_shard_size: int | str = "5GB",
-) -> None:
-    """``export`` of full tensors that are in memory under the training code's names, with the tokenizer in a folder.
-
-    Raises:
-        ExportError: see ``export``; the tokenizer is not the model's.
-    """
-    out, tokenizer = Path(out), None
-    refuse_occupied(out, overwrite)
-    if tokenizer_dir is not None:
-        check_state(state, model)
-        tokenizer = Tokenizer.load(Path(tokenizer_dir), model)
-    export(
-        Held(state), model, out, tokenizer=tokenizer, dtype=dtype, card=card, overwrite=overwrite, shard_bytes=byte_count(max_shard_size)
-    )
 
 
 def export(
@@ -88,7 +64,7 @@ def export(
     known_ids: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     shard_bytes: int = 5 * 10**9,
-    tell: Tell = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> None:
     """Writes weights, configuration, code, tokenizer and model card to ``out``, complete or not at all.
 
@@ -97,7 +73,7 @@ def export(
     tokens where the tokenizer has none (see ``special_ids``). shard_bytes: where weights are cut into several files.
 
     Raises:
-        ExportError: tensors are missing, unknown or of a wrong shape; ``out`` is not empty. ConfigError: the source is damaged, ``out``
+        ConfigError: tensors are missing, unknown or of a wrong shape; ``out`` is not empty. ConfigError: the source is damaged, ``out``
             is no place to write to. StorageError: the file system does not take it.
     """
     refuse_occupied(out, overwrite)
@@ -111,9 +87,10 @@ def export(
     code = {} if stock else bundle(model.blocks())
     recipes = to_stock(model) if stock else to_fem(model)
     with beside(out) as folder:
-        write_shards(source, recipes, folder, dtype, shard_bytes, tell)
+        write_shards(source, recipes, folder, dtype, shard_bytes, progress or Progress(None, "", quiet=True))
         _write_json(folder / CONFIG, _config_values(config))
-        _generation_config(config).save_pretrained(folder)
+        # Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``.
+        GenerationConfig(**{name: getattr(config, name, None) for name in SPECIAL_IDS}).save_pretrained(folder)
         for name, text in code.items():
             (folder / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
@@ -122,7 +99,7 @@ def export(
             _write_json(folder / TRAINING, training)
         text = model_card(
             model,
-            _parameters(recipes),
+            sum(math.prod(recipe.shape) for recipe in recipes.values()),
             dtype,
             card,
             architecture=(config.architectures or [""])[0],
@@ -134,37 +111,31 @@ def export(
 
 
 def refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raises ExportError where ``out`` is a file, or a folder with something in it that may not be overwritten."""
+    """Raises ConfigError where ``out`` is a file, or a folder with something in it that may not be overwritten."""
     if out.exists() and not out.is_dir():
-        raise ExportError(f"{out} is a file: choose a folder")
+        raise ConfigError(f"{out} is a file: choose a folder")
     if not out.exists() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ExportError(f"{out} is not empty: choose another folder, or replace it with --overwrite")
+        raise ConfigError(f"{out} is not empty: choose another folder, or replace it with --overwrite")
     if Path.cwd().is_relative_to(out.resolve()):
-        raise ExportError(f"{out} holds the working directory, which --overwrite does not replace: choose another folder")
-
-
-def check_state(state: dict[str, torch.Tensor], model: ModelConfig) -> None:
-    """``check_shapes`` of tensors that are in memory."""
-    check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, model)
+        raise ConfigError(f"{out} holds the working directory, which --overwrite does not replace: choose another folder")
 
 
 def check_shapes(held: Mapping[str, tuple[int, ...]], model: ModelConfig) -> None:
-    """Raises ExportError unless ``held`` are the tensors that ``model`` has, no others, in their shapes, and their code is ours."""
+    """Raises ConfigError unless ``held`` are the tensors that ``model`` has, no others, in their shapes, and their code is ours."""
     if model.vocab_size is None:
-        raise ExportError("model.vocab_size is not known: the checkpoint's configuration must hold it")
+        raise ConfigError("model.vocab_size is not known: the checkpoint's configuration must hold it")
     for name, block in zip(mixer_names(model), model.blocks(), strict=True):
         if block.mixer.external:
-            raise ExportError(f"model.mixer={name} is another package's layer, which a folder cannot carry: save it with that package")
+            raise ConfigError(f"model.mixer={name} is another package's layer, which a folder cannot carry: save it with that package")
     shapes = parameter_shapes(model)
     for complaint, names in (("lacks", shapes.keys() - held.keys()), ("holds, besides the model's,", held.keys() - shapes.keys())):
         if names:
-            first = min(names)
-            raise ExportError(f"the checkpoint {complaint} {first}" + (f" and {len(names) - 1} more tensors" if len(names) > 1 else ""))
+            raise ConfigError(f"the checkpoint {complaint} {first_of(names)}")
     for name, shape in shapes.items():
         if held[name] != shape:
-            raise ExportError(f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration")
+            raise ConfigError(f"{name} has shape {held[name]} in the checkpoint, {shape} by its configuration")
 
 
 def hf_config(
@@ -190,15 +161,6 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
         return changed | older_names(config)
     ours = inspect.signature(FemLMConfig.__init__).parameters
     return {key: value for key, value in config.to_dict().items() if key in ours or key in changed}
-
-
-def _generation_config(config: PretrainedConfig) -> GenerationConfig:
-    """Greedy unless asked otherwise, as every tool here; no length, beside which transformers warns at every ``max_new_tokens``."""
-    return GenerationConfig(**{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
-
-
-def _parameters(recipes: Recipes) -> int:
-    return sum(math.prod(recipe.shape) for recipe in recipes.values())
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -228,3 +190,86 @@ def beside(out: Path) -> Iterator[Path]:
                 raise
     except OSError as error:
         raise told(error, f"{out} cannot be written: ") from None
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, *, dtype: str | None, tokenizer: Path | None, max_shard_size: str, overwrite: bool
+) -> None:
+    """Exports ``checkpoint`` (of any layout; a run directory: its newest) to ``out``; dtype and tokenizer default to the checkpoint's own.
+
+    Raises:
+        ConfigError: see ``export``; the tokenizer that the training used is not found, or another one is given.
+        ConfigError: the checkpoint cannot be read. StorageError: a file system failed.
+    """
+    try:
+        size = byte_count(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size {error}") from None
+    _refuse(checkpoint, out, overwrite)
+    found = find(checkpoint)
+    _refuse_overlap(found.path, out)
+    config, source = run_config(found.path, found.manifest), Weights(found.path)
+    check_shapes(source.shapes, config.model)
+    manifests, notes = data_manifests(config)
+    for note in notes:
+        print(f"tools.hf: note: {note}", file=sys.stderr)
+    used = _tokenizer(tokenizer, found, config.model, manifests)
+    loss = heldout_loss(found.path, found.manifest)
+    with Progress(None, "bytes", "tools.hf: export") as progress:
+        export(
+            source,
+            config.model,
+            out,
+            tokenizer=used,
+            dtype=source.dtypes[VOCABULARY[0]] if dtype is None else getattr(torch, dtype),
+            card=training_card(config, found, loss, manifests),
+            training=training_record(found.manifest, loss),
+            known_ids=found.inherited.special_ids,
+            overwrite=overwrite,
+            shard_bytes=size,
+            progress=progress,
+        )
+    trust = "" if why_not_stock(config.model) is None else ", trust_remote_code=True"
+    print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}{trust}) loads it")
+
+
+def _refuse(checkpoint: Path, out: Path, overwrite: bool) -> None:
+    """Raises ConfigError for what needs no look into the checkpoint."""
+    refuse_occupied(out, overwrite)
+    if not checkpoint.exists():
+        raise ConfigError(f"there is no checkpoint {checkpoint}")
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint} is a file: a checkpoint is a folder step_NNNNNNNN, or a run directory that has some")
+    if is_folder(checkpoint):
+        raise ConfigError(f"{checkpoint} is a Hugging Face folder already, so there is nothing to export: transformers loads it as it is")
+    _refuse_overlap(checkpoint, out, inside=False)
+    if out.exists() and any(out.iterdir()) and not (out / CONFIG).is_file():
+        raise ConfigError(f"{out} is no earlier export ({CONFIG} is missing), and nothing else is replaced: choose another folder")
+
+
+def _refuse_overlap(checkpoint: Path, out: Path, *, inside: bool = True) -> None:
+    """Raises ConfigError where ``out`` would replace the checkpoint, or, ``inside``, lie in it."""
+    place, target = checkpoint.resolve(), out.resolve()
+    if place.is_relative_to(target) or (inside and target.is_relative_to(place)):
+        relation = "is" if place == target else "holds" if place.is_relative_to(target) else "lies in"
+        raise ConfigError(f"OUT {out} {relation} the checkpoint {checkpoint}: choose a folder outside")
+
+
+def _tokenizer(given: Path | None, found: Found, model: ModelConfig, manifests: dict[str, Manifest]) -> Tokenizer | None:
+    """The tokenizer to export. Raises ConfigError where it is gone, or is not the one that the training data were made with."""
+    usual = tokenizers_of_checkpoint(found.path, found.manifest)
+    folder = given or next((folder for folder in usual if folder.is_dir()), None)
+    if folder is None and len(usual) > 1:
+        raise ConfigError(f"the tokenizer of the training, {usual[-1]}, is not there: {NAME_A_TOKENIZER}")
+    if folder is None:
+        print("tools.hf: note: the checkpoint names no tokenizer, so none is exported; name one with --tokenizer DIR", file=sys.stderr)
+        return None
+    tokenizer = Tokenizer.load(folder, model)
+    for prefix, manifest in manifests.items():
+        recorded = manifest.tokenizer["sha256"]
+        if tokenizer.sha256 is not None and tokenizer.sha256 != recorded:
+            raise ConfigError(
+                f"the tokenizer in {folder} (sha256 {tokenizer.sha256[:12]}, {tokenizer.entries} entries) is not the one that {prefix} was "
+                f"made with ({recorded[:12]}, {manifest.tokenizer['vocab_size']} entries): not the model's"
+            )
+    return tokenizer

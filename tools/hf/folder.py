@@ -1,19 +1,27 @@
-"""A Hugging Face folder as it lies on disk: its configuration, its weights' names and shapes, one tensor at a time. No model is built here.
+"""A Hugging Face folder on disk: its configuration, its weights' names and shapes; tensors read and written one at a time. Builds no model.
 
-Safetensors alone: a pickle runs code when it is read. Nothing here contacts a network.
+Safetensors alone: a pickle runs code when it is read. Nothing here contacts a network. The bytes written are those that the safetensors
+library writes, whose own function wants a whole file's tensors, and copies them.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors import safe_open
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.progress import Progress
+
+from .recipes import Recipe, Recipes, Tensors, made
 
 CONFIG, WEIGHTS, INDEX, TRAINING = "config.json", "model.safetensors", "model.safetensors.index.json", "training.json"
 GENERATION = "generation_config.json"
@@ -50,7 +58,7 @@ class Folder:
         try:
             with safe_open(self.tensors[name].file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
-        except Exception as error:  # the library's exception is a bare subclass of Exception
+        except Exception as error:  # also of a type of numbers that torch does not have
             raise ConfigError(f"{self.tensors[name].file}: {name} cannot be read ({error}): fetch the file again") from error
         return tensor
 
@@ -105,25 +113,13 @@ def read_folder(path: Path) -> Folder:
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """Name -> tensor of one safetensors file, whose length must be what its header says.
-
-    Raises:
-        ConfigError: it is no safetensors file, or not the whole of one.
-    """
-    with files_told():
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            text = opened.read(length) if length <= size - 8 else b""
+    """Name -> tensor of one safetensors file. Raises ConfigError: it is no safetensors file, or not the whole of one."""
     try:
-        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        tensors = {name: Stored(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, AttributeError, LookupError, TypeError):
-        raise ConfigError(f"{file} is damaged: no safetensors file starts like this; fetch it again") from None
-    if size != end:
-        raise ConfigError(f"{file} is damaged: it has {size} bytes instead of {end}; fetch it again")
-    return tensors
+        with files_told(), safe_open(file, framework="pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (it is no mapping)
+            return {name: Stored(file, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged ({error}): fetch it again") from None
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -137,3 +133,68 @@ def json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is damaged: it holds no JSON object; fetch it again")
     return value
+
+
+# Of config.json: who wrote it and where, in which type it is to be opened; nothing that is computed.
+UNREAD = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
+
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+PIECE = 2**22  # elements that change their type at once
+
+
+def byte_count(text: str | int) -> int:
+    """``5GB`` as 5 * 10**9, ``200MiB`` as 200 * 2**20, a plain number as bytes. Raises ValueError, with a line that says what would do."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", str(text).strip().upper())
+    size = int(float(found[1]) * UNITS[found[2] or "B"]) if found else 0
+    if size < 1:
+        raise ValueError(f"{text} is no size of a file: write it as 5GB or 500MB")
+    return size
+
+
+def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.dtype, max_shard_size: int, progress: Progress) -> None:
+    """Writes ``model*.safetensors``, and the index where there are several; a tensor larger than ``max_shard_size`` has a file alone.
+
+    Raises:
+        OSError: the file system does not take it. ConfigError: the source is damaged.
+    """
+    split = split_state_dict_into_shards_factory(
+        recipes,
+        get_storage_size=lambda recipe: _size(recipe, dtype),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    progress.total = total = split.metadata["total_size"]
+    for file_name, names in split.filename_to_tensors.items():
+        with (folder / file_name).open("wb") as file:
+            file.write(_header({name: recipes[name] for name in sorted(names)}, dtype))
+            for _, tensor in made(source, {name: recipes[name] for name in sorted(names)}):
+                _write(file, tensor, dtype)
+                progress.advance(tensor.numel() * dtype.itemsize)
+                del tensor  # before the next is read
+    if len(split.filename_to_tensors) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
+    flat = tensor.reshape(-1)
+    for start in range(0, len(flat), PIECE):
+        piece = flat[start : start + PIECE].to(dtype).contiguous()
+        file.write(piece.view(torch.uint8).numpy().data)
+
+
+def _header(recipes: Recipes, dtype: torch.dtype) -> bytes:
+    """Length and JSON; the tensors' bytes follow in the same order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, recipe in recipes.items():
+        start, end = end, end + _size(recipe, dtype)
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(recipe.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _size(recipe: Recipe, dtype: torch.dtype) -> int:
+    return math.prod(recipe.shape) * dtype.itemsize

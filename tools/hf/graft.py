@@ -27,18 +27,9 @@ from torch import Tensor
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionShape
-from fem_megatron.shapes.base import Shape
-from fem_megatron.shapes.cem import CemAttentionShape, CemMlpShape
-from fem_megatron.shapes.delta import DeltaShape
-from fem_megatron.shapes.differential import DifferentialShape
-from fem_megatron.shapes.fem import FemShape
-from fem_megatron.shapes.mamba2 import Mamba2Shape
-from fem_megatron.shapes.mlp import SwiGluShape
-from fem_megatron.shapes.priors.base import SoftmaxShape
-from fem_megatron.shapes.priors.linear import LinearShape
-from fem_megatron.shapes.second_order import EnergyLinearShape, SecondOrderShape
-from pretrain.plan import model_weights
+from fem_megatron.mixers.attention.shape import AttentionShape
+from fem_megatron.shape import Packing, Shape, SwiGluShape
+from pretrain.plan.run_plan import model_weights
 
 from .recipes import padded
 
@@ -214,56 +205,27 @@ def _mixer(source: Shape, target: Shape) -> Origins:
     origins: Origins = {}
     if "norm.weight" in want:
         origins["norm.weight"] = _whole("norm.weight", want["norm.weight"].size)
-    if isinstance(target, CemAttentionShape):
-        if target.heads == source.heads and target.head == source.head:
-            for part, name in (("q", "query.weight"), ("k", "key.weight")):
-                origins[name] = Origin((PACKED,), want[name].size, _one_part(source, part), taken=frozenset({f"{PACKED}: {part}"}))
-        return origins
     if isinstance(target, AttentionShape):
         return origins | _regrouped(source, target)
-    layout, roles = _packing(target)
-    fitting = {name: role for name, role in roles.items() if layout.widths[name] and _fits(source, target, layout, name, role)}
-    if fitting:
-        size = sum(layout.heads * layout.widths[name] for name in fitting) * source.hidden
-        taken = frozenset(f"{PACKED}: {role}" for role in fitting.values())
-        origins[PACKED] = Origin((PACKED,), size, _repacked(source, layout, fitting), tuple(fitting), taken)
-    if "v" in fitting.values() and want["out_proj.weight"].shape == source.weights()["out_proj.weight"].shape:
+    read = False
+    for name, packing in target.packing().items():
+        fitting = {part: role for part, role in packing.roles.items() if packing.widths[part] and _fits(source, packing, part, role)}
+        read |= "v" in fitting.values()
+        if fitting:
+            size = sum(packing.heads * packing.widths[part] for part in fitting) * source.hidden
+            taken = frozenset(f"{PACKED}: {role}" for role in fitting.values())
+            origins[name] = Origin((PACKED,), size, _repacked(source, packing, fitting), tuple(fitting), taken)
+    if read and want["out_proj.weight"].shape == source.weights()["out_proj.weight"].shape:
         origins["out_proj.weight"] = _whole("out_proj.weight", want["out_proj.weight"].size)
     return origins
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a packed projection's rows lie: ``heads`` times the slices of ``widths``, in their order."""
-
-    heads: int
-    widths: dict[str, int]
-
-
-def _packing(target: Shape) -> tuple[Layout, dict[str, str]]:
-    """The target's packed projection, and which of its slices has which role in attention."""
-    if isinstance(target, FemShape):
-        compares = isinstance(target.prior, SoftmaxShape | LinearShape)
-        return Layout(target.heads, target.slices), {"q": "q", "k": "k", "v": "v"} if compares else {"v": "v"}
-    if isinstance(target, SecondOrderShape | EnergyLinearShape):
-        return Layout(target.heads, {"q": target.head, "k": target.head}), {"q": "q", "k": "k"}
-    if isinstance(target, DifferentialShape):
-        return Layout(target.heads, dict.fromkeys(("q", "k", "v"), 2 * target.head)), {"q": "q", "k": "k", "v": "v"}
-    if isinstance(target, DeltaShape):
-        gate = {"gate": target.value_head} if target.gated else {}
-        widths = {"q": target.key_head, "k": target.key_head, "v": target.value_head, **gate}
-        return Layout(target.heads, widths), {"q": "q", "k": "k", "v": "v"}
-    if isinstance(target, Mamba2Shape):
-        return Layout(target.heads, {"x": target.head, "gate": target.head}), {"x": "v"}
-    return Layout(1, {}), {}
-
-
-def _fits(source: AttentionShape, target: Shape, layout: Layout, name: str, role: str) -> bool:
-    """Whether a slice is as wide as attention's head; differential attention's also where it holds two heads side by side."""
-    width = layout.widths[name]
-    if layout.heads == source.heads and width == source.head:
-        return not (isinstance(target, DifferentialShape) and role in "qk")  # there it is two queries, each half as wide
-    return isinstance(target, DifferentialShape) and 2 * layout.heads == source.heads and width == 2 * source.head
+def _fits(source: AttentionShape, packing: Packing, part: str, role: str) -> bool:
+    """Whether a slice is as wide as attention's head, or as the heads that it holds side by side."""
+    width, queries = packing.widths[part], packing.queries
+    if packing.heads == source.heads and width == source.head:
+        return queries == 1 or role == "v"
+    return queries > 1 and queries * packing.heads == source.heads and width == queries * source.head
 
 
 def _regrouped(source: AttentionShape, target: AttentionShape) -> Origins:
@@ -288,10 +250,13 @@ def _mlp(source: Shape, target: Shape) -> Origins:
     if type(source) is type(target):
         return {name: _whole(name, want[name].size) for name in want if name in have and have[name].shape == want[name].shape}
     origins = {"norm.weight": _whole("norm.weight", want["norm.weight"].size)}
-    if isinstance(source, SwiGluShape) and isinstance(target, CemMlpShape) and source.inner == target.inner:
-        for half, (name, part) in enumerate((("up.weight", "gate"), ("gamma.weight", "up"))):
-            taken = frozenset({f"gate_up: {part}"})
-            origins[name] = Origin(("gate_up",), want[name].size, lambda _, t, half=half: t[0][half], taken=taken)  # type: ignore[misc]
+    if isinstance(source, SwiGluShape):
+        for name, packing in target.packing().items():
+            (part,) = packing.roles.values()
+            half = ("gate", "up").index(part)
+            if want[name].shape == (source.inner, source.hidden):
+                taken = frozenset({f"gate_up: {part}"})
+                origins[name] = Origin(("gate_up",), want[name].size, lambda _, t, half=half: t[0][half], taken=taken)  # type: ignore[misc]
     return origins
 
 
@@ -307,17 +272,13 @@ def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> 
     return {"q": grouped[:, :each].flatten(0, 1), "k": k, "v": v}
 
 
-def _one_part(source: AttentionShape, part: str) -> Callable[[Tensor, list[Tensor]], Tensor]:
-    return lambda _, tensors: _heads(tensors[0], source)[part].flatten(0, 1)
-
-
-def _repacked(source: AttentionShape, layout: Layout, fitting: dict[str, str]) -> Callable[[Tensor, list[Tensor]], Tensor]:
+def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Callable[[Tensor, list[Tensor]], Tensor]:
     """The start's slices of ``fitting`` replaced by the source's heads."""
 
     def fill(start: Tensor, tensors: list[Tensor]) -> Tensor:
         parts = _heads(tensors[0], source)
-        slices = start.unflatten(0, (layout.heads, -1)).split(list(layout.widths.values()), dim=1)
-        for name, piece in zip(layout.widths, slices, strict=True):
+        slices = start.unflatten(0, (packing.heads, -1)).split(list(packing.widths.values()), dim=1)
+        for name, piece in zip(packing.widths, slices, strict=True):
             if name in fitting:
                 piece.copy_(parts[fitting[name]].reshape(piece.shape))
         return start

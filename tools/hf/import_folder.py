@@ -23,22 +23,22 @@ import torch
 import yaml
 from torch import Tensor
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
-from fem_megatron.platform import import_megatron
-from fem_megatron.shapes.mup import starts_from
-from pretrain.checkpoint_reader import Inherited
-from pretrain.config import RunConfig
-from pretrain.loader import load_values, to_dict
-from pretrain.plan import model_weights
+from fem_megatron.megatron.platform import import_megatron
+from fem_megatron.mup import starts_from
+from pretrain.checkpoint.reader import Inherited
+from pretrain.config import RunConfig, run_of
+from pretrain.plan.run_plan import model_weights
 
 from .configuration_fem import FemLMConfig
 from .export import beside, refuse_occupied
 from .folder import CONFIG, GENERATION, PICKLES, TRAINING, Folder, has_tokenizer, is_folder, json_object, read_folder
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
-from .recipes import Recipes, from_fem, to_fem
+from .recipes import Recipes, first_of, from_fem, to_fem
 from .stock import StockError, from_stock, model_of, read_stock, to_stock
 from .tokenizer import SPECIAL_IDS, Tokenizer
 
@@ -90,7 +90,7 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
 
     Raises:
         ConfigError: the folder is none, or half of one, or of a model that the training code has not; a setting is wrong.
-        ExportError: ``out`` is occupied.
+        ConfigError: ``out`` is occupied.
     """
     import_megatron()
     _refuse(hf_dir, out, overwrite)
@@ -102,8 +102,8 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
     plan = graft(source.model, config.model) if mixer else None
     source = source if plan else replace(source, model=config.model)
     kept = _kept(source) if plan is None else Kept()
-    from pretrain.checkpoint import Progress  # Megatron-core takes seconds to import: not for a wrong argument
-    from pretrain.checkpoint_writer import save_weights
+    from pretrain.checkpoint.reader import Progress  # Megatron-core takes seconds to import: not for a wrong argument
+    from pretrain.checkpoint.writer import save_weights
 
     with beside(out) as folder:
         weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))
@@ -160,14 +160,14 @@ def run_config(source: Source, out: Path, mixer: str | None, dtype: str | None, 
     """
     folder, model, notes = source.folder, source.model, []
     values = dict(source.training.get("config") or _defaults(folder, dtype))
-    if changed := _differing(to_dict(model), values.get("model") or {}):
+    if changed := _differing(plain(model), values.get("model") or {}):
         notes.append(f"{CONFIG} and {TRAINING} differ, and {CONFIG} is taken: {'; '.join(changed)}")
-    values["model"] = to_dict(replace(model, pattern=None, mlp=None) if mixer else model)
+    values["model"] = plain(replace(model, pattern=None, mlp=None) if mixer else model)
     values["data"] = {**values.get("data", {}), "tokenizer": str(out.absolute() / "tokenizer") if has_tokenizer(folder.path) else None}
     if mixer:
         values["name"] = f"{values['name']}-{mixer}"
         settings = [f"model.mixer={mixer}", *settings]
-    config = load_values(values, folder.path / (TRAINING if source.training else CONFIG), settings)
+    config = run_of(values, folder.path / (TRAINING if source.training else CONFIG), settings)
     others = ConfigError("--set changes what weights the model has: start another mixer with --mixer NAME, and leave the rest out")
     try:
         if not mixer and mixer_names(config.model) != mixer_names(model):
@@ -194,10 +194,10 @@ def check_tensors(source: Source) -> None:
     """Raises ConfigError unless the folder holds the tensors of its config.json, in their shapes, in a floating type, and no others."""
     tensors, path, shapes, head = source.folder.tensors, source.folder.path, source.shapes, "lm_head.weight"
     if absent := sorted(shapes.keys() - tensors.keys()):
-        raise ConfigError(f"{path} lacks {_first(absent)}, which its {CONFIG} asks for: half of a model, or another one's weights")
+        raise ConfigError(f"{path} lacks {first_of(absent)}, which its {CONFIG} asks for: half of a model, or another one's weights")
     others = sorted(name for name in tensors.keys() - shapes.keys() if not name.endswith(".rotary_emb.inv_freq") and name != head)
     if others:
-        raise ConfigError(f"{path} holds {_first(others)}, which a model of its {CONFIG} has not: another architecture's weights")
+        raise ConfigError(f"{path} holds {first_of(others)}, which a model of its {CONFIG} has not: another architecture's weights")
     for name, shape in shapes.items():
         found = tensors[name]
         if found.dtype not in STORED:
@@ -211,7 +211,7 @@ def check_tensors(source: Source) -> None:
 
 def model_yaml(model: ModelConfig, source: Path) -> str:
     """The model section as a file that ``model=PATH`` takes."""
-    text = yaml.safe_dump(to_dict(model), sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(plain(model), sort_keys=False, allow_unicode=True, width=120)
     return f"# The model of {source.resolve().name}, as python -m tools.hf import found it.\n{text}"
 
 
@@ -219,7 +219,7 @@ def model_yaml(model: ModelConfig, source: Path) -> str:
 
 
 def _refuse(hf_dir: Path, out: Path, overwrite: bool) -> None:
-    """Raises ConfigError or ExportError where ``out`` is no place for the checkpoint."""
+    """Raises ConfigError where ``out`` is no place for the checkpoint."""
     if hf_dir.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} {'is' if hf_dir.resolve() == out.resolve() else 'holds'} the folder to import: choose another one")
     refuse_occupied(out, overwrite)
@@ -300,10 +300,6 @@ def _kept(source: Source) -> Kept:
 # --- weights -------------------------------------------------------------------------------------------------------------------
 
 
-def _first(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
-
-
 def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Name -> weight, each in memory of its own."""
     for name in source.recipes:
@@ -312,7 +308,7 @@ def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
 
 def _grafted(source: Source, config: RunConfig, plan: Graft, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Name -> weight of the target: as training starts it, in the type of the folder's embedding, with what the plan copies."""
-    from fem_megatron.model import start
+    from fem_megatron.megatron.model import start
 
     model, kind = config.model, STORED[source.folder.tensors["model.embed_tokens.weight"].dtype]
     for name, weight in model_weights(model).items():

@@ -1,20 +1,32 @@
-"""The README.md of an exported folder: what the model is, what is known of its training, how to load it, whom to cite. Text, no files."""
+"""What is known of a model, for readers (README.md: what it is, how to load it, whom to cite) and for machines (training.json).
+
+Facts come from the checkpoint, its run directory and its data. Of papers only what was read there: no author, no number is guessed.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
+import yaml
 
-from fem_megatron.catalogue import Mixer, describe, mixer_names
+from fem_common.errors import ConfigError
+from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
-
-from .papers import BIBTEX, REFERENCES
+from pretrain.checkpoint.reader import Found
+from pretrain.config import RunConfig, Source, run_of
+from pretrain.data.facts import Manifest, read_manifest
+from pretrain.plan.run_plan import flops_per_token
 
 TESTED = ("4.57.6", "5.23.0")  # the oldest and the newest transformers that an exported folder is tested with
+TEMPLATE, PAPERS_FILE = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("model_card.md.j2", "papers.yaml"))
+PAPERS: dict[str, str] = yaml.safe_load(PAPERS_FILE)  # by the catalogue's name: BibTeX, or a line
 ROWS = {
     "data": "Data",
     "tokens": "Tokens seen",
@@ -44,73 +56,33 @@ def model_card(
 ) -> str:
     """Markdown text.
 
-    ``card``: ``name`` (the title), ``license``, the keys of ROWS, and any others, which are listed by their names. architecture: the class
-    that transformers makes of the folder. packages: what the folder's code imports besides torch and transformers; None: it has no code.
+    ``card``: ``name`` (the title), and the keys of ROWS. architecture: the class that transformers makes of the folder. packages: what the
+    folder's code imports besides torch and transformers; None: it has no code.
     """
-    name = str(card.get("name") or "A language model")
     mixers = {mixer: describe(mixer) for mixer in mixer_names(model)}
-    header = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", *(f"- {mixer}" for mixer in mixers)]
-    if card.get("license"):
-        header.append(f"license: {card['license']}")
-    sections = [
-        "\n".join([*header, "---"]),
-        f"# {name}",
-        f"A decoder-only language model of {parameters:,} parameters whose token mixer is " + _mixers(mixers) + _depth(model),
-        "## Use",
-        _usage(architecture, has_tokenizer, packages),
-        "## Architecture",
-        _table(_architecture(model, dtype)),
-    ]
-    training = _training(card)
-    if training:
-        sections += ["## Training", _table(training)]
-    if has_training:
-        sections += ["The whole configuration of the training is in [training.json](training.json), under `config`."]
-    citation = _citation(mixer.paper for mixer in mixers.values())
-    return "\n\n".join(sections + citation) + "\n"
-
-
-def _mixers(mixers: dict[str, Mixer]) -> str:
     told = [f"`{name}` ({mixer.about})" for name, mixer in mixers.items()]
-    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}, by layer"
-
-
-def _depth(model: ModelConfig) -> str:
-    if model.recurrence == 1:
-        return "."
-    return f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
-
-
-def _usage(architecture: str, has_tokenizer: bool, packages: list[str] | None) -> str:
-    trust = "" if packages is None else ", trust_remote_code=True"  # of the tokenizer, too: older versions look at the model first
-    prompt = (
-        'inputs = tokenizer("def read(self", return_tensors="pt")' if has_tokenizer else 'inputs = {"input_ids": torch.tensor([[1, 2, 3]])}'
+    depth = f", every block applied {model.recurrence} times. `from_pretrained(..., recurrence=N)` applies it N times."
+    code = f"The model is transformers' own `{architecture}`: nothing of this folder is run."
+    if packages is not None:
+        needs = f"some of it imports {', '.join(packages)}." if packages else "it needs torch and transformers alone."
+        code = f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; {needs}"
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+    text = template.render(
+        name=card.get("name", "A language model"),
+        parameters=_text(parameters),
+        mixers=mixers,
+        mixed=told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}, by layer",
+        depth="." if model.recurrence == 1 else depth,
+        has_tokenizer=has_tokenizer,
+        has_training=has_training,
+        trust="" if packages is None else ", trust_remote_code=True",  # of the tokenizer, too: older versions look at the model first
+        tested=TESTED,
+        code=code,
+        sizes=[(label, _text(value)) for label, value in _architecture(model, dtype)],
+        training=[(label, _text(card[key])) for key, label in ROWS.items() if card.get(key) is not None],
+        papers=[PAPERS[paper] for paper in dict.fromkeys(mixer.paper for mixer in mixers.values()) if paper in PAPERS],
     )
-    show = "print(tokenizer.decode(tokens[0]))" if has_tokenizer else "print(tokens[0].tolist())"
-    lines = [
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer"
-        if has_tokenizer
-        else "import torch\nfrom transformers import AutoModelForCausalLM",
-        "",
-        'folder = "."  # this folder, or the name of this repository',
-        f"model = AutoModelForCausalLM.from_pretrained(folder{trust})",
-        *([f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})"] if has_tokenizer else []),
-        prompt,
-        "tokens = model.generate(**inputs, max_new_tokens=40, do_sample=True)",
-        show,
-        "```",
-        "",
-        f"Tested with transformers {TESTED[0]} to {TESTED[1]}. " + _code(architecture, packages),
-    ]
-    return "\n".join(lines)
-
-
-def _code(architecture: str, packages: list[str] | None) -> str:
-    if packages is None:
-        return f"The model is transformers' own `{architecture}`: nothing of this folder is run."
-    needs = f"some of it imports {', '.join(packages)}." if packages else "it needs torch and transformers alone."
-    return f"The code of the model is in this folder's Python files, beginning with `modeling_fem.py`; {needs}"
+    return text.rstrip("\n") + "\n"
 
 
 def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any]]:
@@ -119,8 +91,8 @@ def _architecture(model: ModelConfig, dtype: torch.dtype) -> list[tuple[str, Any
         ("Width", model.hidden_size),
         ("Heads", model.num_attention_heads),
         ("Vocabulary", model.vocab_size),
-        ("Tied embeddings", _yes(model.tie_embeddings)),
-        ("Rotary position embedding", _yes(model.rope)),
+        ("Tied embeddings", model.tie_embeddings),
+        ("Rotary position embedding", model.rope),
         ("Weights", str(dtype).removeprefix("torch.")),
     ]
     if model.pattern:
@@ -143,27 +115,9 @@ def _changed(settings: Any, prefix: str) -> list[tuple[str, Any]]:
     return rows
 
 
-def _training(card: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    known = [(label, card[key]) for key, label in ROWS.items() if card.get(key) is not None]
-    others = [(key, card[key]) for key in sorted(card.keys() - ROWS.keys() - {"name", "license"})]
-    return known + [(key, value) for key, value in others if isinstance(value, str | int | float)]
-
-
-def _citation(names: Iterable[str]) -> list[str]:
-    """Sections that cite the papers of these names, each once, in the catalogue's order."""
-    papers = list(dict.fromkeys(names))
-    entries = [f"```bibtex\n{BIBTEX[paper]}\n```" for paper in papers if paper in BIBTEX]
-    lines = [f"- {REFERENCES[paper]}" for paper in papers if paper in REFERENCES]
-    return ["## Citation", *entries, *(["\n".join(lines)] if lines else [])] if entries or lines else []
-
-
-def _table(rows: list[tuple[str, Any]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {label} | {_text(value)} |" for label, value in rows)])
-
-
 def _text(value: Any) -> str:
     if isinstance(value, bool):
-        return _yes(value)
+        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
@@ -171,5 +125,104 @@ def _text(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+METRICS = "metrics.jsonl"
+
+
+def run_config(step: Path, manifest: dict[str, Any]) -> RunConfig:
+    """The configuration that a checkpoint carries. Raises ConfigError where it is not one that this code knows."""
+    return run_of(manifest["config"], step / "manifest.json")
+
+
+def training_record(manifest: dict[str, Any], heldout_loss: float | None) -> dict[str, Any]:
+    """training.json: what an import restores. Of the manifest that of the training, not that of its files."""
+    return {
+        "format": 1,
+        "config": manifest["config"],
+        "progress": manifest["progress"],
+        "data": manifest.get("data", ""),
+        "heldout_loss": heldout_loss,
+    }
+
+
+def heldout_loss(step: Path, manifest: dict[str, Any]) -> float | None:
+    """Nats per token on the validation data at the checkpoint's step: as the manifest says, else as the run logged it; None: nobody did."""
+    if manifest.get("heldout_loss") is not None:
+        return float(manifest["heldout_loss"])
+    place = step.resolve()  # checkpoints/ may be a link to another run's
+    log = place.parents[1] / METRICS
+    if place.parent.name != "checkpoints" or not log.is_file():
+        return None
+    found = None
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if '"valid_loss"' in line and (record := _record(line)).get("step") == manifest["progress"]["step"]:
+                found = record.get("valid_loss", found)  # a resumed run says it again: the last counts
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def data_manifests(config: RunConfig) -> tuple[dict[str, Manifest], list[str]]:
+    """Prefix of a source -> what data_prep recorded beside it, where that is still there; and a line for each that cannot be read."""
+    found, notes = {}, []
+    for source in (*config.data.train, *config.data.valid):
+        try:
+            manifest = read_manifest(Path(source.prefix).parent / "manifest.json")
+        except ConfigError as error:
+            notes.append(str(error))
+            continue
+        if manifest is not None:
+            found[source.prefix] = manifest
+    return found, list(dict.fromkeys(notes))
+
+
+def training_card(config: RunConfig, found: Found, loss: float | None, manifests: dict[str, Manifest]) -> dict[str, Any]:
+    """What is known, by the keys of ``model_card``; what is not known is left out."""
+    train, length = config.train, config.data.seq_length
+    card: dict[str, Any] = {"name": config.name, "seq_length": found.inherited.context_length, "heldout_loss": loss}
+    if loss is not None and (ratio := _bytes_per_token(config.data.valid, manifests)):
+        card["bits_per_byte"] = loss / math.log(2) / ratio
+    tokens = found.progress.consumed_samples * length
+    if tokens:
+        decay = config.optimizer
+        card |= {
+            "data": data_text(config.data.train, manifests),
+            "tokens": tokens,
+            "steps": found.progress.step,
+            "batch": train.global_batch_size * length,
+            "optimizer": f"AdamW, lr {decay.lr:g} to {decay.min_lr:g} ({decay.schedule}), weight decay {decay.weight_decay:g}",
+            "precision": train.precision,
+        }
+        if not config.model.blocks()[0].mixer.external:
+            card |= {"flops_per_token": flops_per_token(config), "flops": flops_per_token(config) * tokens}
+    return {key: value for key, value in card.items() if value not in (None, "")}
+
+
+def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> str:
+    """Every source by the last two parts of its path, its share of the blend, and its tokens where they are known."""
+    total = sum(source.weight for source in sources) or 1.0
+    return "; ".join(_source_text(source, source.weight / total, len(sources) > 1, manifests) for source in sources)
+
+
+def _source_text(source: Source, share: float, blended: bool, manifests: dict[str, Manifest]) -> str:
+    split = _split(source, manifests)
+    told = [f"{100 * share:.4g}% of the blend"] if blended else []
+    told += [f"{split['tokens']:,} tokens"] if split else []
+    return f"`{'/'.join(Path(source.prefix).parts[-2:])}`" + (f" ({', '.join(told)})" if told else "")
+
+
+def _bytes_per_token(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> float | None:
+    """Of the validation text; None where no manifest tells, or several sources are blended."""
+    split = _split(sources[0], manifests) if len(sources) == 1 else None
+    return split["text_bytes"] / split["tokens"] if split and split["tokens"] and split["text_bytes"] else None
+
+
+def _split(source: Source, manifests: dict[str, Manifest]) -> dict[str, Any] | None:
+    manifest = manifests.get(source.prefix)
+    return manifest.splits.get(Path(source.prefix).name) if manifest else None
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:  # the last line of a killed run
+        return {}
+    return record if isinstance(record, dict) else {}

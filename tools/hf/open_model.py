@@ -1,39 +1,41 @@
 """Any model as transformers sees it: an exported folder, another Hugging Face folder, or a checkpoint of any layout, in one process.
 
-The one way in which ``verify``, ``tools.generate`` and ``tools.evaluate`` come by a model. Nothing here contacts a network, and no code
-comes from a folder but that of our own exports.
+The one way in which ``verify``, ``tools.generate`` and ``tools.evaluate`` come by a model, and the fingerprint of one. Nothing here
+contacts a network, and no code comes from a folder but that of our own exports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from fem_common.errors import ConfigError
-from fem_megatron import platform
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint_reader import find
+from fem_megatron.megatron import platform
+from pretrain.checkpoint.reader import Found, Weights, find
 
 from .configuration_fem import FemLMConfig
-from .export import AUTO_MAP
-from .folder import CONFIG, Folder, has_tokenizer, is_folder, read_folder
-from .from_store import checkpoint_model
-from .stock import StockError, model_of
-from .store import fingerprint as fingerprint_of
-from .store import tokenizers_of_checkpoint
+from .export import AUTO_MAP, check_shapes, hf_config
+from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
+from .modeling_fem import FemLMForCausalLM
+from .recipes import VOCABULARY, Recipes, Store, first_of, made, to_fem
+from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
+from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids, tokenizers_of_checkpoint
 
 CACHE_LINE = 64
-NAME_A_TOKENIZER = "name its folder with --tokenizer DIR"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def open_model(path: Path, *, dtype: torch.dtype | None = None, device: str = "c
     weights are held once, and one tensor more while they come. dtype: None: as stored. device: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: no model is there, or it cannot be read. ExportError: a checkpoint's parts do not fit together.
+        ConfigError: no model is there, or it cannot be read, or a checkpoint's parts do not fit together.
     """
     place = device_named(device)
     path = Path(path)
@@ -88,14 +90,6 @@ def open_model(path: Path, *, dtype: torch.dtype | None = None, device: str = "c
         if is_folder(path):
             return _open_folder(read_folder(path), dtype, place, tokenizer)
         return _open_checkpoint(path, dtype, place, tokenizer)
-
-
-def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
-    """Stands for what the model answers (see ``store.fingerprint``); of an opened model, with the tokenizer that it was opened with."""
-    if isinstance(model, OpenModel):
-        return fingerprint_of(model.source, model.tokenizer_folder)
-    check_there(model)
-    return fingerprint_of(model, tokenizer)
 
 
 def weights_at(path: Path) -> Path:
@@ -157,8 +151,7 @@ def _open_folder(folder: Folder, dtype: torch.dtype | None, device: torch.device
     check_architecture(folder)
     reader, where, why = _tokenizer(tokenizer, [folder.path])
     model = _loaded(folder, dtype)
-    if reader is not None:
-        assert where is not None
+    if reader is not None and where is not None:
         check_tokenizer(reader, model.config.vocab_size, where)
     return OpenModel(
         name=folder.path.resolve().name,
@@ -177,7 +170,8 @@ def check_architecture(folder: Folder) -> None:
     """Raises ConfigError unless transformers has this architecture as a causal language model, or the folder is an export of ours."""
     kind, wanted = folder.config.get("model_type"), folder.config.get("auto_map")
     if folder.ours:
-        absent = [file for file in sorted({f"{value.partition('.')[0]}.py" for value in AUTO_MAP.values()}) if not _is_file(folder, file)]
+        named = sorted({f"{value.partition('.')[0]}.py" for value in AUTO_MAP.values()})
+        absent = [file for file in named if not (folder.path / file).is_file()]
         if wanted != AUTO_MAP or absent:
             what = f"{absent[0]} is missing" if absent else f"auto_map in {CONFIG} is not that of an export"
             raise ConfigError(f"{folder.path} is half an export: {what}; export the checkpoint again")
@@ -188,10 +182,6 @@ def check_architecture(folder: Folder) -> None:
         raise ConfigError(f"{folder.path}: model_type {kind} is no architecture that transformers {transformers_version} knows")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"{folder.path}: model_type {kind} is no causal language model, so it has no next-token probabilities")
-
-
-def _is_file(folder: Folder, name: str) -> bool:
-    return (folder.path / name).is_file()
 
 
 def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
@@ -217,8 +207,7 @@ def _loaded(folder: Folder, dtype: torch.dtype | None) -> Any:
         ("holds, besides the model's,", unknown),
     ):
         if names:
-            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            raise ConfigError(f"{folder.path} {complaint} {min(names)}{more}: its weights and its {CONFIG} are not one model's")
+            raise ConfigError(f"{folder.path} {complaint} {first_of(names)}: its weights and its {CONFIG} are not one model's")
     _align(model)
     return model
 
@@ -251,8 +240,7 @@ def _open_checkpoint(path: Path, dtype: torch.dtype | None, device: torch.device
     found = find(path)
     reader, where, why = _tokenizer(tokenizer, tokenizers_of_checkpoint(found.path, found.manifest))
     config = ModelConfig.from_dict(found.manifest["config"]["model"])
-    if reader is not None:
-        assert where is not None
+    if reader is not None and where is not None:
         check_tokenizer(reader, config.vocab_size, where)
     model = checkpoint_model(found, config, reader, dtype, device)
     return OpenModel(
@@ -290,24 +278,102 @@ def _tokenizer(named: Path | None, usual: list[Path]) -> tuple[PreTrainedTokeniz
     return None, None, f"no tokenizer: {where}; {NAME_A_TOKENIZER}"
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder. Raises ConfigError where it is damaged or wants to run code."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library's parser raises bare Exceptions
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
-    return tokenizer
+def checkpoint_model(
+    found: Found,
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Any:
+    """The model of a checkpoint on ``device`` in eval mode, special tokens as its export would have them; dtype None: as stored.
+
+    Raises:
+        ConfigError: the folder is damaged. ConfigError: its tensors are not those of its configuration.
+    """
+    weights, inherited = Weights(found.path), found.inherited
+    check_shapes(weights.shapes, config)
+    kept = dtype or weights.dtypes[VOCABULARY[0]]
+    stock = why_not_stock(config) is None
+    tokens = special_ids(tokenizer, inherited.special_ids)
+    if stock:
+        built: Any = stock_config(config, dtype=kept, max_position_embeddings=inherited.context_length, **tokens)
+        maker: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(built)]
+    else:
+        built, maker = hf_config(config, kept, tokens, inherited.context_length), FemLMForCausalLM
+    state = state_of(weights, to_stock(config) if stock else to_fem(config), kept, device)
+    model, told = maker.from_pretrained(None, config=built, state_dict=state, output_loading_info=True, local_files_only=True)
+    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]), told  # check_shapes has seen to it
+    return model.to(device).eval()
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path) -> None:
-    """Raises ConfigError where the tokenizer has entries that the model does not know."""
-    entries = max(tokenizer.get_vocab().values(), default=-1) + 1
-    if vocab_size is not None and entries > vocab_size:
-        raise ConfigError(
-            f"the tokenizer in {folder} has {entries} entries, the model's vocabulary only {vocab_size}: not its own; {NAME_A_TOKENIZER}"
-        )
+def state_of(source: Weights, recipes: Recipes, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """What the recipes make, in its type and place; of a part of a tensor a copy, so that the whole can go."""
+    state = {}
+    for name, whole in made(source, recipes):
+        tensor = whole.to(device=device, dtype=dtype)
+        state[name] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()
+        del whole, tensor  # before the next is read
+    return state
 
 
-def first_line(error: BaseException) -> str:
-    """An exception's message, its first line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+# --- fingerprint -----------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
+    """64 hex digits that stand for what a model answers: they change with any bit of its weights, its configuration, code or tokenizer.
+
+    model: an opened one, with the tokenizer that it was opened with, or a path as for ``open_model``. Every tensor is read and hashed,
+    about 1 GB/s: less than opening it. Not in it: where the model lies, its name, how its weights are cut into files or over ranks, and the
+    type and device that it is opened with. The same weights in another format (a checkpoint, its export) have another fingerprint.
+
+    Raises:
+        ConfigError: as ``open_model``.
+    """
+    path, tokenizer = (model.source, model.tokenizer_folder) if isinstance(model, OpenModel) else (model, tokenizer)
+    check_there(path)
+    if is_folder(path):
+        folder = read_folder(path)
+        settings = {key: value for key, value in folder.config.items() if key not in UNREAD}
+        code = _files(sorted(path.glob("*.py"))) if folder.ours else ""
+        return _digest([_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder_store(folder))])
+    found = find(path)
+    named = [tokenizer] if tokenizer else tokenizers_of_checkpoint(found.path, found.manifest)
+    settings = asdict(ModelConfig.from_dict(found.manifest["config"]["model"]))
+    del settings["attention_backend"]
+    return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(checkpoint_store(found.path))])
+
+
+def _tensors(store: Store) -> Iterable[str]:
+    for name in sorted(store.shapes):
+        tensor = store.get(name).contiguous()
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        yield hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def _tokenizer_digest(*folders: Path) -> str:
+    """Of the files that a tokenizer reads, in the first of the folders that has some; config.json and weights' indexes are none."""
+    folder = next((folder for folder in folders if has_tokenizer(folder)), None)
+    return "" if folder is None else _files([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()])
+
+
+def _files(files: list[Path]) -> str:
+    return " ".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def folder_store(folder: Folder) -> Store:
+    """A folder's tensors under their own names."""
+    return Store({name: stored.shape for name, stored in folder.tensors.items()}, folder.get)
+
+
+def checkpoint_store(step: Path) -> Store:
+    """A checkpoint's tensors under the training code's names. Raises ConfigError where it is damaged."""
+    weights = Weights(step)
+    return Store(weights.shapes, lambda name: weights.read([name])[name])

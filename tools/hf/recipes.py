@@ -5,14 +5,15 @@ Both directions stream over recipes, so that nobody needs to hold a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.plan import parameter_shapes
+from pretrain.plan.run_plan import parameter_shapes
 
 RENAMED = (
     ("embedding.word_embeddings.", "model.embed_tokens."),
@@ -67,7 +68,56 @@ def hf_name(name: str) -> str:
     return name
 
 
+def first_of(names: Collection[str]) -> str:
+    """For a message: the first name in the alphabet, and how many more there are."""
+    return min(names) + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+
+
 def padded(tensor: Tensor, rows: int) -> Tensor:
     """The tensor with rows of zeros below it."""
     missing = rows - tensor.shape[0]
     return tensor if missing == 0 else torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+
+
+class Tensors(Protocol):
+    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint.reader.Weights``), or memory."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor, by name."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of every tensor, by name."""
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names, on the CPU."""
+
+
+def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
+    """Every recipe's tensor in turn; neighbours that are made of the same tensors have them read once."""
+    at_hand: dict[str, Tensor] = {}
+    for name, recipe in recipes.items():
+        if at_hand.keys() != set(recipe.sources):
+            at_hand.clear()  # before the next are read
+            at_hand = source.read(recipe.sources)
+        tensor = recipe.make([at_hand[part] for part in recipe.sources])
+        assert tuple(tensor.shape) == recipe.shape, name
+        yield name, tensor
+        del tensor
+
+
+@dataclass(frozen=True)
+class Store:
+    """shapes: of every tensor, by name. get: one of them, on the CPU, in its stored type; raises ConfigError where it is damaged."""
+
+    shapes: dict[str, tuple[int, ...]]
+    get: Callable[[str], Tensor]
+
+
+def made_of(store: Store, recipes: Recipes) -> Store:
+    """What the recipes make of a store's tensors."""
+    return Store(
+        {name: recipe.shape for name, recipe in recipes.items()},
+        lambda name: recipes[name].make([store.get(source) for source in recipes[name].sources]),
+    )

@@ -26,10 +26,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
+from fem_common.text import one_line
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionConfig, AttentionShape
-from pretrain.plan import parameter_shapes
+from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
+from pretrain.plan.run_plan import parameter_shapes
 
 from .recipes import VOCABULARY, Recipe, Recipes, hf_name, padded
 
@@ -162,7 +163,7 @@ def read_stock(config: dict[str, Any]) -> Any:
     try:
         return FAMILIES[family].from_dict(deepcopy(config))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StockError(f"config.json is not one of {FAMILIES[family].__name__}: {_one_line(error)}") from None
+        raise StockError(f"config.json is not one of {FAMILIES[family].__name__}: {one_line(error, 120)}") from None
 
 
 def model_of(config: dict[str, Any]) -> ModelConfig:
@@ -290,12 +291,7 @@ def _refuse_foreign(config: dict[str, Any], family: str) -> None:
     for key in FOREIGN:
         value = config.get(key)
         if value and (value is True or value != 1):
-            raise StockError(f"config.json: {key} is {_one_line(value)}, which a Transformer here does not compute")
-
-
-def _one_line(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 120 else text[:117] + "..."
+            raise StockError(f"config.json: {key} is {one_line(value, 120)}, which a Transformer here does not compute")
 
 
 # --- tensors -------------------------------------------------------------------------------------------------------------------

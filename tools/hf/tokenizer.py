@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
-
-from .errors import ExportError
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 NOT_A_TOKENIZERS = ("config.json", "generation_config.json", "training.json")  # of a model's folder that has its tokenizer in it
 ENDINGS_OF_OTHERS = (".index.json",)
+NAME_A_TOKENIZER = "name its folder with --tokenizer DIR"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -32,18 +32,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, model: ModelConfig) -> Tokenizer:
-        """The tokenizer in ``folder``. Raises ExportError: there is none, or it has entries that the model does not know."""
+        """The tokenizer in ``folder``. Raises ConfigError: there is none, or it has entries that the model does not know."""
         if not (folder / "tokenizer_config.json").is_file():
-            raise ExportError(f"{folder} is no tokenizer folder: tokenizer_config.json is missing")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the library's parser raises bare Exceptions
-            raise ExportError(f"{folder} is no tokenizer folder: {next(iter(str(error).splitlines()), type(error).__name__)}") from error
-        entries = max(tokenizer.get_vocab().values(), default=-1) + 1
-        if model.vocab_size is None or entries > model.vocab_size:
-            raise ExportError(
-                f"the tokenizer in {folder} has {entries} entries, the model's vocabulary only {model.vocab_size}: not its tokenizer"
-            )
+            raise ConfigError(f"{folder} is no tokenizer folder: tokenizer_config.json is missing")
+        tokenizer = load_tokenizer(folder)
+        entries = check_tokenizer(tokenizer, model.vocab_size, folder)
         return cls(folder, tokenizer, entries)
 
     @property
@@ -84,3 +77,33 @@ def special_ids(tokenizer: PreTrainedTokenizerBase | None, known: Mapping[str, A
     if isinstance(ends, list) and end in ends:
         found["eos_token_id"] = ends
     return found
+
+
+def tokenizers_of_checkpoint(step: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Where a checkpoint's tokenizer may be, the first that is there counts: beside the steps (an import's), where the training had it."""
+    named = manifest["config"]["data"]["tokenizer"]
+    return [step.parent / "tokenizer", *([Path(named)] if named else [])]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder. Raises ConfigError where it is damaged or wants to run code."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library's parser raises bare Exceptions
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, folder: Path) -> int:
+    """How many entries it has. Raises ConfigError where the model does not know all of them."""
+    entries = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if vocab_size is not None and entries > vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {folder} has {entries} entries, the model's vocabulary only {vocab_size}: not its own; {NAME_A_TOKENIZER}"
+        )
+    return entries
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, its first line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

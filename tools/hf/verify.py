@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,117 @@ import torch
 from fem_common.errors import ConfigError, files_told
 from fem_megatron.config import ModelConfig
 
-from .activations import LOGITS, Trace, as_stock, trace
-from .compare import Difference, Predictions, Weights, compare_settings, compare_tokenizers, compare_traces, compare_weights
+from .compare import (
+    LOGITS,
+    Difference,
+    Findings,
+    Predictions,
+    Trace,
+    Weights,
+    compare_settings,
+    compare_tokenizers,
+    compare_traces,
+    compare_weights,
+    exported,
+    named,
+    number,
+    trace,
+)
 from .folder import is_folder, read_folder
-from .open_model import OpenModel, check_there, open_model, quiet_transformers, tokenizer_of
-from .stock import why_not_stock
-from .store import Store, checkpoint_store, exported, fem_to_stock, folder_store
-from .verdict import Findings, as_json, as_text
+from .open_model import OpenModel, check_there, checkpoint_store, folder_store, open_model, quiet_transformers, tokenizer_of
+from .recipes import Store
+
+SHOWN = 8  # settings and tensors that are named before "and N more"
+
+
+def as_text(found: Findings) -> str:
+    """The findings for a reader; the last line is the verdict."""
+    lines = [f"{side}  {path}: {about}" for side, path, about in zip("AB", found.sides, found.about, strict=True)]
+    told = [f"{key} {one!r} and {two!r}" for key, (one, two) in found.settings.items()]
+    lines.append(f"configuration: {'differs: ' + named(told, SHOWN, '; ') if told else 'equal'}")
+    if found.lacking_tokenizer:
+        lines.append(f"tokenizers: not compared, none with {' and '.join(map(str, found.lacking_tokenizer))}")
+    else:
+        lines.append(f"tokenizers: {'differ: ' + found.tokenizers if found.tokenizers else 'equal'}")
+    lines += _weight_lines(found.weights)
+    skipped = f", {found.skipped} more that B does not take" if found.skipped else ""
+    lines.append(f"computed: {found.prompts} prompts, {found.predictions.tokens} tokens{skipped}")
+    rows = [(row, number(d.absolute), number(d.relative), d.where.partition(", ")[2] if d.absolute else "") for row, d in found.layers()]
+    table = [("", "largest |a - b|", "of the largest", "in"), *rows]
+    widths = [max(len(cells[column]) for cells in table) for column in range(3)]
+    lines += ["  " + "  ".join([*(c.ljust(w) for c, w in zip(cells, widths, strict=False)), cells[3]]).rstrip() for cells in table]
+    seen = found.predictions
+    if seen.tokens:
+        mean = number(seen.kl / seen.tokens)
+        lines.append(
+            f"likeliest token: the same {seen.agree} of {seen.tokens} times; KL {mean} nats a token, at most {number(seen.largest_kl)}"
+        )
+    if found.equal:
+        how = "equal bit for bit" if found.bitwise else "equal"
+        return "\n".join([*lines, f"{how}: within {number(found.tolerance)} ({found.tolerance_from})"])
+    first = found.first()
+    lines += [] if first is None else [str(first)]
+    return "\n".join([*lines, f"different at {number(found.tolerance)} ({found.tolerance_from}): {'; '.join(found.faults)}"])
+
+
+def _weight_lines(weights: Weights | None) -> Iterator[str]:
+    if weights is None:
+        yield "weights: not compared, the models have no names in common"
+        return
+    count, apart = len(weights.differences), [found for found in weights.differences if found.absolute]
+    if not apart:
+        yield f"weights: {count} tensors, equal bit for bit"
+    else:
+        worst = max(apart, key=lambda found: found.relative)
+        how_far = f"{number(worst.absolute)}{', ' + worst.note if worst.note else ''}"
+        yield f"weights: {count - len(apart)} of {count} tensors equal bit for bit; the worst is {worst.where}, {how_far}"
+    for side, names in (("A", weights.only_a), ("B", weights.only_b)):
+        if names:
+            yield f"weights that only {side} has: {named(names, SHOWN)}"
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    """The findings for machines; a number that is not finite is null."""
+    first, weights, logits, seen = found.first(), found.weights, found.logits, found.predictions
+    return {
+        "format": 1,
+        "a": str(found.sides[0]),
+        "b": str(found.sides[1]),
+        "equal": found.equal,
+        "bitwise": found.bitwise,
+        "faults": found.faults,
+        "tolerance": found.tolerance,
+        "tolerance_from": found.tolerance_from,
+        "configuration": {key: list(pair) for key, pair in found.settings.items()},
+        "tokenizers": found.tokenizers,
+        "weights": None
+        if weights is None
+        else {
+            "compared": len(weights.differences),
+            "differing": [_numbers(d) for d in weights.differences if d.absolute],
+            "only_a": weights.only_a,
+            "only_b": weights.only_b,
+        },
+        "layers": [{"layer": row, **_numbers(d)} for row, d in found.layers()],
+        "places": [_numbers(d) for d in found.differences.values()],
+        "logits": _numbers(logits),
+        "tokens": seen.tokens,
+        "argmax_agrees": seen.agree,
+        "kl_nats_per_token": _finite(seen.kl / seen.tokens) if seen.tokens else None,
+        "kl_largest": _finite(seen.largest_kl),
+        "first": None
+        if found.equal or first is None
+        else {"where": first.where, "text": str(first), "weights": [d.where for d in first.weights or []]},
+    }
+
+
+def _numbers(found: Difference) -> dict[str, Any]:
+    return {"where": found.where, "absolute": _finite(found.absolute), "relative": _finite(found.relative), "note": found.note}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 LENGTHS = (1, 17, 64)  # of the prompts that are token ids
@@ -82,7 +188,7 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
     line, instead of the built-in texts. json_out: the findings for machines.
 
     Raises:
-        ConfigError, ExportError: one of the two cannot be opened, or an argument is wrong.
+        ConfigError: one of the two cannot be opened, or an argument is wrong.
     """
     if tolerance is not None and not tolerance >= 0:
         raise ConfigError(f"--tolerance {tolerance}: a number from 0 on")
@@ -92,7 +198,7 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
     with quiet_transformers(), tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         readers = tokenizer_of(a), tokenizer_of(b)
         one, asked = _remember(a, texts, readers[0] or readers[1], Path(scratch), device)
-        two, differences, predictions, skipped = _compare(b, one, asked, Path(scratch), device)
+        two, differences, predictions, skipped = _compare(b, asked, Path(scratch), device)
     weights = _weights(one, two)
     settings = compare_settings(one.settings, two.settings)
     if one.ours != two.ours:
@@ -155,53 +261,41 @@ def _remember(path: Path, texts: list[str], reader: Any | None, scratch: Path, d
     if reader is not None:
         asked += [ids for ids in (list(reader(text)["input_ids"])[: side.limit] for text in texts) if ids]
     asked = [ids for ids in asked if max(ids) < side.vocabulary]
-    for number, ids in enumerate(asked):
-        torch.save(trace(opened.model, ids), scratch / f"{number}.pt")
+    for index, ids in enumerate(asked):
+        torch.save(trace(opened.model, ids), scratch / f"{index}.pt")
     del opened
     gc.collect()  # what Python frees late would be a second model in memory
     return side, asked
 
 
-def _compare(
-    path: Path, first: Side, asked: list[list[int]], scratch: Path, device: str
-) -> tuple[Side, dict[str, Difference], Predictions, int]:
+def _compare(path: Path, asked: list[list[int]], scratch: Path, device: str) -> tuple[Side, dict[str, Difference], Predictions, int]:
     """Opens the second model and compares its traces with the first's. -> it, the worst of every place, predictions, prompts left out."""
     print(f"opening {path}", file=sys.stderr)
     opened = open_model(path, device=device)
     side = Side.of(path, opened)
     worst: dict[str, Difference] = {}
     predictions, skipped = Predictions(), 0
-    for number, ids in enumerate(asked):
+    for index, ids in enumerate(asked):
         if max(ids) >= side.vocabulary or len(ids) > side.limit:
             skipped += 1
             continue
-        one: Trace = torch.load(scratch / f"{number}.pt", weights_only=True)
+        one: Trace = torch.load(scratch / f"{index}.pt", weights_only=True)
         two = trace(opened.model, ids)
         predictions = predictions.and_of(one[LOGITS], two[LOGITS])
-        if first.ours != side.ours:
-            one, two = (as_stock(seen) if ours else seen for seen, ours in ((one, first.ours), (two, side.ours)))
         for found in compare_traces(one, two):
             worst[found.where] = found.worse(worst[found.where]) if found.where in worst else found
     return side, worst, predictions, skipped
 
 
 def _weights(one: Side, two: Side) -> Weights | None:
-    """The weights' differences; None where the two have no names in common."""
-    stores = [_store(side, as_stock_class=one.ours != two.ours) for side in (one, two)]
-    if any(store is None for store in stores):
-        return None
-    found = compare_weights(*stores, tied=one.tied or two.tied)  # type: ignore[arg-type]
-    return found if found.differences else None
+    """The weights' differences; None where names have nothing, or, of our code and a stock class, little in common."""
+    found = compare_weights(_store(one), _store(two), tied=one.tied or two.tied)
+    return found if found.differences and one.ours == two.ours else None
 
 
-def _store(side: Side, *, as_stock_class: bool) -> Store | None:
-    plain = side.config is not None and why_not_stock(side.config) is None
+def _store(side: Side) -> Store:
+    """Its tensors, as its export has them."""
     if is_folder(side.source):
-        store = folder_store(read_folder(side.source))
-    else:
-        assert side.config is not None
-        store = exported(checkpoint_store(side.source), side.config)
-    if as_stock_class and side.ours:
-        assert side.config is not None
-        return fem_to_stock(store, side.config) if plain else None
-    return store
+        return folder_store(read_folder(side.source))
+    assert side.config is not None
+    return exported(checkpoint_store(side.source), side.config)

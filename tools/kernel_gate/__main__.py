@@ -8,43 +8,45 @@ import sys
 import time
 from pathlib import Path
 
+from fem_common.cli import Parser, run
+from fem_common.errors import UserError
 from fem_common.exits import Exit
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
-from tools.kernel_gate.compile import ARCHITECTURES
-from tools.kernel_gate.gate import build_all, page
+from tools.kernel_gate.gate import ARCHITECTURES, build_all, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 all is well, 1 a kernel is not, 2 the call cannot be carried out."""
-    parser = argparse.ArgumentParser(prog="python -m tools.kernel_gate", description=__doc__)
+    parser = Parser(prog="python -m tools.kernel_gate", description=__doc__)
     parser.add_argument("prefix", nargs="?", default="kernels", help="only modules under this one, as kernels.fem_attention")
     parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="this architecture alone")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
+    parser.add_argument("--few", action="store_true", help="only so many builds that every constant's every value occurs")
     asked = parser.parse_args(argv)
+    return run("tools.kernel_gate", lambda: _judge(asked))
+
+
+def _judge(asked: argparse.Namespace) -> int:
     found = triton_version()
     if found is None or found < OLDEST_TRITON:
-        print(f"kernel_gate: Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton", file=sys.stderr)
-        return Exit.WRONG_INPUT
+        raise UserError(f"Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton")
     if interpreted():
-        print("kernel_gate: TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it", file=sys.stderr)
-        return Exit.WRONG_INPUT
-    whole = asked.prefix == "kernels" and asked.sm is None
+        raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
+    whole = asked.prefix == "kernels" and asked.sm is None and not asked.few
     if (asked.write or asked.check) and not whole:
-        print("kernel_gate: --write and --check are about all kernels and architectures; leave the others out", file=sys.stderr)
-        return Exit.WRONG_INPUT
+        raise UserError("--write and --check are about all kernels and architectures; leave the others out")
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
+    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told, few=asked.few)
     if not built:
-        print(f"kernel_gate: no module under {asked.prefix!r} has builds; kernels.<operation> does", file=sys.stderr)
-        return Exit.WRONG_INPUT
+        raise UserError(f"no module under {asked.prefix!r} has builds; kernels.<operation> does")
     for one in built:
         for report in one.reports.values():
             said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]

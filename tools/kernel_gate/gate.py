@@ -1,4 +1,7 @@
-"""All builds of the kernels room through the compiler, in parallel, and the page that tells of them. No GPU is needed or looked for."""
+"""All Triton kernels to machine code without a GPU, in parallel: registers, spills, shared memory, matrix instructions, warnings.
+
+Triton compiles to PTX; its bundled ptxas, cuobjdump and nvdisasm do the rest. Nothing is launched, no GPU is needed or looked for.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,102 @@ import importlib
 import multiprocessing
 import os
 import pkgutil
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kernels
-from kernels.build import Build
-from tools.kernel_gate.compile import ARCHITECTURES, SHARED_LIMIT, Report, report
+
+if TYPE_CHECKING:  # it imports Triton, of which the command says first that it is missing
+    from kernels.tiles import Build
+
+ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one build came to on one architecture; ``failed``: why it did not compile, or "" where it did."""
+
+    arch: int
+    registers: int = 0
+    spilled: int = 0  # bytes: stores and loads on sm_90, the stack elsewhere
+    shared: int = 0  # bytes a block
+    local: int = 0  # on sm_90, as all that follows: instructions that touch local memory
+    matrix: int = 0  # wgmma
+    slow_matrix: int = 0  # the older kind of matrix instruction
+    warnings: tuple[str, ...] = ()
+    failed: str = ""
+
+    def faults(self, build: Build) -> list[str]:
+        """What the gate holds against it."""
+        if self.failed:
+            return [f"does not compile: {self.failed}"]
+        found = []
+        if self.spilled:
+            found.append(f"spills {self.spilled} bytes")
+        if self.local:
+            found.append(f"{self.local} instructions on local memory")
+        if self.shared > SHARED_LIMIT[self.arch]:
+            found.append(f"{self.shared} bytes of shared memory, over {SHARED_LIMIT[self.arch]}")
+        if build.matrix and self.arch == ARCHITECTURES[0]:
+            found += [] if self.matrix else ["no HGMMA"]
+            found += [f"{self.slow_matrix} HMMA beside wgmma"] if self.slow_matrix else []
+        found += [f"ptxas warns {code}" for code in self.warnings if code not in build.allowed]
+        return found
+
+
+def report(build: Build, arch: int) -> Report:
+    """Compile ``build`` for sm_<arch> and read the machine code."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    names = build.kernel.arg_names
+    signature = {name: "constexpr" if name in build.constants else build.types[name] for name in names}
+    aligned = [n for n, name in enumerate(names) if signature[name].startswith("*") or name in build.aligned]
+    source = ASTSource(
+        build.kernel,
+        signature=signature,
+        constexprs=dict(build.constants),
+        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
+    )
+    try:
+        made = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": build.warps, "num_stages": build.stages})
+    except Exception as error:  # whatever Triton's passes raise is this build's fault, to be told beside the others'
+        return Report(arch, failed=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+    tools = Path(get_ptxas(arch).path)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        cubin.write_bytes(made.asm["cubin"])
+        used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _run(tools.with_name("cuobjdump"), "-res-usage", cubin)))
+        found = Report(arch, registers=int(used["REG"]), spilled=int(used["STACK"]) + int(used["LOCAL"]), shared=int(made.metadata.shared))
+        if arch != ARCHITECTURES[0]:
+            return found
+        ptx.write_text(made.asm["ptx"])
+        said = _run(tools, "-v", f"--gpu-name=sm_{arch}a", "-o", cubin, ptx)
+        code = _run(tools.with_name("nvdisasm"), "-c", cubin)
+    return replace(
+        found,
+        spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
+        local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        matrix=len(re.findall(r"\bHGMMA\b", code)),
+        slow_matrix=len(re.findall(r"\bHMMA\b", code)),
+        warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),
+    )
+
+
+def _run(tool: Path, *arguments: str | Path) -> str:
+    done = subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{tool.name} failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+    return done.stdout + done.stderr
 
 
 @dataclass(frozen=True)
@@ -48,9 +140,20 @@ def modules(prefix: str = "kernels") -> Iterator[str]:
             yield module
 
 
-def build_all(prefix: str, architectures: tuple[int, ...], told: Callable[[int, int, str], None]) -> list[Built]:
-    """Every build under ``prefix``; told(done, of, name) after each. As many processes as there are cores."""
-    listed = [(module, n) for module in modules(prefix) for n in range(len(_builds(module)))]
+def covering(module: str) -> Iterator[int]:
+    """Of a module's builds the few in which every value of every constant and type of every kernel occurs, by number."""
+    seen: set[tuple[str, str, str]] = set()
+    for n, build in enumerate(_builds(module)):
+        name = str(build.kernel.fn.__name__)
+        values = {(name, key, repr(value)) for key, value in (*build.constants.items(), *build.types.items())}
+        if not values <= seen:
+            seen |= values
+            yield n
+
+
+def build_all(prefix: str, architectures: tuple[int, ...], told: Callable[[int, int, str], None], *, few: bool = False) -> list[Built]:
+    """Every build under ``prefix``, or a few that cover them; told(done, of, name) after each. As many processes as there are cores."""
+    listed = [(module, n) for module in modules(prefix) for n in (covering(module) if few else range(len(_builds(module))))]
     reports: dict[tuple[str, int], dict[int, Report]] = {}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         pending = {pool.submit(_reports, module, n, architectures): (module, n) for module, n in listed}
@@ -62,50 +165,57 @@ def build_all(prefix: str, architectures: tuple[int, ...], told: Callable[[int, 
 
 
 def page(built: list[Built], triton_version: str) -> str:
-    """docs/kernels.md."""
+    """docs/kernels.md: a row a kernel, the most of its builds."""
     lines = [
         "# The kernels' machine code",
         "",
-        "Written by `python -m tools.kernel_gate --write`; a test compiles every kernel again and compares. Built without a GPU, by",
-        f"Triton {triton_version} and its ptxas, at production shapes in the types that training uses. It says what a kernel takes, not",
-        "how fast it is: speeds are in `docs/benchmarks/`.",
+        "Written by `python -m tools.kernel_gate --write`; a test compiles every kernel again and compares. Built",
+        f"without a GPU, by Triton {triton_version} and its ptxas, at production shapes in the types that training uses.",
+        "It says what a kernel takes at the most, not how fast it is: speeds are in `docs/benchmarks/`.",
         "",
         "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
-        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. Where a third number stands, the count of wgmma",
-        "instructions, all of the kernel's products are wgmma; kernels without it multiply little or tiles too small for it. For sm_80",
-        "(A100) and sm_100 (B200) the same kernels compile; `spills` or `too large` there says that the block sizes chosen for sm_90 do",
-        "not suit.",
-        "",
+        f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. wgmma: all of the kernel's",
+        "products are wgmma in at least so many instructions; `-`: it multiplies little, or tiles too small for it.",
+        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there says how many of its builds",
+        "spill or need too much shared memory, since the block sizes are chosen for sm_90.",
     ]
-    module = None
+    rows: dict[str, dict[str, list[Built]]] = {}
     for one in built:
-        if one.module != module:
-            module = one.module
-            lines += ["", f"## {module}", ""]
-            lines += [
-                "| kernel | build | warps × stages | sm_90: registers, shared KiB, wgmma | sm_80 | sm_100 |",
-                "|---|---|---|---|---|---|",
-            ]
-        cells = [_cell(one.reports[arch], one.build) for arch in ARCHITECTURES]
-        lines.append("| " + " | ".join((f"`{one.kernel}`", one.build.label, f"{one.build.warps} × {one.build.stages}", *cells)) + " |")
-    allowed = [(one, code) for one in built for code in one.reports[ARCHITECTURES[0]].warnings if code in one.build.allowed]
-    if allowed:
-        lines += ["", "## Warnings of ptxas that are allowed", "", "| kernel | build | warning | why |", "|---|---|---|---|"]
-        lines += [f"| `{one.kernel}` | {one.build.label} | {code} | {one.build.allowed[code]} |" for one, code in allowed]
+        rows.setdefault(one.module.removeprefix("kernels."), {}).setdefault(one.kernel, []).append(one)
+    for module, kernels_ in rows.items():
+        lines += [
+            "",
+            f"## {module}",
+            "",
+            "| kernel | builds | registers | shared KiB | wgmma | sm_80 | sm_100 |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for kernel, builds in kernels_.items():
+            first = [one.reports[ARCHITECTURES[0]] for one in builds]
+            products = [one.reports[ARCHITECTURES[0]].matrix for one in builds if one.build.matrix]
+            cells = (
+                str(len(builds)),
+                str(max(report.registers for report in first)),
+                f"{max(report.shared for report in first) / 1024:.1f}",
+                str(min(products)) if products else "-",
+                *(str(sum(_unsuited(one.reports[arch]) for one in builds) or "") for arch in ARCHITECTURES[1:]),
+            )
+            lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
+    reasons = {
+        (one.kernel, code, one.build.allowed[code])
+        for one in built
+        for code in one.reports[ARCHITECTURES[0]].warnings
+        if code in one.build.allowed
+    }
+    if reasons:
+        lines += ["", "## Warnings of ptxas that are allowed", "", "| kernel | warning | why |", "|---|---|---|"]
+        lines += [f"| `{kernel}` | {code} | {why} |" for kernel, code, why in sorted(reasons)]
     return "\n".join(lines) + "\n"
 
 
-def _cell(found: Report, build: Build) -> str:
-    if found.failed:
-        return "does not compile"
-    said = [str(found.registers), f"{found.shared / 1024:.1f}"]
-    if build.matrix and found.arch == ARCHITECTURES[0]:
-        said.append(str(found.matrix))
-    if found.spilled or found.local:
-        said.append("spills")
-    if found.shared > SHARED_LIMIT[found.arch]:
-        said.append("too large")
-    return ", ".join(said)
+def _unsuited(found: Report) -> bool:
+    """Whether a build spills or needs more shared memory than there is."""
+    return bool(found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch])
 
 
 def _builds(module: str) -> tuple[Build, ...]:

@@ -15,14 +15,22 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from fem_common.errors import ConfigError
-from pretrain.loader import load_run
+from pretrain.config import load_run
 
-from .identity import DataIdentity, config_hash, data_identity, difference_from_plan, heldout_tokens
 from .planning import PlannedRun, plan_study
-from .records import Record, read_directory, read_export, table_rows
+from .records import (
+    DataIdentity,
+    Record,
+    data_identity,
+    difference_from_plan,
+    heldout_tokens,
+    read_directory,
+    read_export,
+    table_rows,
+)
 from .study import TABLE, Study, add_study, study_of
 from .table import as_table, check_table, write_file, write_table
 
@@ -30,8 +38,7 @@ COLLECTED = "collected.json"
 _NAMED = 10  # runs that are not complete, told one by one
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A planned run that left a record, and the identity of its data."""
 
     planned: PlannedRun
@@ -66,12 +73,15 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: the table is written as .csv or .parquet")
     planned = plan_study(study)
     found, left_out = find_runs(study, planned, arguments.wandb)
-    _check_comparable(study, found)
     collected = Collected(len(planned), sum(not entry.record.unfinished for entry in found), left_out)
     if left_out:
         _tell_missing(collected, sys.stderr if not arguments.partial else sys.stdout)
         if not arguments.partial:
-            print(_what_to_do(study, arguments.study), file=sys.stderr)
+            print(
+                "tools.scaling: nothing was written. Train what is missing: python -m tools.scaling run "
+                f"{arguments.study} (it skips what is complete in {study.directory}), or collect what is there with --partial",
+                file=sys.stderr,
+            )
             return 1
     if not collected.complete:
         raise ConfigError(f"{study.path}: none of its {len(planned)} runs is complete, so there is nothing to collect")
@@ -123,45 +133,21 @@ def _check_planned(study: Study, run: PlannedRun, record: Record) -> None:
     if difference is not None:
         key, wanted, held = difference
         raise ConfigError(
-            f"{record.place}: it was trained with {key} = {_word(held)}, and {study.path} plans {_word(wanted)} now; undo the change "
-            "of the study, or move the run away and run it again"
+            f"{record.place}: it was trained with {key} = {json.dumps(held)}, and {study.path} plans {json.dumps(wanted)} now; undo the "
+            "change of the study, or move the run away and run it again"
         )
-
-
-def _word(value: object) -> str:
-    return json.dumps(value)
-
-
-def _check_comparable(study: Study, found: list[Found]) -> None:
-    """Raises ConfigError where two runs read other data or tokens, or are one and the same."""
-    hashes: dict[str, Found] = {}
-    for entry in found:
-        first, name = found[0], entry.planned.name
-        if entry.data != first.data:
-            raise ConfigError(
-                f"{study.path}: runs {first.planned.name} and {name} cannot be compared, they read {first.data.difference(entry.data)}; "
-                "make the runs of one of them again, or a study of its own for them"
-            )
-        other = hashes.setdefault(config_hash(entry.record.config, entry.data), entry)
-        if other is not entry:
-            raise ConfigError(
-                f"{study.path}: runs {other.planned.name} and {name} have the same configuration, so one result would count twice; leave "
-                "one out of the study"
-            )
 
 
 def _notes(found: list[Found]) -> list[str]:
     """What a reader of the table should know."""
-    notes = []
-    first = found[0]
-    for entry in found:
-        ours, theirs = heldout_tokens(first.record.config), heldout_tokens(entry.record.config)
-        if ours != theirs:
-            notes.append(
-                f"held-out losses are of samples of different sizes: {ours:,} tokens in {first.planned.name}, {theirs:,} in "
-                f"{entry.planned.name}; set train.eval_batches so that they agree"
-            )
-            break
+    notes, first = [], found[0]
+    ours = heldout_tokens(first.record.config)
+    other = next((entry for entry in found if heldout_tokens(entry.record.config) != ours), None)
+    if other is not None:
+        notes.append(
+            f"held-out losses are of samples of different sizes: {ours:,} tokens in {first.planned.name}, "
+            f"{heldout_tokens(other.record.config):,} in {other.planned.name}; set train.eval_batches so that they agree"
+        )
     if not first.data.tokenizer:
         notes.append("nothing tells the runs' tokenizer: that they share one is not checked")
     return notes
@@ -174,13 +160,6 @@ def _tell_missing(collected: Collected, stream: TextIO) -> None:
         print(f"  {name}: {why}", file=stream)
     if total > _NAMED:
         print(f"  and {total - _NAMED} more", file=stream)
-
-
-def _what_to_do(study: Study, path: Path) -> str:
-    return (
-        f"tools.scaling: nothing was written. Train what is missing: python -m tools.scaling run {path} (it skips what is complete in "
-        f"{study.directory}), or collect what is there with --partial"
-    )
 
 
 def read_collected(table: Path) -> Collected | None:

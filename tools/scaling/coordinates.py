@@ -11,84 +11,62 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.files import write_whole
-from fem_common.errors import ConfigError, files_told
+from fem_common.config import read_values
+from fem_common.errors import ConfigError
+from fem_common.plot import png
+from fem_common.text import counted
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.config import RunConfig
-from pretrain.data_facts import any_on_disk
-from pretrain.loader import load_run, read_values
+from pretrain.config import RunConfig, load_run
+from pretrain.data.facts import any_on_disk
 from pretrain.validate import prepare, validate
-from tools.scaling.flatness import LIMIT, Record, as_csv, judge, summary, table, worst
-from tools.scaling.shapes import shaped
+from tools.scaling.flatness import LIMIT, Record, as_csv, coordinates, judge, summary, table, worst
+from tools.scaling.planning import shaped
 from tools.scaling.study import Study, load_study
+from tools.scaling.table import write_file
 
 if TYPE_CHECKING:
     import numpy as np
 
-WIDTHS = (64, 128, 256, 512)
+WIDTHS = "64,128,256,512"
 LONGEST, SEQUENCES, VOCABULARY = 128, 4, 512
 # One process, whose learning rate is the run's peak from the first step on: a warm-up would hide what a step does.
 OWN = (
-    "train.precision=fp32",
-    f"train.global_batch_size={SEQUENCES}",
-    "optimizer.schedule=constant",
-    "optimizer.warmup_steps=0",
-    "optimizer.warmup_tokens=null",
-    "optimizer.decay_steps=null",
-    "optimizer.decay_tokens=null",
-    "optimizer.min_lr=0",
-)
+    f"train.precision=fp32 train.global_batch_size={SEQUENCES} optimizer.schedule=constant optimizer.warmup_steps=0 "
+    "optimizer.warmup_tokens=null optimizer.decay_steps=null optimizer.decay_tokens=null optimizer.min_lr=0"
+).split()
 FORCED = (
-    "train.tokens=null",
-    "train.recompute=none",
-    "parallel.world_size=1",
-    "parallel.tensor_model_parallel_size=1",
-    "parallel.pipeline_model_parallel_size=1",
-    "parallel.virtual_pipeline_model_parallel_size=null",
-    "parallel.sequence_parallel=false",
-    "parallel.overlap_grad_reduce=false",
-    "parallel.overlap_param_gather=false",
-    "evaluate.interval=0",
-    "evaluate.at_end=false",
-    "log.device=null",
-)
+    "train.tokens=null train.recompute=none parallel.world_size=1 parallel.tensor_model_parallel_size=1 "
+    "parallel.pipeline_model_parallel_size=1 parallel.virtual_pipeline_model_parallel_size=null parallel.sequence_parallel=false "
+    "parallel.overlap_grad_reduce=false parallel.overlap_param_gather=false evaluate.interval=0 evaluate.at_end=false log.device=null"
+).split()
 NO_DATA = ("data.train=[]", "data.valid=[]", "data.test=[]")
 # Sizes that a run states for its own width, and that grow with it.
 PROPORTIONAL = (
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "fem.value_size",
-    "fem.conditioner_size",
-    "delta.heads",
-    "delta.key_size",
-    "delta.value_size",
-    "mamba2.inner_size",
-)
+    "num_attention_heads num_query_groups ffn_hidden_size fem.value_size fem.conditioner_size delta.heads delta.key_size delta.value_size "
+    "mamba2.inner_size"
+).split()
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to check: its name, the run's file, its settings; ``study``: whose rule gives the shapes."""
+    """One thing to check: a name, a run's file and settings, whether its verdict counts; ``study``: whose rule gives the shapes."""
 
     name: str
     base: Path
     words: tuple[str, ...]
+    counts: bool = True
     study: Study | None = None
 
     def config(self, width: int, steps: int) -> RunConfig:
-        """The run at ``width``, as it is trained here.
-
-        Raises:
-            ConfigError: no such shape, or the run is wrong.
-            StorageError: a file system failed.
-        """
+        """The run at ``width``, as it is trained here. Raises ConfigError (no such shape, or the run is wrong), StorageError."""
         run = load_run(self.base, [*OWN, *self.words])
-        length = () if _given(self.words, "data.seq_length") else (f"data.seq_length={min(run.data.seq_length, LONGEST)}",)
+        given = any(word.partition("=")[0].strip() == "data.seq_length" for word in self.words)
+        length = () if given else (f"data.seq_length={min(run.data.seq_length, LONGEST)}",)
         forced = [*FORCED, f"train.steps={steps}", f"train.micro_batch_size={run.train.global_batch_size}"]
         shape = _shape(run.model, width) if self.study is None else _shape_of_study(self.study, width)
         words = [*OWN, *length, *self.words, *forced, *shape]
@@ -104,21 +82,14 @@ class Case:
         return config
 
 
-def _given(words: Sequence[str], key: str) -> bool:
-    return any(word.partition("=")[0].strip() == key for word in words)
-
-
 def _shape(model: ModelConfig, width: int) -> list[str]:
     """The run's shape at another width: heads keep their size, layers their number, and what is stated beside the width its share of it."""
     words = [f"model.hidden_size={width}"]
     for key in PROPORTIONAL:
-        size = model
-        for name in key.split("."):
-            size = getattr(size, name)
+        size = attrgetter(key)(model)
         if not isinstance(size, int):
             continue
-        heads = key in ("num_attention_heads", "num_query_groups", "delta.heads")
-        if heads and size * width % model.hidden_size:
+        if key.endswith(("heads", "num_query_groups")) and size * width % model.hidden_size:
             step = model.hidden_size // math.gcd(size, model.hidden_size)
             near = max(1, round(width / step)) * step
             raise ConfigError(
@@ -138,97 +109,83 @@ def _shape_of_study(study: Study, width: int) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="a study (each of its variants) or a run")
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="a run, or a study: each of its variants, by its shape rule")
     parser.add_argument("--mixer", action="append", default=[], metavar="M,..", help="these mixers in place of the file's")
-    parser.add_argument("--widths", metavar="N,..", help="default: the study's widths, or 64,128,256,512")
+    parser.add_argument("--widths", metavar="N,..", help=f"default: the study's, or {WIDTHS}")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="optimizer steps (default: 10)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="initialisations to take the mean over (default: 2)")
     parser.add_argument("--random", action="store_true", help="tokens drawn by Zipf's law even where the run's data is there")
     parser.add_argument("--compare", action="store_true", help="muP and the standard parametrization side by side; the verdict is muP's")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/coord-check/NAME")
-    parser.set_defaults(words=[])
-    parser.epilog = "Words section.key=value, at any place, are settings that replace the file's."
+    parser.add_argument("words", nargs="*", metavar="section.key=value", help="settings that replace the file's")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Checks, prints the tables, writes coordinates.csv, coordinates.md and the pictures; 0 if all that is judged is flat, else 1.
+    """Check, print the tables, write coordinates.csv, coordinates.md and the pictures: 0 if all that is judged is flat, else 1.
 
-    Raises:
-        ConfigError: the file, a width or a setting is wrong.
-        StorageError: a file system failed.
+    Raises ConfigError (the file, a width or a setting is wrong), StorageError.
     """
-    widths, steps, seeds = _widths(arguments), arguments.steps, arguments.seeds
+    study = load_study(arguments.file) if "base" in read_values(arguments.file) else None
+    widths, steps, seeds = _widths(arguments.widths, study), arguments.steps, arguments.seeds
     for name, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")
-    asked = cases(arguments.file, arguments.mixer, [*arguments.words, *(NO_DATA if arguments.random else ())])
+    words = (*arguments.words, *(NO_DATA if arguments.random else ()))
+    asked = cases(study or arguments.file, arguments.mixer, words, arguments.compare)
     out = arguments.out or Path("runs") / "coord-check" / arguments.file.stem
     # Every width of every case, before the first is trained.
-    planned = [
-        (case, counts, {width: case.config(width, steps) for width in widths})
-        for one in asked
-        for case, counts in _in_parametrizations(one, arguments.compare)
-    ]
-    from fem_megatron.platform import import_megatron  # torch takes seconds: not for a wrong argument
+    planned = [(case, {width: case.config(width, steps) for width in widths}) for case in asked]
+    from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from tools.scaling import activations
 
     flat, records = True, []
-    with activations.one_process(planned[0][2][widths[0]]):
-        for case, counts, configs in planned:
+    with activations.one_process(planned[0][1][widths[0]]):
+        for case, configs in planned:
             found = _measure(case, configs, steps, seeds)
             records += found
-            flat &= _told(found) or not counts
+            flat &= _told(found) or not case.counts
     _write(out, records)
     return 0 if flat else 1
 
 
-def _in_parametrizations(case: Case, compare: bool) -> list[tuple[Case, bool]]:
-    """The case as it is, or in the standard parametrization and under muP; each with whether its verdict counts."""
-    if not compare:
-        return [(case, True)]
-    standard = tuple(word for word in case.words if not word.startswith("model.mup."))
-    settings = {"standard": (*standard, "model.mup={}"), "mup": case.words}  # a base that muP alone has is refused without it
-    return [
-        (Case(case.name, case.base, (*words, f"model.parametrization={name}"), case.study), name == "mup")
-        for name, words in settings.items()
-    ]
-
-
-def _widths(arguments: argparse.Namespace) -> list[int]:
-    if arguments.widths is None:
-        study = _study(arguments.file)
-        stated = [size.width for size in study.sizes if size.width is not None] if study else []
-        return sorted(stated) if len(stated) > 1 else list(WIDTHS)
-    parts = arguments.widths.split(",")
+def _widths(text: str | None, study: Study | None) -> list[int]:
+    """The widths that are asked for, the study's, or those of WIDTHS."""
+    if text is None:
+        stated = [str(size.width) for size in study.sizes if size.width is not None] if study else []
+        text = ",".join(stated) if len(stated) > 1 else WIDTHS
+    parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts):
-        raise ConfigError(f"--widths {arguments.widths}: expected whole numbers with commas between them, as 64,128,256")
+        raise ConfigError(f"--widths {text}: expected whole numbers with commas between them, as 64,128,256")
     widths = sorted({int(part) for part in parts})
     if len(widths) < 2:
-        raise ConfigError(f"--widths {arguments.widths}: one width says nothing about growth; give two or more")
+        raise ConfigError(f"--widths {text}: one width says nothing about growth; give two or more")
     return widths
 
 
-def _study(file: Path) -> Study | None:
-    return load_study(file) if "base" in read_values(file) else None
+def cases(source: Study | Path, mixers: Sequence[str], words: tuple[str, ...], compare: bool) -> list[Case]:
+    """What is to be checked: a run or a study's base with each of the mixers, each of the study's variants, or the run as it is.
 
-
-def cases(file: Path, mixers: Sequence[str], words: Sequence[str]) -> list[Case]:
-    """What is to be checked: a run with each of the mixers or as it is, or each variant of a study.
-
-    Raises:
-        ConfigError: the file is neither, or is wrong.
-        StorageError: a file system failed.
+    To ``compare``, each in the standard parametrization and under muP. Raises ConfigError (the file is wrong), StorageError.
     """
-    study = _study(file)
-    base, shared = (file, tuple(words)) if study is None else (Path(study.base), (*study.settings, *words))
-    names = list(dict.fromkeys(name.strip() for part in mixers for name in part.split(",")))
-    if names:
-        return [Case(name, base, (*shared, f"model.mixer={name}"), study) for name in names]
-    if study is None:
-        return [Case(load_run(base, shared).model.mixer, base, shared)]
-    return [Case(name, base, (*study.settings, *own, *words), study) for name, own in study.variants.items()]
+    study = source if isinstance(source, Study) else None
+    base = Path(source.base) if isinstance(source, Study) else source
+    shared = study.settings if study else ()
+    variants: dict[str, tuple[str, ...]] = {name: (f"model.mixer={name}",) for part in mixers for name in map(str.strip, part.split(","))}
+    variants = variants or (study.variants if study else {load_run(base, words).model.mixer: ()})
+    found = [Case(name, base, (*shared, *given, *words), study=study) for name, given in variants.items()]
+    if not compare:
+        return found
+    both = []
+    for case in found:
+        # A base that muP alone has is refused without it.
+        standard = (*(word for word in case.words if not word.startswith("model.mup.")), "model.mup={}")
+        both += [
+            replace(case, words=(*standard, "model.parametrization=standard"), counts=False),
+            replace(case, words=(*case.words, "model.parametrization=mup")),
+        ]
+    return both
 
 
 def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) -> list[Record]:
@@ -239,7 +196,7 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
     mup = f"mup, base width {one.model.mup.base_hidden_size}" if one.model.parametrization == "mup" else one.model.parametrization
     print(
         f"\n{case.name}, {mup}: {one.model.num_layers} layers, {steps} steps at a learning rate of {one.optimizer.lr:g} on one batch of "
-        f"{one.train.global_batch_size} x {one.data.seq_length} tokens, {source}; mean of {seeds} seed{'s' * (seeds > 1)}",
+        f"{one.train.global_batch_size} x {one.data.seq_length} tokens, {source}; mean of {counted(seeds, 'seed')}",
         flush=True,
     )
     found, started = [], time.monotonic()
@@ -279,18 +236,11 @@ def _told(records: Sequence[Record]) -> bool:
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
-    from tools.scaling.pictures.coordinates import coordinates
-    from tools.scaling.pictures.style import png
-
     variants = list(dict.fromkeys(record.variant for record in records))
-    pictures = {}
+    contents = {"coordinates.csv": as_csv(records).encode(), "coordinates.md": summary(records).encode()}
     for variant in variants:
         name = "coordinates.png" if len(variants) == 1 else f"coordinates_{variant}.png"
-        pictures[name] = png(coordinates([record for record in records if record.variant == variant]))
-    tables = {"coordinates.csv": as_csv(records), "coordinates.md": summary(records)}
-    contents = {name: text.encode() for name, text in tables.items()} | pictures
-    with files_told():
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            write_whole(out / name, content)
+        contents[name] = png(coordinates([record for record in records if record.variant == variant]))
+    for name, content in contents.items():
+        write_file(out / name, content)
     print(f"\nwrote {out}: {', '.join(contents)}")

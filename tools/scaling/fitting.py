@@ -9,21 +9,25 @@ data need the columns variant, parameters, tokens, flops and loss alone. Writes 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
-from data_prep.progress import duration
 from fem_common.errors import ConfigError
-from pretrain.loader import nearest
-
-from .fits.config import check_fit
-from .fits.whole import fit_study
-from .results import Estimate, StudyFit, VariantFit, save_fit
-from .study import FIT, Study, add_study, study_of
-from .table import final_runs, read_table
+from fem_common.progress import Progress
+from fem_common.text import aligned, nearest
+from tools.scaling.fits.compare import compare
+from tools.scaling.fits.isoflop import fit_isoflop
+from tools.scaling.fits.learning_rate import fit_learning_rates
+from tools.scaling.fits.parametric import fit_parametric, leave_out, residuals
+from tools.scaling.fits.points import NotConverged, NotIdentified, Points, best_rates, points_of
+from tools.scaling.report import listings, notes, statements
+from tools.scaling.results import StudyFit, VariantFit, save_fit
+from tools.scaling.study import FIT, FitConfig, Study, add_study, study_of
+from tools.scaling.table import final_runs, read_table
 
 QUIET_SECONDS = 5.0  # how long a fit may take before progress is told
 
@@ -39,76 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Fits, prints and writes; returns 0."""
     study = study_of(arguments)
-    try:
-        check_fit(study.fit)
-    except ConfigError as error:
-        raise ConfigError(f"{study.path}: {error}") from None
     table = arguments.table or study.runs_csv
     frame = final_runs(read_table(table))
     variants = _variants(study, frame, table, foreign=arguments.table is not None)
-    fit = fit_study(study.name, frame, variants, study.fit, str(table), _Progress(variants))
+    progress = Progress(len(variants), "variants", every=QUIET_SECONDS)
+    fit = fit_study(study.name, frame, variants, study.fit, str(table), lambda number: progress.update(number, variants[number]))
+    progress.close()
     written = Path(study.results) / FIT
     save_fit(fit, written)
-    print(report(fit), end="")
+    print(console(fit), end="")
     print(f"\nread: {table}\nwritten: {written}")
     return 0
 
 
-def report(fit: StudyFit) -> str:
-    """The fit as a person reads it: a table of the laws, the optimal learning rates, what the comparison says, and the notes."""
+def console(fit: StudyFit) -> str:
+    """The fit as a person reads it: the report's tables of it, what the comparison says, and the notes."""
     runs = sum(variant.runs for variant in fit.variants.values())
     n_is = "all parameters" if fit.parameters == "total" else "non-embedding parameters"
-    lines = [f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are {fit.interval:.0%}", ""]
-    rows: list[tuple[str, ...]] = [
-        ("variant", "runs", "approach", "N_opt ~ C^a", "D_opt ~ C^b", "E", "alpha", "beta", "left-out error (worst)")
-    ]
-    for variant in fit.variants.values():
-        rows += _rows(variant)
-    lines += _aligned(rows)
-    rates: list[tuple[str, ...]] = [("variant", "parameters", "width", "best rate", "loss", "")]
-    for variant in fit.variants.values():
-        for one in variant.learning_rate.optima if variant.learning_rate else []:
-            told = "at the edge of the rates" if one.edge else ""
-            width = "–" if one.width is None else str(one.width)
-            rates.append((variant.name, f"{one.parameters:.4g}", width, _number(one.rate, ".3g"), f"{one.loss:.4f}", told))
-    if len(rates) > 1:
-        lines += ["", *_aligned(rates)]
-    for variant in fit.variants.values():
-        laws = (variant.learning_rate.by_parameters, variant.learning_rate.by_width) if variant.learning_rate else ()
-        lines += [f"{variant.name}: best rate = {law.coefficient.value:.3g} {law.x}^{_number(law.exponent, '.3f')}" for law in laws if law]
-    if fit.comparisons:
-        lines += ["", *(comparison.words for comparison in fit.comparisons)]
-    notes = [*fit.notes, *(f"{variant.name}: {note}" for variant in fit.variants.values() for note in variant.notes)]
-    if notes:
-        lines += ["", *(f"note: {note}" for note in notes)]
-    return "\n".join(lines) + "\n"
-
-
-def _rows(variant: VariantFit) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    isoflop, law = variant.isoflop, variant.parametric
-    if isoflop is not None:
-        a, b = (_number(one.exponent, ".3f") if one else "–" for one in (isoflop.n_opt, isoflop.d_opt))
-        rows.append((variant.name, str(variant.runs), "isoflop", a, b, "", "", "", ""))
-    if law is not None:
-        left = "–"
-        if variant.left_out:
-            mean = sum(one.mean_error * one.runs for one in variant.left_out) / sum(one.runs for one in variant.left_out)
-            left = f"{mean:.2%} ({max(one.worst_error for one in variant.left_out):.2%})"
-        numbers = [_number(one, ".3f") for one in (law.a, law.b, law.E, law.alpha, law.beta)]
-        rows.append((variant.name, str(variant.runs), "parametric", *numbers, left))
-    return rows or [(variant.name, str(variant.runs), "–", "", "", "", "", "", "")]
-
-
-def _number(one: Estimate, form: str) -> str:
-    if one.low is None or one.high is None:
-        return f"{one.value:{form}}"
-    return f"{one.value:{form}} ({one.low:{form}}–{one.high:{form}})"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [f"{fit.study}: {runs} runs of {', '.join(fit.variants)}; N is {n_is}; intervals are {fit.interval:.0%}"]
+    for listing in listings(fit):
+        lines += ["", listing.title, *aligned([listing.header, *listing.rows])]
+    lines += ["", *statements(fit), "", *(f"note: {note}" for note in notes(fit))]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> list[str]:
@@ -123,15 +79,84 @@ def _variants(study: Study, frame: pd.DataFrame, table: Path, foreign: bool) -> 
     return sorted(there, key=lambda name: name != study.baseline)
 
 
-class _Progress:
-    """One line a variant on stderr, once a fit takes longer than a person waits in silence."""
+def fit_study(
+    name: str,
+    frame: pd.DataFrame,
+    variants: Sequence[str],
+    config: FitConfig,
+    source: str,
+    before: Callable[[int], None] = lambda number: None,
+) -> StudyFit:
+    """Fits the final runs in ``frame`` (table.final_runs) of each of ``variants``, the first the baseline.
 
-    def __init__(self, variants: list[str]) -> None:
-        self.variants = variants
-        self.started = time.monotonic()
+    ``before`` is called with a variant's number as its fit starts. Every variant draws from a stream of its own, so that its numbers
+    do not depend on the others and pairs of draws are independent.
 
-    def __call__(self, number: int) -> None:
-        elapsed = time.monotonic() - self.started
-        if elapsed > QUIET_SECONDS and number:
-            left = duration(elapsed / number * (len(self.variants) - number))
-            print(f"{self.variants[number]} ({number + 1} of {len(self.variants)}) · {left} left", file=sys.stderr)
+    Raises:
+        ConfigError: runs that no law may be fitted to, a fit that does not converge and has none beside it, a variant without a fit; it
+            names source and variant.
+    """
+    found: dict[str, VariantFit] = {}
+    notes = []
+    for number, variant in enumerate(variants):
+        before(number)
+        runs = frame[frame["variant"] == variant]
+        if not len(runs):
+            notes.append(f"{variant}: no complete run in {source}")
+            continue
+        try:
+            rng = np.random.default_rng([config.seed, number])
+            found[variant] = fit_variant(variant, points_of(runs, config.parameters), config, rng)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {variant}: {error}") from None
+    if not found:
+        raise ConfigError(
+            f"{source}: no complete run of {', '.join(variants)}; python -m tools.scaling run STUDY.yaml makes them, then collect"
+        )
+    baseline = variants[0]
+    others = [fit for variant, fit in found.items() if variant != baseline] if baseline in found else []
+    comparisons = [one for fit in others for one in compare(fit, found[baseline], config.interval)]
+    return StudyFit(name, config.parameters, config.interval, source, found, comparisons, notes)
+
+
+def fit_variant(name: str, points: Points, config: FitConfig, rng: np.random.Generator) -> VariantFit:
+    """One variant's fits; what could not be fitted is None, with its reason in the notes.
+
+    Raises:
+        ConfigError: see `fit_study`.
+    """
+    learning_rate, notes = fit_learning_rates(points, config, rng)
+    chosen, note = best_rates(points)
+    notes += [note] if note else []
+    fit = VariantFit(name, len(points), learning_rate=learning_rate, notes=notes)
+    if "isoflop" in config.approaches:
+        try:
+            isoflop, more = fit_isoflop(chosen, config, rng)
+            fit = replace(fit, isoflop=isoflop, notes=fit.notes + more)
+        except NotIdentified as error:
+            fit = replace(fit, notes=[*fit.notes, str(error)])
+    if "parametric" in config.approaches:
+        try:
+            fit = _with_parametric(fit, chosen, config, rng)
+        except NotIdentified as error:
+            fit = replace(fit, notes=[*fit.notes, str(error)])
+        except NotConverged as error:
+            if fit.isoflop is None:
+                raise
+            fit = replace(fit, notes=[*fit.notes, f"{error}; it is left out"])
+    if (fit.isoflop, fit.parametric, fit.learning_rate) == (None, None, None):
+        raise ConfigError("nothing could be fitted: " + "; ".join(fit.notes))
+    return fit
+
+
+def _with_parametric(fit: VariantFit, points: Points, config: FitConfig, rng: np.random.Generator) -> VariantFit:
+    law = fit_parametric(points, config, rng)
+    left_out, notes = leave_out(points, law, config.huber_delta)
+    if law.failed:
+        notes.append(f"{law.failed} of {law.resamples} resamples of the parametric law did not converge; the intervals leave them out")
+    if law.on_bound > 0.02 * law.resamples:
+        notes.append(
+            f"in {law.on_bound} of {law.resamples} resamples a parameter of the parametric law ran to the end of its range: "
+            "it is hardly identified"
+        )
+    return replace(fit, parametric=law, residuals=residuals(points, law), left_out=left_out, notes=fit.notes + notes)

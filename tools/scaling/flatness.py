@@ -6,11 +6,17 @@ the width. No torch may come in.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
+from fem_common.text import aligned
+from tools.scaling.pictures.style import legend_below, log_ticks, marked
 
 LIMIT = 2.0
 """The greatest ratio between two widths that counts as flat."""
@@ -57,9 +63,7 @@ class Verdict:
         """The slope of log value over log width by least squares; NaN where the ratio is infinite."""
         if math.isinf(self.ratio):
             return math.nan
-        x, y = [math.log(width) for width in self.widths], [math.log(value) for value in self.values]
-        middle = sum(x) / len(x)
-        return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+        return statistics.linear_regression([*map(math.log, self.widths)], [*map(math.log, self.values)]).slope
 
     @property
     def flat(self) -> bool:
@@ -92,15 +96,10 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     found = []
     for site in dict.fromkeys(record.site for record in at_end):
         for quantity in ("scale", "change"):
-            values = tuple(mean_over_seeds(at_end, site, quantity, width) for width in widths)
+            own = {width: [record for record in at_end if (record.site, record.width) == (site, width)] for width in widths}
+            values = tuple(sum(getattr(record, quantity) for record in some) / len(some) for some in own.values())
             found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
     return found
-
-
-def mean_over_seeds(records: Iterable[Record], site: str, quantity: str, width: int) -> float:
-    """The mean of ``quantity`` of the records of a site and a width."""
-    values = [getattr(record, quantity) for record in records if (record.site, record.width) == (site, width)]
-    return sum(values) / len(values)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -114,10 +113,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     for verdict in verdicts:
         numbers = [f"{value:.4g}" for value in verdict.values]
         rows.append((verdict.site, verdict.quantity, *numbers, f"{verdict.ratio:.2f}", f"{verdict.exponent:+.2f}", verdict.words))
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(sizes) - 1
-    lines = ("  ".join(_aligned(cell, sizes[i], left=i in (0, 1, last)) for i, cell in enumerate(row)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned(rows, left=(0, 1, len(rows[0]) - 1)))
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -131,14 +127,86 @@ def summary(records: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _aligned(cell: str, size: int, *, left: bool) -> str:
-    return cell.ljust(size) if left else cell.rjust(size)
-
-
-def as_csv(records: Iterable[Record]) -> str:
+def as_csv(records: Sequence[Record]) -> str:
     """All records as CSV, numbers by ``repr``."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([item.name for item in fields(Record)])
-    writer.writerows(astuple(record) for record in records)
-    return text.getvalue()
+    return str(pd.DataFrame(records).to_csv(index=False, lineterminator="\n", na_rep="nan"))
+
+
+BLOCKS = 3  # that are shown, of those the model has: the first, the middle and the last
+LINES = ("-", (0, (5, 2)), (0, (1, 1.5)))  # of these blocks
+QUANTITIES = {"scale": "RMS", "change": "RMS of the change since step 0"}
+NAMES = {"mup": "muP", "standard": "standard parametrization"}
+
+
+def coordinates(records: Sequence[Record]) -> Any:
+    """A figure of one variant's records at their last step, a column a parametrization.
+
+    All panels share their axes, so that slopes can be compared. A site whose value at a width is not finite or is zero is left out.
+    """
+    groups = {name: [record for record in records if record.parametrization == name] for name in NAMES}
+    verdicts = {name: judge(group) for name, group in groups.items() if group}
+    looks = _looks(shown_sites(records))
+    figure = new_figure((max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(looks) / 4)))
+    steps = max(record.step for record in records)
+    figure.suptitle(
+        f"Coordinate check of {records[0].variant}: activations after {steps} steps against width, over those at the smallest width\n"
+        f"flat: all widths within {LIMIT:g}x of each other; grey: within {LIMIT:g}x of the smallest width",
+        x=0.01, ha="left", fontsize=10.5,
+    )  # fmt: skip
+    grid = figure.subplots(len(QUANTITIES), len(verdicts), squeeze=False, sharex=True, sharey=True)
+    for column, (name, found) in enumerate(verdicts.items()):
+        for row, (quantity, words) in enumerate(QUANTITIES.items()):
+            axes = grid[row, column]
+            some = [verdict for verdict in found if verdict.quantity == quantity]
+            _panel(axes, [verdict for verdict in some if verdict.site in looks], looks)
+            most = worst(some)
+            verdict = f"at most x {most.ratio:.2f}" if math.isfinite(most.ratio) else most.words
+            said = f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
+            axes.set_title(f"{NAMES[name]}, {words}\n{said}", loc="left", fontsize=9.5)
+            plain_axes(axes, "width of the model" if row else "", f"over that at width {found[0].widths[0]}" if not column else "")
+    bottom, top = grid[0, 0].get_ylim()
+    log_ticks(grid[0, 0].yaxis, bottom, top, "number")
+    widths = next(iter(verdicts.values()))[0].widths
+    grid[0, 0].set_xticks(widths, [str(width) for width in widths])
+    labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]
+    legend_below(figure, [marked(linewidth=1.4, markersize=4.5, **look) for look in looks.values()], labels, 4)
+    return figure
+
+
+def shown_sites(records: Sequence[Record]) -> list[str]:
+    """The sites in their order, of a deep model's blocks the first, the middle and the last."""
+    sites = list(dict.fromkeys(record.site for record in records))
+    blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
+    if len(blocks) > BLOCKS:
+        blocks = [blocks[0], blocks[len(blocks) // 2], blocks[-1]]
+    return [site for site in sites if "/" not in site or site.partition("/")[0] in blocks]
+
+
+def in_words(site: str) -> str:
+    """``layer_03/iteration_01/mixer`` as "layer 3, iteration 1: mixer"."""
+    *place, part = site.split("/")
+    words = [f"{word.rpartition('_')[0]} {int(word.rpartition('_')[2])}" for word in place]
+    return f"{', '.join(words)}: {part}" if words else part
+
+
+def _looks(sites: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker by what a site is, the line by its block."""
+    kinds = list(dict.fromkeys(site.rpartition("/")[2] for site in sites))
+    blocks = list(dict.fromkeys(site.partition("/")[0] for site in sites if "/" in site))
+    looks = {}
+    for site in sites:
+        kind = kinds.index(site.rpartition("/")[2])
+        line = LINES[blocks.index(site.partition("/")[0]) % len(LINES)] if "/" in site else "-"
+        looks[site] = {"color": COLOURS[kind % len(COLOURS)], "marker": MARKERS[kind % len(MARKERS)], "linestyle": line}
+    return looks
+
+
+def _panel(axes: Any, verdicts: Sequence[Verdict], looks: dict[str, dict[str, Any]]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.axhspan(1 / LIMIT, LIMIT, color=QUIET, alpha=0.10, linewidth=0)
+    for verdict in verdicts:
+        if math.isfinite(verdict.ratio):
+            over = [value / verdict.values[0] for value in verdict.values]
+            axes.plot(verdict.widths, over, linewidth=1.4, markersize=4.5, alpha=1.0 if verdict.judged else 0.35, **looks[verdict.site])

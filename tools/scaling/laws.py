@@ -1,4 +1,4 @@
-"""Estimates with intervals and power laws, the numbers that the fits of a study are made of. numpy alone."""
+"""Estimates with intervals and power laws, the numbers that the fits of a study are made of, and fits of a power law to a few points."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 DRAW_DIGITS = 6  # significant digits of a kept bootstrap draw
+FEWEST_DRAWS = 0.5  # share of the resamples that must have a law, for an interval
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,20 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+    @classmethod
+    def of(cls, value: float, draws: Array, interval: float, asked: int) -> Estimate:
+        """The value and the percentiles of its draws, where at least half of those ``asked`` for are there."""
+        if not len(draws) or len(draws) < FEWEST_DRAWS * asked:
+            return cls(float(value))
+        low, high = percentiles(draws, interval)
+        return cls(float(value), float(low), float(high))
+
+    def text(self, form: str) -> str:
+        """0.49 (0.45–0.53), -0.35 (-0.37 to -0.33); the value alone where nothing was resampled."""
+        if self.low is None or self.high is None:
+            return f"{self.value:{form}}"
+        return f"{self.value:{form}} ({self.low:{form}}{' to ' if self.value < 0 else '–'}{self.high:{form}})"
 
 
 @dataclass(frozen=True)
@@ -61,3 +76,53 @@ def percentiles(values: ArrayLike, interval: float) -> tuple[Array, Array]:
 def rounded(rows: Array) -> list[Any]:
     """Bootstrap draws as rows of floats of `DRAW_DIGITS` significant digits."""
     return [tuple(float(f"{value:.{DRAW_DIGITS}g}") for value in row) for row in rows]
+
+
+FEWEST_WITH_OFFSET = 4  # points: an offset is a third parameter
+
+
+def pure(x: Array, y: Array) -> Array:
+    """``y = k x^s`` by least squares in logarithms: (k, s, 0) ``[r, 3]`` for ``x`` ``[p]`` and ``y`` ``[r, p]``."""
+    log_x, log_y = np.log(x), np.log(y)
+    middle = log_x.mean()
+    slope = ((log_x - middle) * log_y).sum(axis=1) / ((log_x - middle) ** 2).sum()
+    return np.stack([np.exp(log_y.mean(axis=1) - slope * middle), slope, np.zeros(len(y))], axis=1)
+
+
+def with_offset(x: Array, y: Array) -> Array:
+    """``y = offset + k x^-s`` by least squares of relative errors, offset >= 0: (k, -s, offset) ``[r, 3]``.
+
+    For each s of a grid, k and the offset are linear; the grid is then refined about the best. Exponents from 0.01 to 1.
+    """
+    center = float(np.exp(np.log(x).mean()))
+    relative = x / center
+    grid = np.repeat(np.geomspace(0.01, 1.0, 120)[None], len(y), axis=0)
+    width = 100 ** (1 / 119)
+    for _ in range(3):
+        k, offset, error = _linear(relative, y, grid)
+        best = error.argmin(axis=1)
+        rows = np.arange(len(y))
+        found = grid[rows, best]
+        law = np.stack([k[rows, best] * center**found, -found, offset[rows, best]], axis=1)
+        grid = np.clip(found[:, None] * np.geomspace(1 / width, width, 41)[None], 0.01, 1.0)
+        width **= 1 / 20
+    return law
+
+
+def _linear(x: Array, y: Array, grid: Array) -> tuple[Array, Array, Array]:
+    """k, offset and squared relative error ``[r, g]`` for each exponent of ``grid`` ``[r, g]``."""
+    term = x[None, None, :] ** -grid[:, :, None] / y[:, None, :]
+    flat = np.broadcast_to(1 / y[:, None, :], term.shape)
+    tt, ff, tf, t1, f1 = ((a * b).sum(axis=2) for a, b in ((term, term), (flat, flat), (term, flat), (term, 1.0), (flat, 1.0)))
+    determinant = np.maximum(tt * ff - tf * tf, 1e-300)
+    k, offset = (t1 * ff - f1 * tf) / determinant, (f1 * tt - t1 * tf) / determinant
+    below = offset < 0
+    k, offset = np.where(below, t1 / tt, k), np.where(below, 0.0, offset)
+    return k, offset, ((k[:, :, None] * term + offset[:, :, None] * flat - 1) ** 2).sum(axis=2)
+
+
+def power_law(x_name: str, y_name: str, value: Array, draws: Array, asked: int, interval: float, offset: bool) -> PowerLaw:
+    """A `PowerLaw` from its (k, s, offset) ``[3]`` and the resamples' ``[r, 3]``; too few of the ``asked`` resamples give no interval."""
+    coefficient, exponent, level = (Estimate.of(value[column], draws[:, column], interval, asked) for column in range(3))
+    kept = rounded(draws) if coefficient.low is not None else []
+    return PowerLaw(x_name, y_name, coefficient, exponent, level if offset else None, kept)

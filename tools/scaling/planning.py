@@ -1,28 +1,109 @@
-"""``plan``: the runs of a study, one line each, and what they cost in all; refuses what would not answer the study's question. No torch.
+"""The runs of a study: shapes by its rule, lengths, their cost and their settings; what would not answer the question is refused.
 
-    plan STUDY.yaml [--csv FILE]
-
-Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput.
+Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput. No torch.
 """
 
 from __future__ import annotations
 
-import argparse
+import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from operator import attrgetter
 
 from fem_common.errors import ConfigError
-from pretrain.config import RunConfig
-from pretrain.data_facts import DataFacts
-from pretrain.loader import load_run
-from pretrain.plan import flops_per_token
+from fem_megatron.config import ModelConfig
+from pretrain.config import RunConfig, load_run
+from pretrain.data.facts import DataFacts
+from pretrain.plan.run_plan import count_by_component, flops_per_token
 from pretrain.validate import prepare
+from tools.scaling.study import ShapeRule, Size, Study
 
-from .plan_text import render, write_csv
-from .shapes import Sizes, nearest_sizes, non_embedding_parameters, shaped, total_parameters
-from .study import Budget, Size, Study, load_study
+WIDEST = 1 << 17
+OUTSIDE = ("embedding", "output layer")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Width, layers, heads and the MLP's inner width of a model."""
+
+    width: int
+    layers: int
+    heads: int
+    ffn: int
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As settings of a run."""
+        return (
+            f"model.hidden_size={self.width}",
+            f"model.num_layers={self.layers}",
+            f"model.num_attention_heads={self.heads}",
+            f"model.ffn_hidden_size={self.ffn}",
+        )
+
+    def of(self, model: ModelConfig) -> ModelConfig:
+        """The model at these sizes."""
+        return replace(model, hidden_size=self.width, num_layers=self.layers, num_attention_heads=self.heads, ffn_hidden_size=self.ffn)
+
+
+def rule_words(shape: ShapeRule) -> str:
+    """The rule in words."""
+    return (
+        f"layers = max({shape.min_layers}, round(width / {shape.aspect_ratio:g})), heads = width / {shape.head_size}, "
+        f"MLP = {shape.ffn_ratio:.4g} x width, up to a multiple of {shape.ffn_multiple}"
+    )
+
+
+def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
+    """The shape of a width by the rule, but for what ``size`` states itself.
+
+    Raises:
+        ConfigError: the rule's heads do not divide the width.
+    """
+    size = size or Size()
+    if size.heads is None and width % shape.head_size:
+        near = max(1, round(width / shape.head_size)) * shape.head_size
+        raise ConfigError(f"width {width} is no multiple of shape.head_size = {shape.head_size}; the nearest: {near}")
+    return Sizes(
+        width=width,
+        layers=size.layers or max(shape.min_layers, math.floor(width / shape.aspect_ratio + 0.5)),
+        heads=size.heads or width // shape.head_size,
+        ffn=size.ffn or math.ceil(round(width * shape.ffn_ratio, 6) / shape.ffn_multiple) * shape.ffn_multiple,
+    )
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model, tied weights once."""
+    return sum(count_by_component(model).values())
+
+
+def non_embedding_parameters(model: ModelConfig) -> int:
+    """Parameters without the embedding and the output layer."""
+    return sum(count for name, count in count_by_component(model).items() if name not in OUTSIDE)
+
+
+def nearest_sizes(
+    shape: ShapeRule, model: ModelConfig, target: float, count: Callable[[ModelConfig], int] = non_embedding_parameters
+) -> Sizes:
+    """The rule's shape whose parameters are nearest to ``target``, by their ratio.
+
+    Raises:
+        ConfigError: no width of the rule reaches the target.
+    """
+    heads = range(1, WIDEST // shape.head_size + 1)
+
+    def parameters(number: int) -> int:
+        return count(shaped(shape, number * shape.head_size).of(model))
+
+    def away(number: int) -> float:
+        return abs(math.log(parameters(number) / target))
+
+    reached = bisect.bisect_left(heads, target, key=parameters)  # parameters grow with the width
+    best = min(heads[max(0, reached - 1) : reached + 1], key=away)
+    if reached == len(heads) and away(best) > 1:
+        raise ConfigError(f"no width up to {WIDEST} has {target:g} parameters by the shape rule")
+    return shaped(shape, best * shape.head_size)
 
 
 @dataclass(frozen=True)
@@ -77,22 +158,6 @@ class _Length:
         return {"budgets": "c", "tokens": "d", "tokens_per_parameter": "r"}[self.kind] + short(self.value)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's command line."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Print the plan: 0. Raises ConfigError, StorageError."""
-    study = load_study(arguments.study)
-    runs = plan_study(study)
-    print(render(study, runs))
-    if arguments.csv is not None:
-        write_csv(runs, arguments.csv)
-    return 0
-
-
 def short(value: float) -> str:
     """A number as a part of a name: 3e12, 0.003."""
     return f"{value:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
@@ -115,8 +180,7 @@ class Planner:
         self.study = study
         self.base = load_run(study.base)
         self._models: dict[tuple[str, Size], Model] = {}
-        self._told: dict[str, PlannedRun] = {}  # settings without names -> the run that has them
-        self._names: set[str] = set()
+        self._told: dict[str, str] = {}  # settings without names -> the run that has them
         self.read("settings", study.settings)
         for variant, words in study.variants.items():
             self.read(f"variants.{variant}", (*study.settings, *words))
@@ -157,26 +221,17 @@ class Planner:
 
     def _new_model(self, variant: str, size: Size) -> Model:
         study = self.study
-        words = (*study.settings, *study.variants[variant])
-        where = f"variants.{variant} at {_told(size)}"
+        where = f"variants.{variant} at {size.told}"
         try:
             sizes = self._sizes(size)
         except ConfigError as error:
             raise ConfigError(f"{study.path}: sizes: {error}") from None
-        words = (*words, *sizes.words)
+        words = (*study.settings, *study.variants[variant], *sizes.words)
         # The length is this run's own; one step is enough to check the shape.
         short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_no_warmup(self.base)))
         config, facts = self.prepared(where, short_run)
-        return Model(
-            config=config,
-            words=words,
-            sizes=sizes,
-            label=_label(size, sizes),
-            parameters=total_parameters(config.model),
-            non_embedding=non_embedding_parameters(config.model),
-            flops_per_token=flops_per_token(config),
-            facts=facts,
-        )
+        counts = (total_parameters(config.model), non_embedding_parameters(config.model))
+        return Model(config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts)
 
     def _sizes(self, size: Size) -> Sizes:
         if size.width is not None:
@@ -190,14 +245,10 @@ class Planner:
         study, model = self.study, self.model(variant, size)
         batch = model.config.train.global_batch_size * model.config.data.seq_length
         steps = max(1, round(self._tokens(length, size, model) / batch))
-        name = f"{variant}-{model.label}-{length.label}-lr{short(rate)}-s{seed}"
-        tokens, epochs = steps * batch, None
-        if model.facts is not None:
-            epochs = tokens / model.facts.tokens["train"]
-        cluster = study.cluster
-        flops = tokens * model.flops_per_token
+        tokens = steps * batch
+        cluster, flops = study.cluster, tokens * model.flops_per_token
         run = PlannedRun(
-            name=name,
+            name=f"{variant}-{model.label}-{length.label}-lr{short(rate)}-s{seed}",
             variant=variant,
             size=model.label,
             width=model.sizes.width,
@@ -213,7 +264,7 @@ class Planner:
             batch_tokens=batch,
             steps=steps,
             flops=flops,
-            epochs=epochs,
+            epochs=tokens / model.facts.tokens["train"] if model.facts is not None else None,
             hours=flops / (cluster.tflops * 1e12 * cluster.processes * 3600) if cluster.tflops else None,
             settings=(*model.words, *self.words(model, steps, rate), f"train.seed={seed}"),
         )
@@ -251,11 +302,10 @@ class Planner:
         config, _ = self.prepared(f"run {run.name}", self.read(f"run {run.name}", run.settings))
         told = repr(replace(config, name="", run_dir=None))
         if told in self._told:
-            raise ConfigError(f"{where} has the same settings as {self._told[told].name}; leave one of them out")
-        if run.name in self._names:
+            raise ConfigError(f"{where} has the same settings as {self._told[told]}; leave one of them out")
+        if run.name in self._told.values():
             raise ConfigError(f"{where}: two runs have this name, since their numbers differ by less than a name tells")
-        self._told[told] = run
-        self._names.add(run.name)
+        self._told[told] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
         warmup = self.study.warmup
@@ -272,13 +322,9 @@ class Planner:
 
 
 def _lengths(study: Study) -> list[_Length]:
-    budgets = [_Length("budgets", budget.flops, budget.sizes or study.sizes) for budget in sorted(study.budgets, key=_flops)]
+    budgets = [_Length("budgets", budget.flops, budget.sizes or study.sizes) for budget in sorted(study.budgets, key=attrgetter("flops"))]
     others = [_Length(kind, value, study.sizes) for kind in ("tokens", "tokens_per_parameter") for value in sorted(getattr(study, kind))]
     return budgets + others
-
-
-def _flops(budget: Budget) -> float:
-    return budget.flops
 
 
 def _no_warmup(base: RunConfig) -> tuple[str, ...]:
@@ -292,10 +338,6 @@ def _label(size: Size, sizes: Sizes) -> str:
     heads = "" if size.heads is None else f"-h{sizes.heads}"
     ffn = "" if size.ffn is None else f"-f{sizes.ffn}"
     return f"w{sizes.width}-l{sizes.layers}{heads}{ffn}"
-
-
-def _told(size: Size) -> str:
-    return f"width {size.width}" if size.width is not None else f"{size.parameters:g} parameters"
 
 
 def _up(value: float) -> float:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.plot import png
 
 from .collecting import read_collected
 from .report import Report, render_html, render_summary, report_of
@@ -42,10 +42,10 @@ def main(arguments: argparse.Namespace) -> int:
     results = Path(study.results)
     words = (as_typed(arguments.study), *(("--results", as_typed(arguments.results)) if arguments.results else ()))
     report = report_of(study, fit, table, read_collected(file), words)
-    pictures = draw_all(fit, table)
+    pictures = {name: png(figure) for name, figure in figures(fit, table).items()}
     _write(results, report, pictures)
     print(f"wrote {', '.join(f'{name}.png' for name in pictures) or 'no picture'}, summary.md and report.html in {results}")
-    for statement in report.statements:
+    for statement in report["statements"]:
         print(statement)
     return 0
 
@@ -76,20 +76,19 @@ def check_same_runs(study: Study, fit: StudyFit, table: pd.DataFrame, file: Path
                 raise ConfigError(f"{study.fit_json}: run {run} has loss {loss} there and {losses[run]} in {file}; {again}")
 
 
-def draw_all(fit: StudyFit, table: pd.DataFrame) -> dict[str, bytes]:
-    """Name -> PNG of every picture that there are fits for, in the order of PICTURES."""
-    from .pictures import frontier, isoflop, learning_rate, style  # matplotlib takes a second: not for --help or a wrong argument
+def figures(fit: StudyFit, table: pd.DataFrame) -> dict[str, Any]:
+    """Name -> figure of every picture that there are fits for, in the order of PICTURES."""
+    from tools.scaling.pictures import learning_rate, losses
 
     final = final_runs(table)
-    draws: dict[str, Callable[[], Any]] = {
-        "isoflop": lambda: isoflop.isoflop(fit, final),
-        "frontier": lambda: frontier.frontier(fit, final),
-        "loss_compute": lambda: frontier.loss_compute(fit, table),
-        "residuals": lambda: isoflop.residuals(fit),
-        "learning_rate": lambda: learning_rate.learning_rate(fit),
-    }
-    figures = {name: draws[name]() for name in PICTURES}
-    return {name: style.png(figure) for name, figure in figures.items() if figure is not None}
+    drawn = (
+        losses.isoflop(fit, final),
+        losses.frontier(fit, final),
+        losses.loss_compute(fit, table),
+        losses.residuals(fit),
+        learning_rate.learning_rate(fit),
+    )
+    return {name: figure for name, figure in zip(PICTURES, drawn, strict=True) if figure is not None}
 
 
 def _write(results: Path, report: Report, pictures: dict[str, bytes]) -> None:

@@ -18,13 +18,15 @@ from typing import Any
 
 import yaml
 
+from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
+from fem_common.text import did_you_mean
 from pretrain.config import RunConfig
-from pretrain.loader import nearest, to_dict
+from tools.scaling.planning import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
 
+from .laws import Estimate
 from .planning import Model, Planner, short
-from .results import Estimate, Optimum, Prediction, StudyFit, VariantFit, load_fit, optimal, predict_loss
-from .shapes import nearest_sizes, non_embedding_parameters, rule_words, total_parameters
+from .results import Optimum, StudyFit, VariantFit, load_fit, optimal, predict_loss
 from .study import Size, Study, add_study, study_of
 
 FAR = 10.0  # times the largest measured compute: beyond, the prediction carries a warning
@@ -41,7 +43,7 @@ class Recommendation:
     optimum: Optimum
     steps: int
     tokens: int
-    loss: Prediction
+    loss: Estimate
     rate_from: str
     measured: float  # FLOPs of the largest run that was fitted
 
@@ -92,8 +94,8 @@ def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, ex
     planner, laws = Planner(study), fit.variants[name]
     optimum = optimal(laws, flops)
     count = total_parameters if fit.parameters == "total" else non_embedding_parameters
-    example = planner.model(name, _first_size(study))
-    sizes = nearest_sizes(study.shape, example.config.model, optimum.n.value, count)
+    example = planner.model(name, (study.sizes or study.budgets[0].sizes)[0]).config.model
+    sizes = nearest_sizes(study.shape, example, optimum.n.value, count)
     model = planner.model(name, Size(width=sizes.width))
     batch = model.config.train.global_batch_size * model.config.data.seq_length
     steps = round(flops / (model.flops_per_token * batch))
@@ -104,7 +106,7 @@ def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, ex
             f"the least that will do: --flops {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
         )
     rate, rate_from = _rate(laws, model, count(model.config.model))
-    words = (*model.words, *planner.words(model, steps, rate), f"train.seed={study.seeds[0]}", f"name={_name(study, name, flops)}")
+    words = (*model.words, *planner.words(model, steps, rate), f"train.seed={study.seeds[0]}", f"name={study.name}-{name}-{short(flops)}")
     config = planner.read(f"the run for {flops:g} FLOPs", words)
     planner.prepared(f"the run for {flops:g} FLOPs", config)
     tokens = steps * batch
@@ -128,14 +130,14 @@ def summary(found: Recommendation) -> str:
     sizes = found.model.sizes
     return (
         f"{found.variant}, {sizes.layers} layers of {sizes.width}, {found.model.parameters:,} parameters, {found.tokens:,} tokens, "
-        f"predicted loss {_interval(found.loss)}"
+        f"predicted loss {found.loss.text('.4f')}"
     )
 
 
 def as_yaml(study: Study, fit: StudyFit, found: Recommendation) -> str:
     """The run's YAML: the settings that differ from the defaults, below comments on where they come from."""
     comments = [f"# {line}" for line in _comments(study, fit, found)]
-    values = _differences(to_dict(found.config), to_dict(RunConfig()))
+    values = _differences(plain(found.config), plain(RunConfig()))
     return "\n".join(comments) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -143,8 +145,9 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
     optimum, model = found.optimum, found.model
     level = f"{fit.interval:.0%} interval"
     yield f"Recommended for {optimum.flops:g} training FLOPs by `python -m tools.scaling recommend {study.path}`: {summary(found)}."
-    yield f"Predicted held-out loss: {_interval(found.loss)} nats a token ({level}), by the {optimum.method} fit of {found.variant}."
-    yield f"Optimal N ({fit.parameters}): {_count(optimum.n)}; D: {_count(optimum.d)}. The shape is the nearest by the study's rule:"
+    yield f"Predicted held-out loss: {found.loss.text('.4f')} nats a token ({level}), by the {optimum.method} fit of {found.variant}."
+    n, d = (one.text(".3g") for one in (optimum.n, optimum.d))
+    yield f"Optimal N ({fit.parameters}): {n}; D: {d}. The shape is the nearest by the study's rule:"
     yield f"  {rule_words(study.shape)}."
     batch, flops = found.tokens // found.steps, found.tokens * model.flops_per_token
     yield f"{found.steps:,} steps of {batch:,} tokens, the study's batch: {flops:.4g} FLOPs."
@@ -153,7 +156,7 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
     yield f"The largest run of the study had {found.measured:.3g} FLOPs: this is {factor:.3g} times as much. Fit: {study.fit_json}."
     for other, laws in fit.variants.items():
         if other != found.variant and _predictable(laws, optimum.flops) is not None:
-            yield f"  for comparison, {other} at its own optimum: {_interval(optimal(laws, optimum.flops).loss)}"
+            yield f"  for comparison, {other} at its own optimum: {optimal(laws, optimum.flops).loss.text('.4f')}"
     for line in warnings(study, found):
         yield f"WARNING: {line}."
     yield "Settings that are not here have their defaults (docs/configuration.md)."
@@ -164,9 +167,7 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
     known = [name for name in study.variants if name in fit.variants]
     if variant is not None:
         if variant not in study.variants:
-            near = nearest(variant, list(study.variants))
-            hint = f"did you mean {near}?" if near else f"variants are {', '.join(study.variants)}"
-            raise ConfigError(f"--variant {variant}: {study.path} has no such variant; {hint}")
+            raise ConfigError(f"--variant {variant}: {study.path} has no such variant; {did_you_mean(variant, list(study.variants))}")
         if variant not in fit.variants:
             raise ConfigError(f"--variant {variant}: {study.fit_json} has no fit of it; run it, then collect and fit again")
         return variant
@@ -180,25 +181,19 @@ def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> s
 def _predictable(laws: VariantFit, flops: float) -> float | None:
     """The loss at a variant's optimum; None where it has no law."""
     try:
-        return optimal(laws, flops).loss.mean
+        return optimal(laws, flops).loss.value
     except ConfigError:
         return None
-
-
-def _first_size(study: Study) -> Size:
-    return study.sizes[0] if study.sizes else study.budgets[0].sizes[0]
 
 
 def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:
     """The learning rate and where it comes from."""
     fitted = laws.learning_rate
-    for law, size, what in (
-        (fitted.by_parameters if fitted else None, parameters, "parameters"),
-        (fitted.by_width if fitted else None, model.sizes.width, "width"),
-    ):
-        if law is not None:
-            rate = float(f"{float(law.at(size)):.3g}")
-            return rate, f"{rate:g}, the study's law of the best rate against {what}"
+    if fitted is not None:
+        for law, size in ((fitted.by_parameters, parameters), (fitted.by_width, model.sizes.width)):
+            if law is not None:
+                rate = float(f"{float(law.at(size)):.3g}")
+                return rate, f"{rate:g}, the study's law of the best rate against {law.x}"
     rate = model.config.optimizer.lr
     why = "muP keeps it over the widths" if model.config.model.parametrization == "mup" else "the study fitted no law of it"
     return rate, f"{rate:g}, that of the study's runs ({why})"
@@ -214,28 +209,8 @@ def _measured(study: Study, fit: StudyFit) -> float:
     return max(flops)
 
 
-def _name(study: Study, variant: str, flops: float) -> str:
-    return f"{study.name}-{variant}-{short(flops)}"
-
-
-def _interval(loss: Prediction) -> str:
-    return f"{loss.mean:.4f}" + (f" ({loss.low:.4f}-{loss.high:.4f})" if loss.low is not None and loss.high is not None else "")
-
-
-def _count(estimate: Estimate) -> str:
-    told = f"{estimate.value:.3g}"
-    return told + (f" ({estimate.low:.3g}-{estimate.high:.3g})" if estimate.low is not None and estimate.high is not None else "")
-
-
 def _differences(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """What differs from the defaults, key by key."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        default = defaults.get(key)
-        if isinstance(value, dict) and isinstance(default, dict):
-            inner = _differences(value, default)
-            if inner:
-                found[key] = inner
-        elif value != default:
-            found[key] = value
-    return found
+    changed = {key: value for key, value in values.items() if value != defaults.get(key)}
+    both = {key for key, value in changed.items() if isinstance(value, dict) and isinstance(defaults.get(key), dict)}
+    return {key: _differences(value, defaults[key]) if key in both else value for key, value in changed.items()}

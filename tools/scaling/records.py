@@ -1,9 +1,12 @@
-"""What one run left behind, wherever it was logged: its configuration, its steps and its validations. From a run directory, or an export
-of Weights & Biases; and the rows of the table that follow. No torch.
+"""What one run left behind, wherever it was logged, what makes it comparable with another, and the rows of the table that follow. No torch.
+
+Held-out losses compare between runs that read the same tokens in sequences of the same length, and a loss a token means nothing across
+tokenizers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -11,19 +14,174 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import ConfigError, told
-from pretrain.config import RunConfig
-from pretrain.loader import load_run, load_values
-from pretrain.plan import count_by_component, flops_per_token
-from pretrain.progress_file import read_progress
+from fem_common.config import plain
+from fem_common.errors import ConfigError, files_told
+from pretrain.config import RunConfig, Source, load_run, run_of
+from pretrain.data.facts import Contents, SourceContents, check_contents, check_data, read_manifest
+from pretrain.plan.run_plan import flops_per_token
+from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
-from tools.demo.history import History
+from tools.demo.report import History
+from tools.scaling.planning import PlannedRun, non_embedding_parameters, total_parameters
 
-from .identity import DataIdentity, config_hash
-from .planning import PlannedRun
+DIGITS = 16  # of a hash in the table
+# What says where a run is, how it is laid out and what it tells, and changes nothing of what is learnt. A key stands for all below it.
+_NO_MATTER = (
+    "name run_dir data.tokenizer data.index_cache data.test parallel log evaluate model.attention_backend train.micro_batch_size "
+    "train.recompute train.eval_interval train.max_bad_steps checkpoint.interval checkpoint.keep_last checkpoint.async_save "
+    "checkpoint.resume"
+).split()
+_FROM_DATA = ("model.vocab_size",)  # filled in from the data where the study leaves it null
 
-RUN_DIRECTORY, WANDB = "run_dir", "wandb"
-EMBEDDING = ("embedding", "output layer")  # components of pretrain.plan
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """What training and validation data hold (`Contents.key`), their shares, the sequences they are cut into, and the tokenizer's sha256.
+
+    ``tokenizer`` is empty where nothing tells it.
+    """
+
+    contents: str
+    weights: tuple[tuple[float, ...], ...]
+    seq_length: int
+    tokenizer: str
+
+    @property
+    def key(self) -> str:
+        """Hexadecimal, of all but the tokenizer, which has a column of its own."""
+        return _hash([self.contents, self.weights, self.seq_length])
+
+
+def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
+    """The identity of what a run read: what its newest checkpoint records, and the manifests beside the data.
+
+    ``run`` is its directory, None where there is none (Weights & Biases). A pair without a manifest is identified by its .idx and a
+    sample of its .bin.
+
+    Raises:
+        ConfigError: neither is there, or the data on disk is no longer what the run was trained on.
+        StorageError: a file system failed.
+    """
+    with files_told():
+        recorded = _recorded(run) if run is not None else None
+        held = _held(config)
+    if recorded is None and held is None:
+        prefix = config.data.train[0].prefix if config.data.train else "data.train"
+        raise ConfigError(
+            f"nothing tells which data it read: {prefix} is not here and it has no checkpoint; run collect where the data is, from the "
+            "folder that the run was started in"
+        )
+    if recorded is not None and held is not None and recorded != held:
+        raise ConfigError(
+            f"it was trained on other data (contents {_short(recorded)}) than {config.data.train[0].prefix} holds now ({_short(held)}); "
+            "restore the data, or run it again"
+        )
+    contents = recorded or held or ""
+    return DataIdentity(contents, tuple(_shares(part) for part in _splits(config)), config.data.seq_length, _tokenizer(config))
+
+
+def config_hash(config: RunConfig, data: DataIdentity) -> str:
+    """Of what decides what the run learns: model, data by what it holds, batch, length, seed, optimizer; not of names, places or layout."""
+    return _hash([sorted(_flat(config).items()), data.key, data.tokenizer])
+
+
+def difference_from_plan(planned: RunConfig, found: RunConfig) -> tuple[str, Any, Any] | None:
+    """(key, planned value, the run's) of the first key that decides what a run learns and is not as planned; None where all are."""
+    wanted, held = _flat(planned), _flat(found)
+    for key in dict.fromkeys([*wanted, *held]):
+        one, other = wanted.get(key), held.get(key)
+        if one != other and not (one is None and key in _FROM_DATA):
+            return key, one, other
+    return None
+
+
+def heldout_tokens(config: RunConfig) -> int:
+    """Tokens that a validation reads, from the beginning of the validation data."""
+    return config.train.eval_batches * config.train.global_batch_size * config.data.seq_length
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return {key: value for key, value in _leaves(plain(config), "") if not _passed_over(key)}
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, f"{prefix}.{number}")
+    else:
+        yield prefix, value
+
+
+def _passed_over(key: str) -> bool:
+    return any(key == word or key.startswith(word + ".") for word in _NO_MATTER) or key.endswith(".prefix")
+
+
+def _splits(config: RunConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    return config.data.train, config.data.valid
+
+
+def _shares(sources: tuple[Source, ...]) -> tuple[float, ...]:
+    total = sum(source.weight for source in sources)
+    return tuple(round(source.weight / total, 9) for source in sources)
+
+
+def _recorded(run: Path) -> str | None:
+    """`Contents.key` as the newest checkpoint's manifest says it."""
+    latest = run / "checkpoints" / "latest"
+    if not latest.is_file():
+        return None
+    manifest = latest.parent / latest.read_text(encoding="utf-8").strip() / "manifest.json"
+    if not manifest.is_file():
+        return None
+    try:
+        told = json.loads(manifest.read_bytes()).get("data")
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{manifest} is damaged: not a JSON mapping; run it again, or remove the checkpoint") from None
+    return str(told) if told else None
+
+
+def _held(config: RunConfig) -> str | None:
+    """`Contents.key` of what lies under the configuration's prefixes; None where a source is not there."""
+    sources: list[SourceContents] = []
+    for split, listed in zip(("train", "valid"), _splits(config), strict=True):
+        for source in listed:
+            path = Path(source.prefix)
+            manifest = read_manifest(path.parent / "manifest.json")
+            if manifest is None:
+                return _read(config)
+            if path.name not in manifest.splits:
+                return None
+            entry = manifest.splits[path.name]
+            sources.append(SourceContents(split, source.prefix, entry["idx_sha256"], entry["bin_sha256"]))
+    return Contents(tuple(sources)).key if sources else None
+
+
+def _read(config: RunConfig) -> str | None:
+    files = [Path(source.prefix + ending) for listed in _splits(config) for source in listed for ending in (".bin", ".idx")]
+    return check_contents(check_data(config)).key if all(file.is_file() for file in files) else None
+
+
+def _tokenizer(config: RunConfig) -> str:
+    """sha256 of the tokenizer: the manifest's, else of the file that the configuration names; empty where neither is there."""
+    for source in config.data.train:
+        manifest = read_manifest(Path(source.prefix).parent / "manifest.json")
+        if manifest is not None:
+            return str(manifest.tokenizer["sha256"])
+    file = Path(config.data.tokenizer) / "tokenizer.json" if config.data.tokenizer else None
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:DIGITS]
+
+
+def _short(key: str) -> str:
+    return key[:12] or "none"
+
+
 EXPORTED_KEYS = ("_step", "loss", "step_seconds", "valid_loss")
 
 
@@ -77,12 +235,10 @@ def read_directory(folder: Path) -> Record | None:
     if not (folder / "config.yaml").is_file():
         return None
     config = load_run(folder / "config.yaml")
-    try:
+    with files_told():
         history = History.read(folder)
-    except OSError as error:
-        raise told(error) from None
     steps = tuple(Step(entry["step"], entry["loss"], entry["step_seconds"]) for entry in history.steps)
-    return Record(str(folder), RUN_DIRECTORY, config, steps, history.validations, _unfinished(folder, config), folder)
+    return Record(str(folder), "run_dir", config, steps, history.validations, _unfinished(folder, config), folder)
 
 
 def _unfinished(folder: Path, config: RunConfig) -> str:
@@ -110,9 +266,8 @@ def read_export(path: Path) -> dict[str, Record]:
     """
     records: dict[str, Record] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise told(error) from None
+        with files_told():
+            lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8; docs/scaling.md shows how the export is made") from None
     for number, line in enumerate(lines, 1):
@@ -135,7 +290,7 @@ def _exported(where: str, line: str) -> Record:
     place = f"{where}: run {raw['name']}"
     values = {key: value for key, value in raw["config"].items() if not key.startswith("_")}
     try:
-        config = load_values(values, Path("config"))
+        config = run_of(values, Path("config"))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     if config.model.vocab_size is None or not values.get("name"):
@@ -153,7 +308,7 @@ def _exported(where: str, line: str) -> Record:
     validations = tuple({row["_step"]: row["valid_loss"] for row in rows if "valid_loss" in row}.items())
     last, wanted = (validations[-1][0] if validations else 0), Schedule.of(config).steps
     unfinished = "" if last == wanted else f"its last validation is of step {last} of {wanted}"
-    return Record(place, WANDB, config, tuple(steps), validations, unfinished)
+    return Record(place, "wandb", config, tuple(steps), validations, unfinished)
 
 
 def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
@@ -171,7 +326,7 @@ def _rows(place: str, history: list[Any]) -> Iterator[dict[str, Any]]:
 def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[dict[str, object]]:
     """The table's rows of a run, one a validation; the last of a complete run is final. Rows that have no finite loss are left out."""
     config, schedule = record.config, Schedule.of(record.config)
-    counts, per_token = count_by_component(config.model), flops_per_token(config)
+    per_token = flops_per_token(config)
     same: dict[str, object] = {
         "run": planned.name,
         "variant": planned.variant,
@@ -181,8 +336,8 @@ def table_rows(record: Record, planned: PlannedRun, data: DataIdentity) -> list[
         "layers": config.model.num_layers,
         "heads": config.model.num_attention_heads,
         "parametrization": config.model.parametrization,
-        "parameters": sum(counts.values()),
-        "non_embedding_parameters": sum(count for name, count in counts.items() if name not in EMBEDDING),
+        "parameters": total_parameters(config.model),
+        "non_embedding_parameters": non_embedding_parameters(config.model),
         "flops_per_token": per_token,
         "batch_tokens": schedule.step_tokens,
         "learning_rate": config.optimizer.lr,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -18,33 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data_prep.files import write_whole
 from fem_common.errors import ConfigError, files_told
+from fem_common.files import make_folder, write_whole
+from tools.scaling.laws import Array, Estimate, PowerLaw, percentiles
 
-from .as_json import built, plain
-from .laws import Array, Estimate, PowerLaw, percentiles
-
-__all__ = [
-    "Comparison",
-    "Estimate",
-    "IsoFlopFit",
-    "LearningRateFit",
-    "LearningRateOptimum",
-    "LeftOut",
-    "Multiplier",
-    "Optimum",
-    "Parabola",
-    "ParametricFit",
-    "PowerLaw",
-    "Prediction",
-    "Residual",
-    "StudyFit",
-    "VariantFit",
-    "load_fit",
-    "optimal",
-    "predict_loss",
-    "save_fit",
-]
 FORMAT = 2  # of fit.json
 
 
@@ -278,7 +256,7 @@ class StudyFit:
 
     def to_json(self) -> str:
         """The fit as JSON text; `from_json` gives an equal one back."""
-        return json.dumps(plain(self), separators=(",", ":"), allow_nan=False) + "\n"
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str = "fit.json") -> StudyFit:
@@ -301,26 +279,17 @@ class StudyFit:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A loss and its interval."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
 class Optimum:
     """The best N and D for a number of FLOPs, by ``method`` ("parametric" or "isoflop"), and the loss there."""
 
     flops: float
     n: Estimate
     d: Estimate
-    loss: Prediction
+    loss: Estimate
     method: str
 
 
-def predict_loss(fit: VariantFit, n: float, d: float) -> Prediction:
+def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
     """The loss of one run with N parameters on D tokens by the parametric law.
 
     The interval is a run's: the law's uncertainty (percentiles over the draws) and a run's scatter about the law, both in log loss,
@@ -336,10 +305,10 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Prediction:
     mean = float(law.loss(n, d))
     band = law.band(n, d)
     if band is None:
-        return Prediction(mean, None, None)
+        return Estimate(mean)
     scatter = law.noise * NormalDist().inv_cdf(0.5 + law.interval / 2)
     below, above = (math.log(float(side[0]) / mean) for side in band)
-    return Prediction(mean, mean * math.exp(-math.hypot(min(below, 0.0), scatter)), mean * math.exp(math.hypot(max(above, 0.0), scatter)))
+    return Estimate(mean, mean * math.exp(-math.hypot(min(below, 0.0), scatter)), mean * math.exp(math.hypot(max(above, 0.0), scatter)))
 
 
 def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum:
@@ -352,16 +321,13 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
     """
     if fit.parametric is not None and method in (None, "parametric"):
         law = fit.parametric
-        n, d = (float(value[0]) for value in law.best(law.values, flops))
-        low_high: list[tuple[float | None, float | None]] = [(None, None), (None, None)]
-        if law.draws:
-            draws = law.best(law.draws, flops)
-            low_high = [typing.cast(Any, tuple(float(side) for side in percentiles(value, law.interval))) for value in draws]
-        return Optimum(flops, Estimate(n, *low_high[0]), Estimate(d, *low_high[1]), predict_loss(fit, n, d), "parametric")
+        pairs = zip(law.best(law.values, flops), law.best(law.draws, flops), strict=True)
+        n, d = (Estimate.of(value[0], draws, law.interval, len(draws)) for value, draws in pairs)
+        return Optimum(flops, n, d, predict_loss(fit, n.value, d.value), "parametric")
     if fit.isoflop is not None and fit.isoflop.n_opt and fit.isoflop.d_opt and fit.isoflop.loss and method in (None, "isoflop"):
         laws = (fit.isoflop.n_opt, fit.isoflop.d_opt, fit.isoflop.loss)
         best_n, best_d, loss = (_law_at(law, flops, fit.isoflop.interval) for law in laws)
-        return Optimum(flops, best_n, best_d, Prediction(loss.value, loss.low, loss.high), "isoflop")
+        return Optimum(flops, best_n, best_d, loss, "isoflop")
     why = f": {'; '.join(fit.notes)}" if fit.notes else ""
     raise ConfigError(f"{fit.name}: no {method or 'law'} to take an optimum from{why}")
 
@@ -387,11 +353,28 @@ def save_fit(fit: StudyFit, path: Path) -> None:
         ConfigError: the folder cannot be written.
         StorageError: a file system failed.
     """
+    make_folder(path.parent)
     with files_told():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, fit.to_json().encode())
+        write_whole(path, fit.to_json())
 
 
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:
     band = law.band([x], interval)
     return Estimate(float(law.at(x)), *(float(side[0]) for side in band)) if band else Estimate(float(law.at(x)))
+
+
+def built(hint: Any, value: Any) -> Any:
+    """The values of JSON as the type they were of; TypeError, KeyError or ValueError where they do not fit it."""
+    if is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return typing.cast(type, hint)(**{name: built(hints[name], inner) for name, inner in value.items()})
+    origin, inner_hints = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else built(next(kind for kind in inner_hints if kind is not types.NoneType), value)
+    if origin is list:
+        return [built(inner_hints[0], inner) for inner in value]
+    if origin is tuple:
+        return tuple(built(kind, inner) for kind, inner in zip(inner_hints, value, strict=True))
+    if origin is dict:
+        return {key: built(inner_hints[1], inner) for key, inner in value.items()}
+    return float(value) if hint is float else value

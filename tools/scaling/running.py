@@ -18,17 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fem_common.config import read_values
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.signals import taken
-from pretrain.data_facts import check_data
-from pretrain.loader import load_run, read_values
+from fem_common.text import counted, duration
+from pretrain.config import load_run
+from pretrain.data.facts import check_data
 
 from .planning import PlannedRun, plan_study
 from .study import Study, load_study
@@ -73,8 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
         command = launch_command(study, arguments, file.name)
         if arguments.dry_run:
             return subprocess.run(command, env=_environment()).returncode
-        many = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-        print(f"{study.name}: {many}, {sum(run.flops for run in runs):.3g} FLOPs, in {study.directory}", flush=True)
+        print(f"{study.name}: {counted(len(runs), 'run')}, {sum(run.flops for run in runs):.3g} FLOPs, in {study.directory}", flush=True)
         environment = _environment() | (_threads(arguments.at_once or study.cluster.at_once, study.cluster.processes) if local else {})
         code, came = _follow(command, environment, Progress(study, runs))
     return _end(study, runs, code, came, local)
@@ -150,18 +150,16 @@ class Progress:
 
     def line(self, rows: dict[str, dict[str, Any]]) -> str:
         """One line, from how the runs stand."""
-        share, done = self._share(rows), sum(row["state"] == "finished" for row in rows.values())
-        if self.at_first is None:
-            self.at_first = share
-        work = [_at_work(row) for row in rows.values() if row["active"] and row["step"] is not None]
+        done = [rows.get(run.name, {}).get("state") == "finished" for run in self.runs]
+        parts = [min(1.0, (rows.get(run.name, {}).get("step") or 0) / run.steps) for run in self.runs]
+        flops = sum(run.flops * (1.0 if whole else part) for run, whole, part in zip(self.runs, done, parts, strict=True))
+        share = flops / sum(run.flops for run in self.runs)
+        self.at_first = share if self.at_first is None else self.at_first
         elapsed, gained = time.monotonic() - self.began, share - self.at_first
         left = f"; {duration(elapsed / gained * (1 - share))} left" if gained > SOME else ""
+        work = [f"{row['name']} {row['step']}/{row['steps']}" for row in rows.values() if row["active"] and row["step"] is not None]
         now = f"; now {', '.join(work)}" if work else ""
-        return f"{self.study.name}: {done} of {len(self.runs)} runs done, {share:.0%} of the FLOPs{left}{now}"
-
-    def _share(self, rows: dict[str, dict[str, Any]]) -> float:
-        whole = sum(run.flops for run in self.runs)
-        return sum(run.flops * _part(rows.get(run.name), run) for run in self.runs) / whole
+        return f"{self.study.name}: {sum(done)} of {len(self.runs)} runs done, {share:.0%} of the FLOPs{left}{now}"
 
 
 def standings(study: Study) -> dict[str, dict[str, Any]] | None:
@@ -173,24 +171,6 @@ def standings(study: Study) -> dict[str, dict[str, Any]] | None:
     except (subprocess.TimeoutExpired, ValueError):
         return None
     return None if rows is None else {row["name"]: row for row in rows}
-
-
-def _part(row: dict[str, Any] | None, run: PlannedRun) -> float:
-    if row is None:
-        return 0.0
-    return 1.0 if row["state"] == "finished" else min(1.0, (row["step"] or 0) / run.steps)
-
-
-def _at_work(row: dict[str, Any]) -> str:
-    return f"{row['name']} {row['step']}/{row['steps']}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 45s, 12m or 3h 05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    return f"{round(whole / 60)}m" if whole < 3600 else f"{whole // 3600}h {whole % 3600 // 60:02}m"
 
 
 class _Tied:
@@ -212,8 +192,14 @@ def _follow(command: Sequence[str], environment: dict[str, str], progress: Progr
     second means at once.
     """
     process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_Tied(os.getpid()))
-    told = time.monotonic()
-    with _passed_on(process) as came:
+    told, came = time.monotonic(), list[int]()
+
+    def take(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        if process.poll() is None:
+            process.send_signal(number)
+
+    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
             if time.monotonic() - told >= TELL_SECONDS and not came:
@@ -223,20 +209,6 @@ def _follow(command: Sequence[str], environment: dict[str, str], progress: Progr
     return process.returncode, bool(came)
 
 
-@contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """The signals to end that came, each passed on."""
-    came: list[int] = []
-
-    def take(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        if process.poll() is None:
-            process.send_signal(number)
-
-    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):
-        yield came
-
-
 def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local: bool) -> int:
     """Say what is done and what failed; the exit code."""
     rows = standings(study)
@@ -244,23 +216,22 @@ def _end(study: Study, runs: Sequence[PlannedRun], code: int, came: bool, local:
         if code:  # launch refused, in a line of its own
             return code
         raise StorageError(f"{study.directory}: launch does not say how the runs stand; see: python -m launch status {study.directory}")
-    done = [run for run in runs if rows.get(run.name, {}).get("state") == "finished"]
+    done = sum(rows.get(run.name, {}).get("state") == "finished" for run in runs)
     failed = [(run.name, row) for run in runs if (row := rows.get(run.name)) is not None and row["state"] in FAILED and row["message"]]
-    again = f"python -m tools.scaling run {study.path}"
     if came:
-        print(f"{study.name}: stopped; {len(done)} of {len(runs)} runs are done; the same command goes on", flush=True)
+        print(f"{study.name}: stopped; {done} of {len(runs)} runs are done; the same command goes on", flush=True)
         return INTERRUPTED
     for name, row in failed:
         place = shlex.quote(f"{study.directory}/{name}")
         print(f"failed: {name}: {row['message']}; see: python -m launch logs --errors {place}", file=sys.stderr)
     if failed:
-        print(
-            f"{len(failed)} of {len(runs)} runs failed; start one again with: python -m launch requeue RUN, then: {again}", file=sys.stderr
-        )
-    elif not local:
-        print(f"{study.name}: {len(done)} of {len(runs)} runs are done; watch: python -m launch status --items {study.directory}")
-    elif len(done) == len(runs):
-        print(f"{study.name}: all {len(runs)} runs are done; now: python -m tools.scaling collect {study.path}")
+        again = f"python -m launch requeue RUN, then: python -m tools.scaling run {study.path}"
+        print(f"{len(failed)} of {len(runs)} runs failed; start one again with: {again}", file=sys.stderr)
     else:
-        print(f"{study.name}: {len(done)} of {len(runs)} runs are done; the same command goes on")
-    return code or (1 if failed or (local and len(done) < len(runs)) else 0)
+        next_one = "the same command goes on"
+        if not local:
+            next_one = f"watch: python -m launch status --items {study.directory}"
+        elif done == len(runs):
+            next_one = f"now: python -m tools.scaling collect {study.path}"
+        print(f"{study.name}: {done} of {len(runs)} runs are done; {next_one}")
+    return code or (1 if failed or (local and done < len(runs)) else 0)

@@ -1,4 +1,4 @@
-"""A study, as its YAML says it: what is compared, at which sizes, for how long; read strictly. No torch.
+"""A study, as its YAML says it: what is compared, at which sizes, for how long; read strictly. No numpy, no torch.
 
 The keys and their meaning are the fields of `Study`. Which runs a study makes is ``planning``'s business.
 """
@@ -6,19 +6,53 @@ The keys and their meaning are the fields of `Study`. Which runs a study makes i
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fem_common.config import Node, load
 from fem_common.errors import ConfigError
-from fem_megatron.settings import setting
-from pretrain.loader import read_values, typed
+from fem_common.settings import setting
 
-from .fits.config import FitConfig
+PARAMETERS = ("total", "non_embedding")
+APPROACHES = ("isoflop", "parametric")
+
+
+def _sizes(node: Node) -> Node:
+    """Widths, or ``{parameters: [...]}``, as mappings."""
+    values, key = node.value, "width"
+    if isinstance(values, dict) and set(values) == {"parameters"}:
+        values, key = values["parameters"].value, "parameters"
+    if not isinstance(values, list):
+        return node
+    return replace(node, value=[_keyed(item, key) for item in values], tag="seq")
+
+
+def _budgets(node: Node) -> Node:
+    """FLOPs as mappings."""
+    return replace(node, value=[_keyed(item, "flops") for item in node.value]) if isinstance(node.value, list) else node
+
+
+def _keyed(item: Node, key: str) -> Node:
+    return item if isinstance(item.value, dict) else Node({key: item}, item.where, "map")
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Knobs of `tools.scaling.fits`; the defaults are the ones of the papers."""
+
+    approaches: tuple[str, ...] = setting(APPROACHES, "Which laws: isoflop (Hoffmann et al.'s approach 2), parametric (3).", APPROACHES)
+    parameters: str = setting(
+        "total", "The N of the laws: all parameters (as Hoffmann et al.), or those outside the embedding.", PARAMETERS
+    )
+    interval: float = setting(0.9, "Level of every interval.", above=0, below=1)
+    resamples: int = setting(500, "Bootstrap resamples.", least=50)
+    huber_delta: float = setting(1e-3, "Where the Huber loss on log loss turns from square to linear.", above=0, below=1)
+    seed: int = setting(1, "Of the bootstrap.", least=0)
+
 
 STUDIES = Path("runs") / "studies"
 TABLE, FIT = "runs.csv", "fit.json"  # of a study's results
@@ -29,16 +63,11 @@ FEWEST_SIZES = 3  # of a budget: a parabola has three coefficients
 PLANNED = {
     "name": "name",
     "run_dir": "directory",
-    "train.steps": "budgets",
-    "train.tokens": "budgets",
     "train.seed": "seeds",
     "train.eval_interval": "validations",
-    "optimizer.warmup_steps": "warmup",
-    "optimizer.warmup_tokens": "warmup",
-    "model.hidden_size": "sizes",
-    "model.num_layers": "sizes",
-    "model.num_attention_heads": "sizes",
-    "model.ffn_hidden_size": "sizes",
+    **dict.fromkeys(("train.steps", "train.tokens"), "budgets"),
+    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.warmup_tokens"), "warmup"),
+    **dict.fromkeys((f"model.{key}" for key in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")), "sizes"),
     "parallel.world_size": "cluster.processes",
 }
 
@@ -47,39 +76,46 @@ PLANNED = {
 class ShapeRule:
     """The rule from a width to a whole shape; a size that states a number of its own keeps it."""
 
-    head_size: int = setting(64, "Width of a head: heads = width / head_size, which must be whole.")
-    aspect_ratio: float = setting(64.0, "layers = width / aspect_ratio, rounded to the nearest whole number.")
-    min_layers: int = setting(2, "Fewest layers.")
-    ffn_ratio: float = setting(8 / 3, "Inner width of the MLP over width, rounded up to a multiple of ffn_multiple.")
-    ffn_multiple: int = setting(64, "The MLP's inner width is a multiple of this.")
+    head_size: int = setting(64, "Width of a head: heads = width / head_size, which must be whole.", above=0)
+    aspect_ratio: float = setting(64.0, "layers = width / aspect_ratio, rounded to the nearest whole number.", above=0)
+    min_layers: int = setting(2, "Fewest layers.", above=0)
+    ffn_ratio: float = setting(8 / 3, "Inner width of the MLP over width, rounded up to a multiple of ffn_multiple.", above=0)
+    ffn_multiple: int = setting(64, "The MLP's inner width is a multiple of this.", above=0)
 
 
 @dataclass(frozen=True)
 class Size:
     """One size: a width, or the parameters that the nearest width of the rule is sought for."""
 
-    width: int | None = setting(None, "Width of the residual stream.")
-    layers: int | None = setting(None, "Layers; null: by the rule.")
-    heads: int | None = setting(None, "Heads; null: by the rule.")
-    ffn: int | None = setting(None, "Inner width of the MLP; null: by the rule.")
-    parameters: float | None = setting(None, "In place of a width: non-embedding parameters of the baseline, met by the nearest width.")
+    width: int | None = setting(None, "Width of the residual stream.", above=0)
+    layers: int | None = setting(None, "Layers; null: by the rule.", above=0)
+    heads: int | None = setting(None, "Heads; null: by the rule.", above=0)
+    ffn: int | None = setting(None, "Inner width of the MLP; null: by the rule.", above=0)
+    parameters: float | None = setting(
+        None, "In place of a width: the baseline's non-embedding parameters, met by the nearest width.", above=0
+    )
+
+    @property
+    def told(self) -> str:
+        """The size in words."""
+        return f"width {self.width}" if self.width is not None else f"{self.parameters:g} parameters"
 
 
 @dataclass(frozen=True)
 class Budget:
     """Training compute that several sizes are given."""
 
-    flops: float = setting(0.0, "Training FLOPs of a run.")
-    sizes: tuple[Size, ...] = setting((), "The budget's own sizes; empty: the study's.")
+    flops: float = setting(0.0, "Training FLOPs of a run.", above=0)
+    sizes: tuple[Size, ...] = setting((), "The budget's own sizes; empty: the study's.", expand=_sizes)
 
 
 @dataclass(frozen=True)
 class Cluster:
     """What the expected hours of the plan rest on."""
 
-    processes: int = setting(1, "Processes a run, the world size.")
-    at_once: int = setting(1, "Runs at the same time.")
-    tflops: float | None = setting(None, "Sustained model TFLOP/s of a process: the study's assumption; null: no hours are said.")
+    processes: int = setting(1, "Processes a run, the world size.", above=0)
+    at_once: int = setting(1, "Runs at the same time.", above=0)
+    tflops: float | None = setting(None, "Sustained model TFLOP/s of a process: the study's assumption; null: no hours are said.", above=0)
     name: str = setting("", "What machine that is, for the plan's words.")
 
 
@@ -93,25 +129,23 @@ class Study:
     results: str = setting("", "Where collect, fit and plot write; empty: results/ in directory. Relative to the working directory.")
     published: str = setting("", "Folder of a table and fit that are read while results has no table. Relative to the working directory.")
     settings: tuple[str, ...] = setting((), "section.key=value words of all runs.")
-    variants: dict[str, tuple[str, ...]] = field(
-        default_factory=dict, metadata={"doc": "What is compared: name -> its settings. The first is the baseline."}
-    )
+    variants: dict[str, tuple[str, ...]] = setting(dict, "What is compared: name -> its settings. The first is the baseline.")
     shape: ShapeRule = setting(ShapeRule, "The rule from a width to a shape.")
-    sizes: tuple[Size, ...] = setting((), "The sizes: widths, or mappings; or {parameters: [...]}, targets for the rule.")
-    budgets: tuple[Budget, ...] = setting((), "Training FLOPs, each at every size; an item {flops, sizes} has sizes of its own.")
-    tokens: tuple[float, ...] = setting((), "In place of budgets: training tokens of every size.")
+    sizes: tuple[Size, ...] = setting((), "The sizes: widths, or mappings; or {parameters: [...]}, targets for the rule.", expand=_sizes)
+    budgets: tuple[Budget, ...] = setting((), "Training FLOPs, each at every size; an item {flops, sizes} has its own.", expand=_budgets)
+    tokens: tuple[float, ...] = setting((), "In place of budgets: training tokens of every size.", above=0)
     tokens_per_parameter: tuple[float, ...] = setting(
-        (), "In place of budgets: training tokens over the total parameters of the baseline of that size, for all variants alike."
+        (), "In place of budgets: training tokens over the total parameters of the baseline of that size, for all variants alike.", above=0
     )
-    learning_rates: tuple[float, ...] | None = setting(None, "Every run at each of these; null: the variant's or the base's optimizer.lr.")
-    seeds: tuple[int, ...] = setting((1,), "train.seed of a repetition.")
-    warmup: float = setting(0.05, "Linear warm-up, a share of a run's steps.")
-    min_steps: int = setting(50, "Fewest steps of a run.")
-    max_epochs: float = setting(4.0, "How often the training data may be read.")
-    validations: int = setting(5, "Validations of a run, evenly spaced, the last at its end.")
+    learning_rates: tuple[float, ...] | None = setting(None, "Every run at each of these; null: the variant's or the base's.", above=0)
+    seeds: tuple[int, ...] = setting((1,), "train.seed of a repetition.", least=0)
+    warmup: float = setting(0.05, "Linear warm-up, a share of a run's steps.", least=0, below=1)
+    min_steps: int = setting(50, "Fewest steps of a run.", above=0)
+    max_epochs: float = setting(4.0, "How often the training data may be read.", above=0)
+    validations: int = setting(5, "Validations of a run, evenly spaced, the last at its end.", above=0)
     cluster: Cluster = setting(Cluster, "What the expected hours rest on.")
     fit: FitConfig = setting(FitConfig, "How `fit` fits.")
-    path: str = setting("", "Set by `load_study`.")
+    path: str = setting("", "Set by `load_study`.", check=lambda _: "it is where the study was read from; leave it out")
 
     @property
     def baseline(self) -> str:
@@ -157,43 +191,17 @@ def load_study(path: str | Path) -> Study:
         StorageError: a file system failed.
     """
     path = Path(path)
-    values = _spelled_out(read_values(path))
-    if "path" in values:
-        raise ConfigError(f"{path}: unknown key path; leave it out")
-    study: Study = typed(Study, values, str(path))
+    study = load(Study, path)
     name = study.name or path.stem
     directory = study.directory or str(STUDIES / name)
-    study = replace(
-        study,
-        name=name,
-        base=os.path.normpath(path.parent / study.base) if study.base else "",
-        directory=directory,
-        results=study.results or str(Path(directory) / "results"),
-        path=str(path),
-    )
+    base = os.path.normpath(path.parent / study.base) if study.base else ""
+    results = study.results or str(Path(directory) / "results")
+    study = replace(study, name=name, base=base, directory=directory, results=results, path=str(path))
     try:
         _check(study)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return study
-
-
-def _spelled_out(values: dict[Any, Any]) -> dict[Any, Any]:
-    """The values with every size and budget as a mapping."""
-    given = dict(values)
-    if "sizes" in given:
-        given["sizes"] = _sizes(given["sizes"])
-    budgets = given.get("budgets")
-    if isinstance(budgets, list):
-        items = [dict(item) if isinstance(item, dict) else {"flops": item} for item in budgets]
-        given["budgets"] = [{**item, "sizes": _sizes(item["sizes"])} if "sizes" in item else item for item in items]
-    return given
-
-
-def _sizes(raw: Any) -> Any:
-    if isinstance(raw, dict) and set(raw) == {"parameters"} and isinstance(raw["parameters"], list):
-        return [{"parameters": value} for value in raw["parameters"]]
-    return [item if isinstance(item, dict) else {"width": item} for item in raw] if isinstance(raw, list) else raw
 
 
 # --- checks of what no single field knows; errors name keys, the caller adds the file ---------------------------------------------
@@ -205,7 +213,7 @@ def _check(study: Study) -> None:
     if not study.base:
         raise ConfigError("base: name the run configuration that all runs share, as base: ../run/demo.yaml")
     _check_variants(study)
-    _check_numbers(study)
+    _check_lists(study)
     _check_lengths(study)
     if not study.sizes and not all(budget.sizes for budget in study.budgets):
         raise ConfigError("sizes is empty: give widths, as [128, 192, 256, 384]")
@@ -244,34 +252,11 @@ def _check_words(study: Study, key: str, words: Sequence[str]) -> None:
         raise ConfigError(f"{key}: {repeated} is given twice")
 
 
-def _check_numbers(study: Study) -> None:
-    shape, cluster = study.shape, study.cluster
-    positive: dict[str, float | None] = {
-        "shape.head_size": shape.head_size,
-        "shape.aspect_ratio": shape.aspect_ratio,
-        "shape.min_layers": shape.min_layers,
-        "shape.ffn_ratio": shape.ffn_ratio,
-        "shape.ffn_multiple": shape.ffn_multiple,
-        "cluster.processes": cluster.processes,
-        "cluster.at_once": cluster.at_once,
-        "cluster.tflops": cluster.tflops,
-        "min_steps": study.min_steps,
-        "max_epochs": study.max_epochs,
-        "validations": study.validations,
-        **{f"budgets.{number}": budget.flops for number, budget in enumerate(study.budgets)},
-    }
-    for key in ("tokens", "tokens_per_parameter", "learning_rates"):
-        positive.update({f"{key}.{number}": value for number, value in enumerate(getattr(study, key) or ())})
-    for key, value in positive.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{key} = {value:g}: must be more than 0")
-    if not 0 <= study.warmup < 1:
-        raise ConfigError(f"warmup = {study.warmup:g}: it is a share of a run's steps, from 0 to below 1")
+def _check_lists(study: Study) -> None:
     if not study.seeds:
         raise ConfigError("seeds is empty: give at least one, as [1]")
-    for seed in study.seeds:
-        if seed < 0:
-            raise ConfigError(f"seeds: {seed}: must be 0 or more")
+    if not study.fit.approaches:
+        raise ConfigError(f"fit.approaches is empty: give {' or '.join(APPROACHES)}")
     if study.learning_rates is not None and not study.learning_rates:
         raise ConfigError("learning_rates is empty: give rates, or null for the variants' own")
 
@@ -294,16 +279,11 @@ def _check_sizes(key: str, sizes: tuple[Size, ...]) -> None:
     for number, size in enumerate(sizes):
         if (size.width is None) == (size.parameters is None):
             raise ConfigError(f"{key}.{number}: give a width, or parameters in its place")
-        for name in ("width", "layers", "heads", "ffn", "parameters"):
-            value = getattr(size, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{key}.{number}.{name} = {value:g}: must be more than 0")
         if size.parameters is not None and (size.layers, size.heads, size.ffn) != (None, None, None):
             raise ConfigError(f"{key}.{number}: parameters asks the rule for a shape; give a width where layers, heads or ffn are given")
     repeated = _repeated(sizes)
     if repeated is not None:
-        told = f"width {repeated.width}" if repeated.width is not None else f"{repeated.parameters:g} parameters"
-        raise ConfigError(f"{key}: {told} is there twice, so two runs would be the same; give it once")
+        raise ConfigError(f"{key}: {repeated.told} is there twice, so two runs would be the same; give it once")
 
 
 def _repeated(values: Iterable[Any]) -> Any:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from data_prep.files import write_whole
-from fem_common.errors import ConfigError, told
-from pretrain.loader import nearest
+from fem_common.errors import ConfigError, files_told, told
+from fem_common.files import make_folder, write_whole
+from fem_common.text import nearest
 
 # Column -> kind, in the file's order. int: a whole number, of which a foreign table may know nothing; then <NA>.
 COLUMNS = {
@@ -145,11 +145,9 @@ def write_file(path: Path, content: bytes) -> None:
         ConfigError: the path is wrong.
         StorageError: a file system failed.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
+    with files_told():
         write_whole(path, content)
-    except OSError as error:
-        raise told(error) from None
 
 
 def _raw(path: Path) -> pd.DataFrame:

@@ -7,12 +7,23 @@ from torch.autograd.function import once_differentiable
 
 from kernels.aft_read.triton.backward import launch_backward
 from kernels.aft_read.triton.forward import launch_forward
+from kernels.tiles import rows_of
 
 
 def fused_past(k, v, beta, lam, gate, query, valid, state):
     """(o, state) as `aft_read` says, all [b, h, t, d]; beta float32 or None, state float32 or None, one logit for each value."""
     beta, valid, state = (None if x is None else x.contiguous() for x in (beta, valid, state))
-    return _Read.apply(*(_unit(x) for x in (k, v)), beta, *(_unit(x) for x in (lam, gate, query)), valid, state)
+    lam, gate, query = (None if x is None else rows_of(x) for x in (lam, gate, query))
+    return _Read.apply(
+        rows_of(k),
+        rows_of(v),
+        beta,
+        lam,
+        gate,
+        query,
+        valid,
+        state,
+    )
 
 
 class _Read(torch.autograd.Function):
@@ -26,9 +37,4 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, _):
-        return *launch_backward(_unit(d_o), *ctx.saved_tensors), None, None
-
-
-def _unit(x):
-    """x with its last stride 1."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+        return *launch_backward(rows_of(d_o), *ctx.saved_tensors), None, None

@@ -15,18 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.aft_read.triton.forward import ALIGNED, read_types, strides, valid_stride
-from kernels.aft_read.triton.tiles import (
+from kernels.aft_read.triton.forward import (
     JOINT_MAXIMUM,
     JOINT_SUM,
     MAXIMUM,
     NOTHING,
     ROWS,
-    STAGES,
     SUM,
     VALUES,
-    WARPS,
     Launch,
+    built,
     counted,
     dense,
     exponents,
@@ -40,8 +38,9 @@ from kernels.aft_read.triton.tiles import (
     readable,
     row,
     tile,
+    valid_stride,
 )
-from kernels.build import Build
+from kernels.tiles import Build, strides_of
 
 
 def launch_backward(d_o, k, v, beta, lam, gate, query, valid, kept):
@@ -57,7 +56,7 @@ def launch_backward(d_o, k, v, beta, lam, gate, query, valid, kept):
     per_program = (batch, heads, launch.segments, width)
     d_beta = None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
     summary = torch.empty(*per_program[:3], 5, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
-    shared = (*strides(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
+    shared = (*strides_of(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
     if summary is not None:
         _summary_kernel[launch.grid](
             d_o, k, v, beta, lam, gate, query, valid, kept, summary, *shared,
@@ -240,18 +239,10 @@ def _backward_kernel(
 def _builds():
     """As the forward's."""
     launch = Launch(4, 16, 4096, 64)
-    sizes = {"BT": launch.constants["BT"], "BC": launch.constants["BC"]}
-    types = read_types() | dict.fromkeys(("d_o", "dk", "dv", "d_lam", "d_gate"), "*bf16") | {"d_beta": "*fp32"}
-    absent = {"query": None, "valid": None}
-    found = []
-    for label, more in (("mu and F", {}), ("mu", {"beta": None, "lam": None})):
-        outputs = {"d_query": None} | ({"d_beta": None, "d_lam": None} if more else {})
-        for name, kernel, given in (
-            ("backward summary", _summary_kernel, sizes | absent | more),
-            ("backward", _backward_kernel, launch.constants | absent | more | outputs),
-        ):
-            found.append(Build(f"{name}, {label}", kernel, types, given, WARPS, STAGES, aligned=ALIGNED))
-    return tuple(found)
+    absent = {"query": None, "valid": None, "d_query": None}
+    for label, more in (("mu and F", {}), ("mu", dict.fromkeys(("beta", "lam", "d_beta", "d_lam")))):
+        for name, kernel in (("backward summary", _summary_kernel), ("backward", _backward_kernel)):
+            yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
 
 
-BUILDS: tuple[Build, ...] = _builds()
+BUILDS: tuple[Build, ...] = tuple(_builds())

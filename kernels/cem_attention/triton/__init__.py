@@ -1,44 +1,35 @@
 """CEM's attention in Triton kernels: the pairs are made in registers, the diagonal's part of the scores by the vendor's products.
 
-Nothing is kept for the backward but the inputs, as they came, the output and a number a row and head.
+Nothing is kept for the backward but the inputs, as they came, the output and a number a row and head. The diagonal part
+C_ij = h_j . (d u_i) is made a part of the rows at a time; in bfloat16 C and its gradient are bfloat16, once rounded from float32 sums:
+a head reads C once in the forward and thrice in the backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.cem_attention.triton import diagonal
 from kernels.cem_attention.triton.backward import d_keys, d_pairs, d_queries
-from kernels.cem_attention.triton.forward import attend
-from kernels.cem_attention.triton.tiles import Part
+from kernels.cem_attention.triton.forward import Part, attend
+from kernels.tiles import rows_of
 
 
 class Read(torch.autograd.Function):
     """`cem_attention` of float32 or bfloat16; alone = b_self - b_cross, of no dimension, and slopes are float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        u: Tensor | None,
-        h: Tensor | None,
-        d: Tensor | None,
-        slopes: Tensor,
-        alone: Tensor,
-        scale: float,
-        causal: bool,
-        valid: Tensor | None,
-    ) -> Tensor:
-        q, k = _unit(q), _unit(k)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        q, k, u, h, d, slopes, alone, scale, causal, valid = inputs
+        q, k = rows_of(q), rows_of(k)
         ctx.scale, ctx.causal = scale, causal
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for sequences, rows in diagonal.parts(len(q), 0 if d is None else len(d), q.shape[2], k.shape[2]):
-            part = _part(ctx, q, k, u, h, d, slopes, alone, valid, sequences, rows)
+        for sequences, rows in diagonal_parts(len(q), 0 if d is None else len(d), q.shape[2], k.shape[2]):
+            part = _part((q, k, u, h, d, slopes, alone, scale, causal, valid), sequences, rows)
             attend(part, out[sequences, :, rows], lse[sequences, :, rows])
         ctx.save_for_backward(q, k, u, h, d, slopes, alone, valid, out, lse)
         return out
@@ -48,9 +39,9 @@ class Read(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, u, h, d, slopes, alone, valid, out, lse = ctx.saved_tensors
         (d_out,) = grads
-        d_out = _unit(d_out)
+        d_out = rows_of(d_out)
         (b, _, t, _), tk = q.shape, k.shape[2]
-        pieces = list(diagonal.parts(b, 0 if d is None else len(d), t, tk))
+        pieces = list(diagonal_parts(b, 0 if d is None else len(d), t, tk))
         cut = len({rows.start for _, rows in pieces}) > 1  # several parts then give to the same keys
         dq, row_terms, d_alone = torch.empty_like(q), torch.empty_like(lse), torch.zeros_like(alone)
         dk = torch.zeros_like(k, dtype=torch.float32) if cut else torch.empty_like(k)
@@ -59,14 +50,14 @@ class Read(torch.autograd.Function):
             du, dd = torch.empty_like(u), torch.zeros_like(d, dtype=torch.float32)
             dh = torch.zeros_like(h, dtype=torch.float32) if cut or len(d) > 1 else torch.empty_like(h)
         for sequences, rows in pieces:
-            part = _part(ctx, q, k, u, h, d, slopes, alone, valid, sequences, rows)
+            part = _part((q, k, u, h, d, slopes, alone, ctx.scale, ctx.causal, valid), sequences, rows)
             end = part.k.shape[2]
             given = d_out[sequences, :, rows], lse[sequences, :, rows], row_terms[sequences, :, rows]
             d_alone += d_queries(part, out[sequences, :, rows], *given, dq[sequences, :, rows])
             d_keys(part, *given, dk[sequences, :, :end], add=cut)
             if du is not None and dh is not None and dd is not None:
                 d_bias = d_pairs(part, *given)
-                diagonal.gradients(
+                diagonal_gradients(
                     d_bias, u[sequences, rows], h[sequences, :end], d, part.first, ctx.causal,
                     du[sequences, rows], dh[sequences, :end], dd, add=cut,
                 )  # fmt: skip
@@ -74,27 +65,84 @@ class Read(torch.autograd.Function):
         return dq, dk.to(k.dtype), du, dh, dd, None, d_alone, None, None, None
 
 
-def _part(
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    u: Tensor | None,
-    h: Tensor | None,
-    d: Tensor | None,
-    slopes: Tensor,
-    alone: Tensor,
-    valid: Tensor | None,
-    sequences: slice,
-    rows: slice,
-) -> Part:
+def _part(given: tuple[Any, ...], sequences: slice, rows: slice) -> Part:
+    """Of what `Read` is given."""
+    q, k, u, h, d, slopes, alone, scale, causal, valid = given
     first = rows.start + k.shape[2] - q.shape[2]
-    end = first + rows.stop - rows.start if ctx.causal else k.shape[2]
+    end = first + rows.stop - rows.start if causal else k.shape[2]
     c = None
     if u is not None and h is not None and d is not None:
-        c = diagonal.bias(u[sequences, rows], h[sequences, :end], d, first, ctx.causal)
+        c = diagonal_scores(u[sequences, rows], h[sequences, :end], d, first, causal)
     seen = None if valid is None else valid[sequences]
-    return Part(q[sequences, :, rows], k[sequences, :, :end], c, slopes, alone, seen, first, ctx.scale, ctx.causal)
+    return Part(q[sequences, :, rows], k[sequences, :, :end], c, slopes, alone, seen, first, scale, causal)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+# Of C's terms at once: 128 MB in bfloat16, and as much for the gradient. A sequence alone may be longer than that; then rows are cut.
+TERMS = 1 << 26
+LEAST_ROWS = 128  # of a part, so that memory is linear in the tokens
+STRIP = 512  # rows or keys of one product: what lies above the diagonal is left out by strips, and a product still fills a GPU
+
+
+def diagonal_parts(b: int, diagonals: int, t: int, tk: int) -> Iterator[tuple[slice, slice]]:
+    """Sequences and rows, in order, whose terms are at most ``TERMS``; diagonals: how many C a sequence has, 0: everything at once."""
+    if diagonals * t * tk <= TERMS:
+        at_once = max(1, TERMS // (diagonals * t * tk)) if diagonals else b
+        yield from ((slice(start, min(start + at_once, b)), slice(0, t)) for start in range(0, b, at_once))
+        return
+    at_once = max(LEAST_ROWS, TERMS // (diagonals * tk))
+    for sequence in range(b):
+        yield from ((slice(sequence, sequence + 1), slice(start, min(start + at_once, t))) for start in range(0, t, at_once))
+
+
+def weighted(u: Tensor, d: Tensor) -> Tensor:
+    """u [b, rows, D] times one diagonal d [D], in u's type."""
+    return torch.mul(u, d, out=torch.empty(u.shape, dtype=u.dtype, device=u.device))
+
+
+def diagonal_scores(u: Tensor, h: Tensor, d: Tensor, first: int, causal: bool) -> Tensor:
+    """C [b, diagonals, rows, keys] of u [b, rows, D] that stand at ``first`` and after, h [b, keys, D], d [diagonals, D].
+
+    Causal: above the diagonal not all is written. Rows are 16 terms apart or a multiple, for wide loads.
+    """
+    (b, rows, _), keys = u.shape, h.shape[1]
+    c = u.new_empty(b, len(d), rows, -(-keys // 16) * 16)[..., :keys]
+    for n, each in enumerate(d):
+        left = weighted(u, each)
+        for start in range(0, rows, STRIP):
+            stop = min(start + STRIP, rows)
+            end = stop + first if causal else keys
+            torch.bmm(left[:, start:stop], h[:, :end].mT, out=c[:, n, start:stop, :end])
+    return c
+
+
+def diagonal_gradients(
+    d_bias: Tensor, u: Tensor, h: Tensor, d: Tensor, first: int, causal: bool, du: Tensor, dh: Tensor, dd: Tensor, *, add: bool
+) -> None:
+    """Write du [b, rows, D]; write dh [b, keys, D], or add to it (float32 then); add to dd [diagonals, D] (float32).
+
+    d_bias [b, diagonals, rows, keys] is zero above the diagonal where causal.
+    """
+    rows, keys, several = u.shape[1], h.shape[1], len(d) > 1
+    total = u.new_zeros(u.shape, dtype=dd.dtype) if several else du
+    for n, each in enumerate(d):
+        d_left = torch.empty_like(u)
+        for start in range(0, rows, STRIP):
+            stop = min(start + STRIP, rows)
+            end = stop + first if causal else keys
+            torch.bmm(d_bias[:, n, start:stop, :end], h[:, :end], out=d_left[:, start:stop])
+        dd[n] += (d_left * u).sum((0, 1), dtype=dd.dtype)
+        if several:
+            total.addcmul_(d_left, each)
+        else:
+            torch.mul(d_left, each, out=du)
+        left = weighted(u, each)
+        for start in range(0, keys, STRIP):
+            stop = min(start + STRIP, keys)
+            seen_from = max(0, start - first) if causal else 0
+            given = d_bias[:, n, seen_from:, start:stop].mT, left[:, seen_from:]
+            if add or several:
+                dh[:, start:stop] += torch.bmm(*given)
+            else:
+                torch.bmm(*given, out=dh[:, start:stop])
+    if several:
+        du.copy_(total)

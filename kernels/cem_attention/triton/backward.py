@@ -13,19 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.build import Build
-from kernels.cem_attention.triton.tiles import (
+from kernels.cem_attention.triton.forward import (
     LOG2_E,
     Part,
-    Sizes,
     bias_tile,
     built,
     fitting,
-    padded,
     pair_scores,
     store_tile,
     tile_of,
 )
+from kernels.tiles import Blocks, Build, padded
 
 
 @triton.jit
@@ -290,24 +288,24 @@ def _d_bias_kernel(
     tl.store(at, (total * unit).to(d_bias.dtype.element_ty), mask=(start + local < rows)[:, None] & (key < keys)[None, :])
 
 
-def dq_sizes(dtype: torch.dtype, width: int) -> Sizes:
+def dq_sizes(dtype: torch.dtype, width: int) -> Blocks:
     """Of the tiles of the kernel by rows, for heads this wide."""
-    return fitting(dtype, padded(width), Sizes(128, 64, 8, 3), Sizes(128, 32, 8, 3), Sizes(64, 32, 8, 2))
+    return fitting(dtype, padded(width), Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 2))
 
 
-def dk_sizes(dtype: torch.dtype, width: int) -> Sizes:
+def dk_sizes(dtype: torch.dtype, width: int) -> Blocks:
     """Of the kernel by keys."""
-    return fitting(dtype, padded(width), Sizes(32, 128, 8, 2), Sizes(32, 128, 8, 3), Sizes(16, 64, 8, 2))
+    return fitting(dtype, padded(width), Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(16, 64, 8, 2))
 
 
-def d_bias_sizes(dtype: torch.dtype, width: int) -> Sizes:
+def d_bias_sizes(dtype: torch.dtype, width: int) -> Blocks:
     """Of the kernel by pairs."""
-    return fitting(dtype, padded(width), Sizes(64, 64, 8, 2), Sizes(64, 64, 8, 2), Sizes(64, 32, 8, 2))
+    return fitting(dtype, padded(width), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2))
 
 
-def rows_sizes(dtype: torch.dtype, width: int) -> Sizes:
+def rows_sizes(dtype: torch.dtype, width: int) -> Blocks:
     """Of the kernel that makes no pairs but a row's own."""
-    return fitting(dtype, padded(width), Sizes(64, 16, 4, 1), Sizes(32, 16, 4, 1), Sizes(16, 16, 4, 1))
+    return fitting(dtype, padded(width), Blocks(64, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1))
 
 
 def d_queries(part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor) -> Tensor:
@@ -315,12 +313,12 @@ def d_queries(part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Te
     b, heads, rows, width = part.q.shape
     p_own = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
     sizes = rows_sizes(part.q.dtype, width)
-    _rows_kernel[(heads, triton.cdiv(rows, sizes.m), b)](
+    _rows_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
         *part.pointers(), out, d_out, lse, row_terms, p_own, *part.numbers(), *part.strides(out, d_out), *lse.stride()[:2],
         **part.constants(sizes, out, d_out),
     )  # fmt: skip
     sizes = dq_sizes(part.q.dtype, width)
-    grid = (heads, triton.cdiv(rows, sizes.m), b)
+    grid = (heads, triton.cdiv(rows, sizes.rows), b)
     d_alone = lse.new_empty(b * heads * grid[1])
     _dq_kernel[grid](
         *part.pointers(), out, d_out, lse, row_terms, p_own, dq, d_alone, *part.numbers(), part.scale, *part.strides(out, d_out, dq),
@@ -333,7 +331,7 @@ def d_keys(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor, dk: Tensor
     """Write what a part's rows give to dk [b, heads, keys, r], or add it to what is there."""
     b, heads, _, width = part.q.shape
     sizes = dk_sizes(part.q.dtype, width)
-    _dk_kernel[(heads, triton.cdiv(part.k.shape[2], sizes.n), b)](
+    _dk_kernel[(heads, triton.cdiv(part.k.shape[2], sizes.keys), b)](
         *part.pointers(), d_out, lse, row_terms, dk, *part.numbers(), part.scale, *part.strides(d_out, dk), *lse.stride()[:2],
         ADD=add, **part.constants(sizes, d_out, dk),
     )  # fmt: skip
@@ -345,7 +343,7 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     b, heads, rows, width = part.q.shape
     groups, sizes = part.bias.shape[1], d_bias_sizes(part.q.dtype, width)
     d_bias = torch.empty_strided(part.bias.shape, part.bias.stride(), dtype=part.bias.dtype, device=part.bias.device)
-    _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.n), triton.cdiv(rows, sizes.m), b * groups)](
+    _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.keys), triton.cdiv(rows, sizes.rows), b * groups)](
         *part.pointers(), d_out, lse, row_terms, d_bias, *part.numbers(), part.scale, groups, heads // groups, *part.strides(d_out),
         *lse.stride()[:2], **part.constants(sizes, d_out),
     )  # fmt: skip

@@ -1,25 +1,164 @@
-"""CEM's attention forward, one pass over the keys: a tile of them is loaded once, as keys and as values. No gradients here."""
+"""CEM's attention forward in Triton, one pass over the keys, and what the backward shares with it: tiles, scores, block sizes.
+
+A tile of keys is loaded once, as keys and as values.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.build import Build
-from kernels.cem_attention.triton.tiles import (
-    LOG2_E,
-    Part,
-    Sizes,
-    bias_tile,
-    built,
-    fitting,
-    padded,
-    pair_scores,
-    store_tile,
-    tile_of,
-)
+from kernels.implementations import interpreted
+from kernels.tiles import Blocks, Build, build, padded
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class Part(NamedTuple):
+    """Some rows of some sequences, and the keys that they may see; unit strides in the last dimension.
+
+    q [b, heads, rows, r], the first of them at position ``first`` among the keys k [b, heads, keys, r]; bias: C [b, 1 or heads, rows,
+    keys] or None; slopes [heads] and alone [], float32; valid [b, at least keys] or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    bias: Tensor | None
+    slopes: Tensor
+    alone: Tensor
+    valid: Tensor | None
+    first: int
+    scale: float
+    causal: bool
+
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """What every kernel takes first."""
+        return self.q, self.k, self.bias, self.slopes, self.alone, self.valid
+
+    def numbers(self) -> tuple[int | float, ...]:
+        """Rows, keys, first, and the scale for base 2."""
+        return self.q.shape[2], self.k.shape[2], self.first, self.scale * LOG2_E.value
+
+    def strides(self, *others: Tensor) -> tuple[int, ...]:
+        """Of q, k, C (a head's is 0 where one is for all), valid and, of three dimensions each, others."""
+        bias = (0, 0, 0)
+        if self.bias is not None:
+            bias = (self.bias.stride(0), self.bias.stride(1) if self.bias.shape[1] > 1 else 0, self.bias.stride(2))
+        valid = 0 if self.valid is None else self.valid.stride(0)
+        return (*self.q.stride()[:3], *self.k.stride()[:3], *bias, valid, *(n for other in others for n in other.stride()[:3]))
+
+    def constants(self, sizes: Blocks, *others: Tensor) -> dict[str, int | bool]:
+        """The compile-time arguments that every kernel has, and how it is built. ALIGN: the greatest power of 2 in all strides of rows."""
+        width, strides = self.q.shape[3], [n for x in (self.q, self.k, *others) for n in x.stride()[:3]]
+        tiles = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": self.causal}
+        return tiles | {
+            "STAGES": sizes.stages,
+            "ALIGN": math.gcd(16, width, *strides),
+            "num_warps": sizes.warps,
+            "num_stages": sizes.stages,
+        }
+
+
+def fitting(dtype: torch.dtype, wide: int, narrow: Blocks, middle: Blocks, broad: Blocks) -> Blocks:
+    """bfloat16's sizes for tiles up to 64, 128 and 256 wide; float32 multiplies without tensor cores.
+
+    In Triton's interpreter tiles are small, so that a test has many.
+    """
+    if interpreted():
+        return Blocks(32, 16, 4, 1)
+    if dtype == torch.float32:
+        return Blocks(32, 32, 4, 1) if wide <= 64 else Blocks(16, 16, 4, 1)
+    return narrow if wide <= 64 else middle if wide <= 128 else broad
+
+
+@triton.jit
+def tile_of(base, start, count, local, row_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr):
+    """Rows start + local of a matrix of ``count`` rows, [len(local), PADDED]; zeros beyond it."""
+    column = tl.arange(0, PADDED)
+    # Head widths as 84 are no multiple of 16, so Triton cannot tell by itself how wide a load may be.
+    at = base + tl.multiple_of(tl.cast(start, tl.int64) * row_stride, ALIGN)
+    at = at + tl.multiple_of(local * row_stride, ALIGN)[:, None] + column[None, :]
+    return tl.load(at, mask=(start + local < count)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(base, start, count, local, row_stride, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr):
+    """The way back of `tile_of`."""
+    column = tl.arange(0, PADDED)
+    at = base + tl.multiple_of(tl.cast(start, tl.int64) * row_stride, ALIGN)
+    at = at + tl.multiple_of(local * row_stride, ALIGN)[:, None] + column[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=(start + local < count)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def pair_scores(products, scaled, own, key, keys, slope, alone, scale, own_valid, key_valid, edge, CAUSAL: tl.constexpr):
+    """a_ij log2(e) of a tile; -inf where i does not see j.
+
+    products: q_i.k_j + C_ij; or q_i.k_j, and ``scaled``, None else, is C_ij times scale. own, key: positions as float32 (exact to 2^24)
+    that broadcast against each other, of ``keys`` there are. slope, alone and scale hold log2(e). own_valid, key_valid: None, or they
+    broadcast likewise. edge: whether i <= j or j >= keys occurs.
+    """
+    distance = own - key
+    if not CAUSAL:
+        distance = tl.abs(distance)
+    scores = products * scale if scaled is None else products * scale + scaled
+    scores -= slope * distance
+    if own_valid is not None:
+        scores = tl.where(own == key, scores + alone, scores)
+        seen = own_valid & key_valid
+        if CAUSAL:
+            seen = seen & (key <= own)
+        scores = tl.where(seen | (own == key), scores, float("-inf"))
+    elif edge:
+        scores = tl.where(own == key, scores + alone, scores)
+        seen = key <= own if CAUSAL else key < keys
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def bias_tile(bias, row_stride, row, rows, key, keys):
+    """C_ij as float32; zeros beyond it. What lies above the diagonal may be anything: its pairs are not seen.
+
+    row, key: indices that broadcast against each other; ``bias`` begins at row 0.
+    """
+    return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(tl.float32)
+
+
+def built(
+    label: str,
+    kernel: Any,
+    sizes: Blocks,
+    width: int,
+    *,
+    outputs: dict[str, str],
+    numbers: tuple[str, ...] = (),
+    bias: bool = True,
+    valid: bool = False,
+    causal: bool = True,
+    add: bool | None = None,
+    matrix: bool = True,
+) -> Build:
+    """A kernel as a layer launches it: q and k are views of [s, b, heads r], so that only a head's stride is no multiple of 16.
+
+    outputs: its pointers after `Part.pointers`, name -> Triton type; numbers: its integers that a layer's sizes make odd.
+    """
+    absent = {name: None for name, there in (("bias", bias), ("valid", valid)) if not there}
+    part = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": causal}
+    constants: dict[str, Any] = absent | part | {"STAGES": sizes.stages, "ALIGN": math.gcd(16, width), "ADD": add}
+    # Of a width that is no multiple of 16 the heads' strides are none; those of C always are.
+    integers = set(kernel.arg_names) - {*constants, *outputs, "q", "k", "bias", "slopes", "alone", "valid", "scale", "unit"}
+    wide = {"q", "k", *(name for name, kind in outputs.items() if kind == "*bf16" and not name.endswith("bias"))}
+    odd = {"first", *numbers} | ({f"{name}_head" for name in wide} if width % 16 else set())
+    return build(
+        label, kernel, constants, sizes.warps, sizes.stages, bf16="q k bias", fp32="slopes alone", kinds=outputs,
+        even=" ".join(integers - odd), odd=" ".join(odd), matrix=matrix,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -100,16 +239,16 @@ def _forward_kernel(
     tl.store(lse + batch * lse_batch + head * lse_head + start + local, best + tl.log2(total), mask=start + local < rows)
 
 
-def forward_sizes(dtype: torch.dtype, width: int) -> Sizes:
+def forward_sizes(dtype: torch.dtype, width: int) -> Blocks:
     """Of the forward's tiles for heads this wide."""
-    return fitting(dtype, padded(width), Sizes(128, 64, 8, 3), Sizes(128, 64, 8, 2), Sizes(64, 32, 8, 2))
+    return fitting(dtype, padded(width), Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2))
 
 
 def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     """Write a part's out [b, heads, rows, r] and lse [b, heads, rows] (base 2, float32)."""
     b, heads, rows, width = part.q.shape
     sizes = forward_sizes(part.q.dtype, width)
-    _forward_kernel[(heads, triton.cdiv(rows, sizes.m), b)](
+    _forward_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
         *part.pointers(), out, lse, *part.numbers(), *part.strides(out), *lse.stride()[:2], **part.constants(sizes, out)
     )
 

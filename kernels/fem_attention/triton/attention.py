@@ -12,25 +12,11 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kernels.fem_attention.triton import FLOAT32, HEADS, WIDEST, built, key_spans, last_key, load_tile, readable
 from kernels.fem_attention.triton.attention_backward import attention_gradients
 from kernels.fem_attention.triton.attention_epilogue import epilogue_gradients, free_energy_gap, load_channels, row_term
-from kernels.fem_attention.triton.attention_parts import (
-    FLOAT32,
-    HEADS,
-    LOG2E,
-    WIDEST,
-    Blocks,
-    build,
-    empty_as,
-    key_spans,
-    last_key,
-    load_tile,
-    padded,
-    readable,
-    rows_of,
-    store_tile,
-)
 from kernels.implementations import interpreted
+from kernels.tiles import LOG2E, Blocks, empty_as, padded, rows_of, store_tile, strides_of
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
@@ -116,11 +102,11 @@ def _attention(q, k, values, masks, causal, scale, epilogue=None):
     if dk > WIDEST or n > 2 * WIDEST or scale < 0:
         raise ValueError(f"attention: widths {dk} and {n} with scale {scale:g}; use at most {WIDEST} and {2 * WIDEST}, and scale >= 0")
     beta, centre, shifted, lam, gate = epilogue or (None,) * 5
-    out = empty_as(q, dv)
+    out = empty_as(q, width=dv)
     lse = torch.empty(b, h, tq, dtype=torch.float32, device=q.device)
     reads = None if epilogue is None else torch.empty(b, h, tq, n, dtype=torch.float32, device=q.device)
     blocks = forward_blocks(q.dtype, dk, dv, halves)
-    strides = [s for t in (q, k, values, out, lam, gate) for s in ((0, 0, 0) if t is None else t.stride()[:3])]
+    strides = strides_of(q, k, values, out, lam, gate)
     _forward_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
         q, k, values, *masks, out, lse, reads, beta, centre, shifted, lam, gate,
         scale * LOG2E, h, tq, tk, *strides,
@@ -291,7 +277,7 @@ def _builds():
     }
     for label, (dk, dv, form) in forms.items():
         constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
-        yield build(label, _forward_kernel, forward_blocks(torch.bfloat16, dk, dv, constants["HALVES"]), constants)
+        yield built(label, _forward_kernel, forward_blocks(torch.bfloat16, dk, dv, constants["HALVES"]), constants)
 
 
 BUILDS = tuple(_builds())

@@ -14,22 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fem_attention.triton.attention_parts import (
-    FLOAT32,
-    HEADS,
-    LOG2E,
-    Blocks,
-    build,
-    key_spans,
-    last_key,
-    load_tile,
-    padded,
-    query_span,
-    readable,
-    rows_of,
-    store_tile,
-)
+from kernels.fem_attention.triton import FLOAT32, HEADS, built, key_spans, last_key, load_tile, query_span, readable
 from kernels.implementations import interpreted
+from kernels.tiles import LOG2E, Blocks, padded, rows_of, store_tile
 
 
 def attention_gradients(q, k, values, keys_valid, first, last, d_reads, row_term, lse, *, causal, scale, halves):
@@ -258,7 +245,7 @@ def _builds():
     for label, (dk, dv, form) in forms.items():
         constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
         for kernel, blocks in ((_queries_kernel, queries_blocks), (_keys_kernel, keys_blocks)):
-            yield build(label, kernel, blocks(torch.bfloat16, dk, dv, 2), constants)
+            yield built(label, kernel, blocks(torch.bfloat16, dk, dv, 2), constants)
 
 
 BUILDS = tuple(_builds())

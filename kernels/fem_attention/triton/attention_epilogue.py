@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import empty_as, load_tile, padded, rows_of, store_tile
+from kernels.fem_attention.triton import load_tile
 from kernels.free_energy.streams import LOWEST_Y
 from kernels.implementations import interpreted
+from kernels.tiles import build, empty_as, padded, rows_of, store_tile, strides_of
 
 LOWEST = tl.constexpr(LOWEST_Y)
 WARPS = 4
@@ -126,8 +126,8 @@ def epilogue_gradients(d_out, reads, beta, centre, shifted, lam, gate):
     d_reads = torch.empty(b, h, tq, 2 * dv, dtype=d_out.dtype, device=d_out.device)
     row_term = torch.empty(b, h, tq, dtype=torch.float32, device=d_out.device)
     d_beta = torch.empty(b, hk, h // hk, blocks, dv, dtype=torch.float32, device=d_out.device)
-    d_lam, d_gate = (None if t is None else empty_as(t, dv) for t in (lam, gate))
-    strides = [s for t in (d_out, lam, gate, d_lam, d_gate) for s in ((0, 0, 0) if t is None else t.stride()[:3])]
+    d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
+    strides = strides_of(d_out, lam, gate, d_lam, d_gate)
     _epilogue_kernel[(b * h * blocks,)](
         d_out, reads, beta, centre, shifted, lam, gate, d_reads, row_term, d_lam, d_gate, d_beta, h, hk, tq, *strides,
         DV=dv, BDV=padded(dv), ROWS=rows, num_warps=WARPS,
@@ -151,40 +151,19 @@ def _rows(width):
     return 16 if interpreted() else max(4, 1024 // padded(width))
 
 
-_STRIDES = [f"{name}_{of}" for name in ("d_out", "out", "lam", "gate", "d_lam", "d_gate") for of in "bht"]
+def _build(label, kernel, constants):
+    return build(
+        label, kernel, constants, WARPS, 3, even="tq",
+        bf16="d_out out lam gate d_reads d_lam d_gate", fp32="reads beta centre row_term d_beta",
+    )  # fmt: skip
 
 
-def _build(dv, lam, gate):
-    """The epilogue's gradients with or without lam and gate."""
-    absent = {name: None for given, names in ((lam, ("lam", "d_lam")), (gate, ("gate", "d_gate"))) if not given for name in names}
-    pointers = ("d_out", "lam", "gate", "d_reads", "d_lam", "d_gate")
-    types = {name: "*bf16" for name in pointers if name not in absent} | {"shifted": "*i1"}
-    types |= dict.fromkeys(("reads", "beta", "centre", "row_term", "d_beta"), "*fp32") | dict.fromkeys(("heads", "kv_heads", "tq"), "i32")
-    return Build(
-        f"gradients of the free energy, d_v {dv}" + ("" if lam else ", no lam") + ("" if gate else ", no gate"),
-        _epilogue_kernel,
-        types | {name: "i32" for name in _STRIDES if not name.startswith("out")},
-        absent | {"DV": dv, "BDV": padded(dv), "ROWS": _rows(dv)},
-        WARPS,
-        3,
-        aligned=(*_STRIDES, "tq"),
-    )
+def _builds():
+    for dv, gated in ((32, True), (64, True), (48, True), (128, True), (64, False)):
+        absent = {} if gated else dict.fromkeys(("lam", "d_lam", "gate", "d_gate"))
+        label = f"gradients of the free energy, d_v {dv}" + ("" if gated else ", no lam, no gate")
+        yield _build(label, _epilogue_kernel, absent | {"DV": dv, "BDV": padded(dv), "ROWS": _rows(dv)})
+    yield _build("row term, 128 channels", _row_term_kernel, {"N": 128, "BN": 128, "ROWS": _rows(128)})
 
 
-BUILDS = (
-    _build(32, True, True),
-    _build(64, True, True),
-    _build(48, True, True),
-    _build(128, True, True),
-    _build(64, False, False),
-    Build(
-        "row term, 128 channels",
-        _row_term_kernel,
-        {"d_out": "*bf16", "out": "*bf16", "row_term": "*fp32", "heads": "i32", "tq": "i32"}
-        | {name: "i32" for name in _STRIDES if name.startswith(("d_out", "out"))},
-        {"N": 128, "BN": 128, "ROWS": _rows(128)},
-        WARPS,
-        3,
-        aligned=(*_STRIDES, "tq"),
-    ),
-)
+BUILDS = tuple(_builds())

@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import LOG2E, padded, rows_of
 from kernels.implementations import interpreted
+from kernels.tiles import LOG2E, build, padded, rows_of, strides_of
 
 LOG2_E = tl.constexpr(LOG2E)
 INFINITY = tl.constexpr(float("inf"))
@@ -49,7 +48,7 @@ def decode(q, k, v, beta, lam, gate, *, causal, scale, keys_valid=None, splits=N
         **shared, **sizes.constants, num_warps=sizes.warps, num_stages=STAGES,
     )  # fmt: skip
     o = torch.empty(b, h, tq, channels, dtype=q.dtype, device=q.device)
-    strides = [s for t in (lam, gate) for s in ((0, 0, 0) if t is None else t.stride()[:3])]
+    strides = strides_of(lam, gate)
     _join_kernel[(b * h * tq, triton.cdiv(channels, sizes.joined_channels))](
         scores, reads, beta, lam, gate, o, *strides, h, hk, tq, splits,
         CHANNELS=channels, HAS_BETA=beta is not None, PARTS=JOINED, BLOCK_C=sizes.joined_channels, num_warps=JOIN_WARPS,
@@ -239,10 +238,6 @@ def _join_kernel(
 def _builds():
     """One query a head, alone or four heads to a key head, and sixteen."""
     found = []
-    shared = {"heads": "i32", "kv_heads": "i32", "tk": "i32", "each": "i32", "scale": "fp32", "beta": "*fp32", "valid": "*i1"}
-    shared |= {"scores": "*fp32", "reads": "*fp32", "parts": "i32"} | dict.fromkeys(("q", "k", "v", "lam", "gate", "o"), "*bf16")
-    strides = tuple(f"{name}_{of}" for name in ("q", "k", "v", "lam", "gate") for of in "bht")
-    shared |= dict.fromkeys(strides, "i32")
     for width, channels, rows, tq, more in (
         (64, 32, 1, 1, {"valid": None}),
         (128, 64, 1, 1, {"valid": None}),
@@ -252,15 +247,14 @@ def _builds():
     ):
         sizes = _Sizes(width, channels, rows)
         given = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": True, "HAS_BETA": "beta" not in more, **more, **sizes.constants}
-        types = shared | ({} if tq == 1 else {"tq": "i32"})
         given |= {"tq": 1} if tq == 1 else {}
         label = f"d_k {width}, d_v {channels}, {rows} rows" + ("" if given["HAS_BETA"] else ", mu alone")
-        aligned = tuple(name for name in strides if name not in given)
-        found.append(Build(f"parts, {label}", _part_kernel, types, given, sizes.warps, STAGES, aligned=aligned))
+        pointers = {"bf16": "q k v lam gate o", "fp32": "beta scores reads"}
+        found.append(build(f"parts, {label}", _part_kernel, given, sizes.warps, STAGES, **pointers))
         if tq == 1:
             joined = {"CHANNELS": channels, "HAS_BETA": given["HAS_BETA"], "PARTS": JOINED, "BLOCK_C": sizes.joined_channels, "tq": 1}
             joined |= {} if given["HAS_BETA"] else {"beta": None, "lam": None}
-            found.append(Build(f"join, {label}", _join_kernel, types, joined, JOIN_WARPS, STAGES, aligned=aligned))
+            found.append(build(f"join, {label}", _join_kernel, joined, JOIN_WARPS, STAGES, **pointers))
     return tuple(found)
 
 

@@ -6,6 +6,7 @@ The formulas are those of `kernels.free_energy.streams.FreeEnergyGap`, in float3
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
 from kernels.fem_attention.triton.prep import row_blocks
 from kernels.free_energy.streams import LOWEST_Y
+from kernels.tiles import Build, build, empty_as, rows_of, strides_of
 
 WARPS = 8  # a tile's elements are many numbers each here
 LOWEST = tl.constexpr(LOWEST_Y)
@@ -44,25 +44,12 @@ class GatedRead(torch.autograd.Function):
         reads, beta = rows_of(reads), beta.contiguous()
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
         (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
-        o = empty_as(reads, dv)
+        o = empty_as(reads, width=dv)
         rows, columns = row_blocks(dv)
         _epilogue_kernel[b * h * triton.cdiv(tokens, rows),](
-            reads,
-            beta,
-            centre,
-            shifted,
-            lam,
-            gate,
-            o,
-            *(stride for t in (reads, lam, gate, o) for stride in _strides(t)),
-            h,
-            h // beta.shape[0],
-            tokens,
-            dv,
-            rows,
-            columns,
-            num_warps=WARPS,
-        )
+            reads, beta, centre, shifted, lam, gate, o, *strides_of(reads, lam, gate, o), h, h // beta.shape[0], tokens,
+            dv, rows, columns, num_warps=WARPS,
+        )  # fmt: skip
         ctx.save_for_backward(reads, beta, centre, shifted, wild, lam, gate)
         return o
 
@@ -75,37 +62,15 @@ class GatedRead(torch.autograd.Function):
         hk = beta.shape[0]
         rows, columns = row_blocks(dv)
         blocks = triton.cdiv(tokens, rows)
-        d_reads = empty_as(reads, 2 * dv)
-        d_lam, d_gate = (None if t is None else empty_as(t, dv) for t in (lam, gate))
+        d_reads = empty_as(reads, width=2 * dv)
+        d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
         d_beta = reads.new_empty(b, h, blocks, dv, dtype=torch.float32)
         _epilogue_backward_kernel[b * h * blocks,](
-            reads,
-            beta,
-            centre,
-            shifted,
-            wild,
-            lam,
-            gate,
-            d_o,
-            d_reads,
-            d_lam,
-            d_gate,
-            d_beta,
-            *(stride for t in (reads, lam, gate, d_o, d_reads, d_lam, d_gate) for stride in _strides(t)),
-            h,
-            h // hk,
-            tokens,
-            blocks,
-            dv,
-            rows,
-            columns,
-            num_warps=WARPS,
-        )
+            reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
+            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, blocks,
+            dv, rows, columns, num_warps=WARPS,
+        )  # fmt: skip
         return d_reads, d_beta.view(b, hk, -1, dv).sum((0, 2)), None, None, None, d_lam, d_gate
-
-
-def _strides(t: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if t is None else t.stride()[:3]
 
 
 @triton.jit
@@ -141,32 +106,10 @@ def _tile(base, head, heads, sb, sh, st, at, column):
 
 @triton.jit
 def _epilogue_kernel(
-    reads,
-    beta,
-    centre,
-    shifted,
-    lam,
-    gate,
-    o,
-    rb,
-    rh,
-    rt,
-    lb,
-    lh,
-    lt,
-    gb,
-    gh,
-    gt,
-    ob,
-    oh,
-    ot,
-    heads,
-    group,
-    tokens,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    reads, beta, centre, shifted, lam, gate, o,
+    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, heads, group, tokens,
+    DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """o of ROWS tokens of a head."""
     blocks = tl.cdiv(tokens, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -193,47 +136,10 @@ def _epilogue_kernel(
 
 @triton.jit
 def _epilogue_backward_kernel(
-    reads,
-    beta,
-    centre,
-    shifted,
-    wild,
-    lam,
-    gate,
-    d_o,
-    d_reads,
-    d_lam,
-    d_gate,
-    d_beta,
-    rb,
-    rh,
-    rt,
-    lb,
-    lh,
-    lt,
-    gb,
-    gh,
-    gt,
-    ob,
-    oh,
-    ot,
-    drb,
-    drh,
-    drt,
-    dlb,
-    dlh,
-    dlt,
-    dgb,
-    dgh,
-    dgt,
-    heads,
-    group,
-    tokens,
-    blocks,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
+    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens, blocks,
+    DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta. Long, because its arguments are seven tensors' strides."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
     block = (tl.program_id(0) % blocks).to(tl.int64)
@@ -276,51 +182,13 @@ def _epilogue_backward_kernel(
     tl.store(d_beta + (head * blocks + block) * DV + column, tl.sum(tl.where(kept, part, 0.0), 0), mask=channel)
 
 
-def _builds(dv: int, present: bool) -> tuple[Build, ...]:
+def _builds(dv: int, present: bool) -> Iterator[Build]:
     rows, columns = row_blocks(dv)
-    tile: dict[str, Any] = {"DV": dv, "ROWS": rows, "COLUMNS": columns}
-    if not present:
-        tile |= {"lam": None, "gate": None}
-    constants = {"beta": "*fp32", "centre": "*fp32", "shifted": "*i1"}
-    gates = {"lam": "*bf16", "gate": "*bf16"} if present else {}
-    d_gates = {"d_lam": "*bf16", "d_gate": "*bf16"} if present else {}
-    strides = {f"{name}{axis}": "i32" for name in ("r", "l", "g", "o") for axis in "bht"}
-    d_strides = {f"{name}{axis}": "i32" for name in ("dr", "dl", "dg") for axis in "bht"}
-    counts = {"heads": "i32", "group": "i32", "tokens": "i32"}
-    label = f"d_v {dv}" + ("" if present else ", no lam, no gate")
-    return (
-        Build(
-            f"epilogue, {label}",
-            _epilogue_kernel,
-            {"reads": "*bf16", **constants, **gates, "o": "*bf16", **strides, **counts},
-            tile,
-            WARPS,
-            3,
-            aligned=tuple(strides),
-        ),
-        Build(
-            f"epilogue backward, {label}",
-            _epilogue_backward_kernel,
-            {
-                "reads": "*bf16",
-                **constants,
-                "wild": "*i1",
-                **gates,
-                "d_o": "*bf16",
-                "d_reads": "*bf16",
-                **d_gates,
-                "d_beta": "*fp32",
-                **strides,
-                **d_strides,
-                **counts,
-                "blocks": "i32",
-            },
-            tile | ({} if present else {"d_lam": None, "d_gate": None}),
-            WARPS,
-            3,
-            aligned=(*strides, *d_strides),
-        ),
-    )
+    tile = {"DV": dv, "ROWS": rows, "COLUMNS": columns} | ({} if present else dict.fromkeys(("lam", "gate", "d_lam", "d_gate")))
+    bf16, fp32 = "reads lam gate o d_o d_reads d_lam d_gate", "beta centre d_beta"
+    for name, kernel in (("epilogue", _epilogue_kernel), ("epilogue backward", _epilogue_backward_kernel)):
+        label = f"{name}, d_v {dv}" + ("" if present else ", no lam, no gate")
+        yield build(label, kernel, tile, WARPS, 3, bf16=bf16, fp32=fp32)
 
 
 BUILDS: tuple[Build, ...] = (*_builds(64, True), *_builds(128, True), *_builds(64, False))

@@ -1,20 +1,289 @@
-"""The exact free-energy read of single heads, in place, forward and backward: launching and block sizes. Which heads is decided elsewhere.
+"""The exact free-energy read of single heads, in place: the kernels of its backward, and the launches of both.
 
 Attention on [v | U] holds while the range of beta v is at most 80. Where it is more, or where values are not finite, these kernels
 overwrite that (batch, kv head)'s results with exact ones, for values of any range; the choice is a mask on the device, so nothing waits for
 it, and a launch whose mask is empty does nothing. Of the forward only the log-sum-exp of the scores is kept: the backward reads again.
+
+With p the prior, w = exp(log p + beta (v - F)) <= 1 in one exponent, and the gradients dmu and dF of the two reads:
+
+    dv[i, j] = sum_t (dF w + dmu p)          dbeta_j = sum_t dF (E_w[v] - F) / beta
+    dscore[t, i] = sum_j (p dmu (v - x) + w dF / beta) - p_t(i) term_t          term_t = sum_j (dmu (mu - x) + dF / beta)
+
+`_rows_kernel` reads again as the forward does and leaves x, F - x and the terms; each of the others sums over one of the dimensions.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import LOG2E, padded, rows_of
-from kernels.fem_attention.triton.exact_gradients import _dk_kernel, _dq_kernel, _dv_kernel, _rows_kernel
-from kernels.fem_attention.triton.exact_read import _forward_kernel
+from kernels.fem_attention.triton.exact_read import (
+    LOG2_E,
+    _allowed,
+    _forward_kernel,
+    _greatest,
+    _keys_of,
+    _marked,
+    _operand,
+    _place,
+    _read,
+    _rows_of,
+    _scores,
+    _share,
+    _temperature,
+    _tile,
+)  # fmt: skip
 from kernels.implementations import interpreted
+from kernels.tiles import LOG2E, build, padded, rows_of, strides_of
+
+
+@triton.jit
+def _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS: tl.constexpr):
+    """The gradients of mu and F, [rows, channels]; zero in rows beyond the last. Pointers are at their head."""
+    d_free = _operand(d_o, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
+    there = tl.minimum(rows, tq - 1)
+    if gate is not None:
+        d_free *= _tile(gate, gate_t, there, channels, CHANNELS)
+    d_mean = tl.zeros_like(d_free)
+    if lam is not None:
+        share = _tile(lam, lam_t, there, channels, CHANNELS)
+        d_mean = d_free * (1.0 - share)
+        d_free *= share
+    return d_mean, d_free
+
+
+@triton.jit
+def _rows_kernel(
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, d_lam, d_gate, greatest, free_energy, row_term, d_beta,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The forward again, and what the other backward kernels need of a row: x, F - x and the row term of softmax's backward.
+
+    Long, because it also gives the gradients that are a row's own: lam's, gate's and its part of beta's.
+    """
+    blocks, channel_blocks = tl.cdiv(tq, ROWS), tl.cdiv(CHANNELS, BLOCK_C)
+    columns = tl.arange(0, BLOCK_W)
+    for chunk in range(0, pairs, CHUNK):
+        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
+            start, stop = _share(wild, pair, group * blocks * channel_blocks)
+            for item in range(start, stop, tl.num_programs(0)):
+                batch, head, kv, block, of_channels = _place(pair, item, heads, group, blocks, channel_blocks)
+                begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+                rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+                there = tl.minimum(rows, tq - 1)
+                position = there + (tk - tq)
+                valid_here, lam_here, gate_here = valid, lam, gate
+                if valid is not None:
+                    valid_here = valid + batch * tk
+                if lam is not None:
+                    lam_here = lam + batch * lam_b + head * lam_h
+                if gate is not None:
+                    gate_here = gate + batch * gate_b + head * gate_h
+                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+                k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
+                d_o_here = d_o + batch * d_o_b + head * d_o_h
+                flat = (batch * heads + head) * tq
+                x, _ = _greatest(
+                    queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
+                    False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+                )  # fmt: skip
+                beta_1 = _temperature(beta, kv, channels, CHANNELS)
+                mean, free, moment = _read(
+                    queries, k_here, v_here, k_t, v_t, x, tl.load(lse + flat + there), beta_1 * LOG2_E, position, channels, columns,
+                    valid_here, first, last, begin, end, tk, scale, True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+                )  # fmt: skip
+                d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+                mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
+                at = (flat + rows)[:, None] * CHANNELS + channels[None, :]
+                tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
+                tl.store(free_energy + at, free, mask=mask)
+                term = tl.sum(tl.where(mask, d_mean * mean + d_free / beta_1[None, :], 0.0), 1)
+                tl.store(row_term + flat * channel_blocks + of_channels * tq + rows, term, mask=rows < tq)
+                of_beta = tl.sum(tl.where(mask, d_free * (moment - free), 0.0), 0) / beta_1
+                to = ((batch * heads + head) * blocks + block) * CHANNELS + channels
+                tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)
+                gap = tl.where(free < mean, 0.0, free - mean)
+                d_out = _operand(d_o_here, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
+                if gate is not None:
+                    out = x + tl.where(free < mean, mean, free)
+                    if lam is not None:
+                        out = x + mean + _tile(lam_here, lam_t, there, channels, CHANNELS) * gap
+                    to = d_gate + batch * d_gate_b + head * d_gate_h + rows.to(tl.int64)[:, None] * d_gate_t + channels[None, :]
+                    tl.store(to, (d_out * out).to(d_gate.dtype.element_ty), mask=mask)
+                    d_out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
+                if lam is not None:
+                    to = d_lam + batch * d_lam_b + head * d_lam_h + rows.to(tl.int64)[:, None] * d_lam_t + channels[None, :]
+                    tl.store(to, (d_out * gap).to(d_lam.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _score_gradients(
+    log_p, allowed, v, v_t, keys, beta, kv, greatest, free_energy, row_term, d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, tk,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the scores [rows, keys] from log_p [keys, rows]; pointers are at their head."""
+    there = tl.minimum(rows, tq - 1)
+    term = tl.zeros_like(there).to(tl.float32)
+    for block in range(0, CHANNELS, BLOCK_C):
+        term += tl.load(row_term + (block // BLOCK_C) * tq + there)
+    log_p = tl.trans(log_p)
+    allowed = tl.trans(allowed)
+    p = tl.exp2(log_p)
+    found = -p * tl.where(rows < tq, term, 0.0)[:, None]
+    for block in range(0, CHANNELS, BLOCK_C):
+        channels = block + tl.arange(0, BLOCK_C)
+        beta_1 = _temperature(beta, kv, channels, CHANNELS)
+        d_mean, d_free = _gradients_of_reads(d_o, lam, gate, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+        x, free = _tile(greatest, CHANNELS, there, channels, CHANNELS), _tile(free_energy, CHANNELS, there, channels, CHANNELS)
+        values = _operand(v, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
+        below = tl.where(allowed[None, :, :], tl.trans(values)[:, None, :] - tl.trans(x)[:, :, None], 0.0)
+        w = tl.exp2(log_p[None, :, :] + (beta_1 * LOG2_E)[:, None, None] * (below - tl.trans(free)[:, :, None]))
+        slope = tl.trans(d_free / beta_1[None, :])
+        found += tl.sum(w * slope[:, :, None] + p[None, :, :] * below * tl.trans(d_mean)[:, :, None], 0)
+    return found
+
+
+@triton.jit
+def _dq_kernel(
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_q,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    d_q_b, d_q_h, d_q_t, pairs, heads, group, tq, tk, scale,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(tq, ROWS)
+    columns = tl.arange(0, BLOCK_W)
+    for chunk in range(0, pairs, CHUNK):
+        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
+            start, stop = _share(wild, pair, group * blocks)
+            for item in range(start, stop, tl.num_programs(0)):
+                batch, head, kv, block, _ = _place(pair, item, heads, group, blocks, 1)
+                begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+                rows = block * ROWS + tl.arange(0, ROWS)
+                there = tl.minimum(rows, tq - 1)
+                valid_here, lam_here, gate_here = valid, lam, gate
+                if valid is not None:
+                    valid_here = valid + batch * tk
+                if lam is not None:
+                    lam_here = lam + batch * lam_b + head * lam_h
+                if gate is not None:
+                    gate_here = gate + batch * gate_b + head * gate_h
+                k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
+                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+                flat = (batch * heads + head) * tq
+                sums = tl.load(lse + flat + there)
+                found = tl.zeros((ROWS, BLOCK_W), tl.float32)
+                for key in range(begin, end, KEYS):
+                    keys = key + tl.arange(0, KEYS)
+                    allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
+                    tile = _operand(k_here, k_t, keys, tk, columns, WIDTH)
+                    log_p = _scores(queries, tile, allowed, scale) - sums[None, :]
+                    d_scores = _score_gradients(
+                        log_p, allowed, v_here, v_t, keys, beta, kv, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                        row_term + flat * tl.cdiv(CHANNELS, BLOCK_C), d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here,
+                        d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                    )  # fmt: skip
+                    found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
+                at = d_q + batch * d_q_b + head * d_q_h + rows.to(tl.int64)[:, None] * d_q_t + columns[None, :]
+                tl.store(at, (found * (scale / LOG2_E)).to(d_q.dtype.element_ty), mask=(rows < tq)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def _dk_kernel(
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, row_term, d_k,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    d_k_b, d_k_h, d_k_t, pairs, heads, group, tq, tk, scale,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(tk, KEYS)
+    columns = tl.arange(0, BLOCK_W)
+    for chunk in range(0, pairs, CHUNK):
+        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
+            start, stop = _share(wild, pair, blocks)
+            for item in range(start, stop, tl.num_programs(0)):
+                batch, _, kv, block, _ = _place(pair, item, heads, group, blocks, 1)
+                begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
+                keys = block * KEYS + tl.arange(0, KEYS)
+                tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
+                found = tl.zeros((KEYS, BLOCK_W), tl.float32)
+                for head in range(kv * group, kv * group + group):
+                    flat = (batch * heads + head) * tq
+                    valid_here, lam_here, gate_here = valid, lam, gate
+                    if valid is not None:
+                        valid_here = valid + batch * tk
+                    if lam is not None:
+                        lam_here = lam + batch * lam_b + head * lam_h
+                    if gate is not None:
+                        gate_here = gate + batch * gate_b + head * gate_h
+                    for row in range(begin, end, ROWS):
+                        rows = row + tl.arange(0, ROWS)
+                        there = tl.minimum(rows, tq - 1)
+                        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+                        allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
+                        log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
+                        d_scores = _score_gradients(
+                            log_p, allowed, v + batch * v_b + kv * v_h, v_t, keys, beta, kv, greatest + flat * CHANNELS,
+                            free_energy + flat * CHANNELS, row_term + flat * tl.cdiv(CHANNELS, BLOCK_C),
+                            d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                        )  # fmt: skip
+                        found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
+                at = d_k + batch * d_k_b + kv * d_k_h + keys.to(tl.int64)[:, None] * d_k_t + columns[None, :]
+                tl.store(at, (found * (scale / LOG2_E)).to(d_k.dtype.element_ty), mask=(keys < tk)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def _dv_kernel(
+    q, k, v, beta, lam, gate, wild, valid, first, last, d_o, lse, greatest, free_energy, d_v,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
+    d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    blocks, channel_blocks = tl.cdiv(tk, KEYS), tl.cdiv(CHANNELS, BLOCK_C)
+    columns = tl.arange(0, BLOCK_W)
+    for chunk in range(0, pairs, CHUNK):
+        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
+            start, stop = _share(wild, pair, blocks * channel_blocks)
+            for item in range(start, stop, tl.num_programs(0)):
+                batch, _, kv, block, of_channels = _place(pair, item, heads, group, blocks, channel_blocks)
+                begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
+                keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+                tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
+                values = _operand(v + batch * v_b + kv * v_h, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
+                beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
+                found = tl.zeros((KEYS, BLOCK_C), tl.float32)
+                for head in range(kv * group, kv * group + group):
+                    flat = (batch * heads + head) * tq
+                    valid_here, lam_here, gate_here = valid, lam, gate
+                    if valid is not None:
+                        valid_here = valid + batch * tk
+                    if lam is not None:
+                        lam_here = lam + batch * lam_b + head * lam_h
+                    if gate is not None:
+                        gate_here = gate + batch * gate_b + head * gate_h
+                    d_o_here = d_o + batch * d_o_b + head * d_o_h
+                    for row in range(begin, end, ROWS):
+                        rows = row + tl.arange(0, ROWS)
+                        there = tl.minimum(rows, tq - 1)
+                        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+                        allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
+                        log_p = tl.trans(_scores(queries, tile, allowed, scale)) - tl.load(lse + flat + there)[:, None]
+                        d_mean, d_free = _gradients_of_reads(
+                            d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS
+                        )
+                        x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                        free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                        below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
+                        w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
+                        found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
+                at = d_v + batch * d_v_b + kv * d_v_h + keys.to(tl.int64)[:, None] * d_v_t + channels[None, :]
+                tl.store(at, found.to(d_v.dtype.element_ty), mask=(keys < tk)[:, None] & (channels < CHANNELS)[None, :])
+
 
 BLOCK = 16  # channels at once
 ROWS, KEYS = 32, 16  # at once; kernels whose blocks are of keys have them the other way round
@@ -82,7 +351,7 @@ class _Launch:
         """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
         if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in strided):
             raise ValueError("exact read: a result's last dimension is not contiguous; it is written in place, so make it so")
-        strides = [s for t in (*self.strided, *strided) for s in ((0, 0, 0) if t is None else t.stride()[:3])]
+        strides = strides_of(*self.strided, *strided)
         kernel[(3 if interpreted() else PROGRAMS,)](
             *self.pointers, *more, *strides, *self.sizes, **self.constants, ROWS=rows, KEYS=keys, num_warps=WARPS, num_stages=STAGES
         )
@@ -93,14 +362,12 @@ def constants(width, channels, causal):
     return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "CHUNK": CHUNK}
 
 
-def _build(label, kernel, width, channels, *, rows, keys, absent=(), causal=True):
-    float32 = ("beta", "lse", "free_energy", "row_term", "d_beta")
-    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(float32, "*fp32") | {"wild": "*i1", "valid": "*i1", "scale": "fp32"}
-    types |= dict.fromkeys("q k v o d_o lam gate greatest d_lam d_gate d_q d_k d_v".split(), "*bf16")
-    types |= {"first": "*i32", "last": "*i32"}
-    given = constants(width, channels, causal) | {"group": 1, "ROWS": rows, "KEYS": keys} | dict.fromkeys(absent)
-    aligned = tuple(name for name in kernel.arg_names if name.endswith(("_b", "_h", "_t")) or name in ("tq", "tk"))
-    return Build(f"{label}, d_k {width}, d_v {channels}", kernel, types, given, WARPS, STAGES, aligned=aligned)
+def _build(label, kernel, width, channels, *, rows, keys, absent=()):
+    given = constants(width, channels, True) | {"group": 1, "ROWS": rows, "KEYS": keys} | dict.fromkeys(absent)
+    return build(
+        f"{label}, d_k {width}, d_v {channels}", kernel, given, WARPS, STAGES, even="tq tk", kinds={"first": "*i32", "last": "*i32"},
+        bf16="q k v o d_o lam gate greatest d_lam d_gate d_q d_k d_v", fp32="beta lse free_energy row_term d_beta",
+    )  # fmt: skip
 
 
 _PLAIN = ("valid", "first", "last")
@@ -112,9 +379,9 @@ _KERNELS = (
     ("dv", _dv_kernel, KEYS, ROWS),
 )
 BUILDS = tuple(
-    build
+    each
     for label, kernel, rows, keys in _KERNELS
-    for build in (
+    for each in (
         _build(label, kernel, 64, 32, rows=rows, keys=keys, absent=_PLAIN),
         _build(label, kernel, 128, 64, rows=rows, keys=keys, absent=_PLAIN),
         _build(f"{label}, documents and padding", kernel, 128, 64, rows=rows, keys=keys),

@@ -7,6 +7,7 @@ whose values are not finite, is *wild*: its exponents are clamped so that the st
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
-from kernels.fem_attention.triton.attention_parts import empty_as, rows_of
 from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW
 from kernels.implementations import interpreted
+from kernels.tiles import Build, build, empty_as, rows_of
 
 WARPS = 4
 LARGEST = tl.constexpr(MAX_RANGE)
@@ -86,7 +86,7 @@ class ValueStreams(torch.autograd.Function):
         b, hk, tokens, dv = v.shape
         rows, columns = row_blocks(dv)
         blocks = triton.cdiv(tokens, rows)
-        d_v = empty_as(v, dv)
+        d_v = empty_as(v, width=dv)
         d_beta = v.new_empty(b, hk, blocks, dv, dtype=torch.float32)
         strides = (*v.stride()[:3], *d_values.stride()[:3], *d_v.stride()[:3])
         _stream_backward_kernel[b * hk * blocks,](
@@ -193,23 +193,10 @@ def _constants_kernel(
 
 @triton.jit
 def _stream_kernel(
-    v,
-    beta,
-    centre,
-    shifted,
-    values,
-    sb,
-    sh,
-    st,
-    ub,
-    uh,
-    ut,
-    heads,
-    tokens,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    v, beta, centre, shifted, values,
+    sb, sh, st, ub, uh, ut, heads, tokens,
+    DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """values = [v | U] of ROWS tokens of a head."""
     blocks = tl.cdiv(tokens, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -230,29 +217,10 @@ def _stream_kernel(
 
 @triton.jit
 def _stream_backward_kernel(
-    v,
-    beta,
-    centre,
-    shifted,
-    d_values,
-    d_v,
-    d_beta,
-    sb,
-    sh,
-    st,
-    ub,
-    uh,
-    ut,
-    db,
-    dh,
-    dt,
-    heads,
-    tokens,
-    blocks,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    v, beta, centre, shifted, d_values, d_v, d_beta,
+    sb, sh, st, ub, uh, ut, db, dh, dt, heads, tokens, blocks,
+    DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """dv = dv of the stream + beta dU/dx dU, and this block's part of dbeta."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
     block = (tl.program_id(0) % blocks).to(tl.int64)
@@ -275,61 +243,19 @@ def _stream_backward_kernel(
     tl.store(d_beta + (head * blocks + block) * DV + column, part, mask=channel)
 
 
-def _builds(dv: int) -> tuple[Build, ...]:
-    rows, columns = row_blocks(dv)
-    span_rows, span_columns, span = range_blocks(dv)
-    strides = ("sb", "sh", "st")
-    tile = {"DV": dv, "ROWS": rows, "COLUMNS": columns}
-    counts = {"heads": "i32", "tokens": "i32"}
-    constants = {"beta": "*fp32", "centre": "*fp32", "shifted": "*i1"}
-    outer = dict.fromkeys((*strides, "ub", "uh", "ut"), "i32")
-    return (
-        Build(
-            f"range, d_v {dv}",
-            _range_kernel,
-            {"v": "*bf16", "low": "*fp32", "high": "*fp32", **dict.fromkeys(strides, "i32"), **counts, "splits": "i32"},
-            {"DV": dv, "SPAN": span, "ROWS": span_rows, "COLUMNS": span_columns},
-            WARPS,
-            3,
-            aligned=strides,
-        ),
-        Build(
-            f"constants, d_v {dv}",
-            _constants_kernel,
-            {"low": "*fp32", "high": "*fp32", **constants, "wild": "*i1", "largest": "*fp32", "heads": "i32", "splits": "i32"},
-            {"DV": dv, "ROWS": span_rows, "COLUMNS": span_columns},
-            WARPS,
-            3,
-        ),
-        Build(
-            f"[v | U], d_v {dv}",
-            _stream_kernel,
-            {"v": "*bf16", **constants, "values": "*bf16", **outer, **counts},
-            tile,
-            WARPS,
-            3,
-            aligned=tuple(outer),
-        ),
-        Build(
-            f"[v | U] backward, d_v {dv}",
-            _stream_backward_kernel,
-            {
-                "v": "*bf16",
-                **constants,
-                "d_values": "*bf16",
-                "d_v": "*bf16",
-                "d_beta": "*fp32",
-                **outer,
-                **dict.fromkeys(("db", "dh", "dt"), "i32"),
-                **counts,
-                "blocks": "i32",
-            },
-            tile,
-            WARPS,
-            3,
-            aligned=(*outer, "db", "dh", "dt"),
-        ),
+def _builds(dv: int) -> Iterator[Build]:
+    rows, columns, span = range_blocks(dv)
+    kernels = (
+        ("range", _range_kernel),
+        ("constants", _constants_kernel),
+        ("[v | U]", _stream_kernel),
+        ("[v | U] backward", _stream_backward_kernel),
     )
+    for label, kernel in kernels:
+        yield build(
+            f"{label}, d_v {dv}", kernel, {"DV": dv, "SPAN": span, "ROWS": rows, "COLUMNS": columns}, WARPS, 3,
+            bf16="v values d_values d_v", fp32="low high beta centre largest d_beta",
+        )  # fmt: skip
 
 
 BUILDS: tuple[Build, ...] = (*_builds(64), *_builds(128))

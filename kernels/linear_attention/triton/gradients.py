@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.linear_attention.triton import plan as plans
-from kernels.linear_attention.triton.read import level_terms
-from kernels.linear_attention.triton.states import CHANNEL, HEAD, NONE, damp, window
+from kernels.linear_attention.triton.forward import CHANNEL, HEAD, NONE, damp, level_terms, window
 
 
 @triton.jit
@@ -157,16 +156,4 @@ def gradients_kernel(
     tl.store(dk + to, gk.to(dk.dtype.element_ty), mask=held)
 
 
-BUILDS = tuple(
-    plans.build(
-        label,
-        gradients_kernel,
-        plan,
-        {**plan.constants(plan.gradient_keys), "LEVELS": plan.levels},
-        data="q k v dy states d_states dq dk",
-        floats="share weight masses d_masses da",
-        strides="q k v dy",
-        options=plan.gradient_options,
-    )
-    for label, plan in plans.PRODUCTION.items()
-)
+BUILDS = tuple(plans.built(label, gradients_kernel, plan) for label, plan in plans.PRODUCTION.items())

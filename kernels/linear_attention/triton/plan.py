@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kernels.build import Build
 from kernels.implementations import interpreted
+from kernels.tiles import Build, build
 
 NONE, HEAD, CHANNEL = range(3)  # decay: none, one for each head, one for each channel
-
-
-# Launch options: the pass over the chunks loads ahead; the others have little to load in turn.
-STATES = {"num_warps": 4, "num_stages": 3}
-OTHERS = {"num_warps": 4, "num_stages": 2}
 
 
 class Plan(NamedTuple):
@@ -50,35 +44,31 @@ class Plan(NamedTuple):
         return min(self.keys, 32) if self.decay == HEAD else self.keys
 
     @property
-    def gradient_options(self) -> dict[str, int]:
-        """Warps and stages of the program that makes the gradients of q, k and the decays."""
-        return {"num_warps": 8 if self.decay == CHANNEL and not self.wide else 4, "num_stages": 2}
+    def decay_widths(self) -> tuple[int, int]:
+        """Of the decays, and of what a program cumulates of it at once."""
+        return (self.key_width, self.keys) if self.decay == CHANNEL else (1, 1)
 
-    def constants(self, keys: int | None = None) -> dict[str, int | bool]:
-        """The kernels' common constants."""
-        return {
+    def given(self, kernel: Any, **more: Any) -> dict[str, Any]:
+        """A kernel's constants, warps and stages. The pass over the chunks loads ahead; the others have little to load in turn."""
+        gradients, states = "d_states" in kernel.arg_names, "first" in kernel.arg_names
+        width, block = self.decay_widths
+        constants = {
             "DK": self.key_width,
             "DV": self.value_width,
-            "BK": self.keys if keys is None else keys,
+            "BK": self.gradient_keys if gradients else self.keys,
             "BV": self.values,
             "C": self.chunk,
+            "LEVELS": self.chunk.bit_length() - 1,  # of a chunk's binary splitting
             "DECAY": self.decay,
             "NORMALISE": self.normalise,
+            "W": width,
+            "BW": block,
+        } | more
+        warps = 8 if gradients and self.decay == CHANNEL and not self.wide else 4
+        return {name: value for name, value in constants.items() if name in kernel.arg_names} | {
+            "num_warps": warps,
+            "num_stages": 3 if states else 2,
         }
-
-    def cumulating(self) -> dict[str, int]:
-        """The constants of the kernel that cumulates decays: their width, how many of it a program takes, a chunk's tokens."""
-        width, block = (self.key_width, self.keys) if self.decay == CHANNEL else (1, 1)
-        return {"W": width, "BW": block, "C": self.chunk}
-
-    def pairing(self) -> dict[str, int]:
-        """The constants of the kernel that weighs pairs where each channel has its decay."""
-        return {"DK": self.key_width, "BK": self.keys, "C": self.chunk, "LEVELS": self.levels}
-
-    @property
-    def levels(self) -> int:
-        """Of a chunk's binary splitting: chunk = 2^levels."""
-        return self.chunk.bit_length() - 1
 
 
 def _block(width: int, wide: bool) -> int:
@@ -104,39 +94,16 @@ BOTH_WAYS = tuple(
 )
 
 
-def build(
-    label: str,
-    kernel: Any,
-    plan: Plan,
-    constants: Mapping[str, Any],
-    *,
-    data: str,
-    floats: str = "",
-    strides: str,
-    options: Mapping[str, int],
-    matrix: bool = True,
-) -> Build:
-    """A kernel as a call of ``plan`` launches it.
-
-    data: names of the arguments in the call's type, floats: of those in float32, strides: of those whose three strides are passed, all
-    besides high and low. What neither the decay nor the normaliser needs is None. matrix: it has products.
-    """
-    kinds = dict.fromkeys(data.split(), "*fp32" if plan.wide else "*bf16")
-    kinds |= dict.fromkeys(floats.split(), "*fp32") | {"high": "*fp32", "low": "*fp16"}
-    places = [f"{name}_{axis}" for name in strides.split() for axis in "bht"]
-    kinds |= dict.fromkeys((*places, "T", "N", "H"), "i32")
+def built(label: str, kernel: Any, plan: Plan, *, matrix: bool = True, **more: Any) -> Build:
+    """A kernel as a call of ``plan`` launches it; what neither the decay nor the normaliser needs is None. matrix: it has products."""
     absent = (() if plan.decay else ("high", "low", "da")) + (() if plan.normalise else ("share", "weight", "masses", "d_masses"))
     absent += () if plan.decay == CHANNEL else ("pairs",)
-    known = set(kernel.arg_names)
-    constants = {**constants, **dict.fromkeys(known.intersection(absent))}
-    return Build(
-        label,
-        kernel,
-        {name: kind for name, kind in kinds.items() if name in known and name not in constants},
-        constants,
-        options["num_warps"],
-        options["num_stages"],
+    given = plan.given(kernel, **more)
+    warps, stages = given.pop("num_warps"), given.pop("num_stages")
+    kinds = dict.fromkeys("q k x y v dy a states d_states pairs out dq dk".split(), "*fp32" if plan.wide else "*bf16") | {"low": "*fp16"}
+    return build(
+        label, kernel, given | dict.fromkeys(absent), warps, stages, kinds=kinds,
+        fp32="high share weight first masses last d_masses da terms",
         # wgmma multiplies 64 rows at least; float32 is multiplied exactly, outside the tensor cores.
         matrix=matrix and plan.chunk >= 64,
-        aligned=tuple(places),
-    )
+    )  # fmt: skip

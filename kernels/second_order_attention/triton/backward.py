@@ -17,10 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
 from kernels.implementations import interpreted
-from kernels.second_order_attention.triton.forward import build, launch
-from kernels.symmetric_attention.triton.tiles import Blocks, empty_as, good_at, load_tile, padded, place, probabilities, seen, store_tile
+from kernels.second_order_attention.triton.forward import PLAIN, built, launch
+from kernels.tiles import Blocks, Build, build, empty_as, good_at, load_tile, padded, place, probabilities, seen, store_tile
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -188,10 +187,8 @@ def _keys_kernel(
 
 def queries_blocks(dtype, width, is_second, padding):
     """Block sizes of the kernel over queries."""
-    if interpreted():
-        return Blocks(32, 32, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
+    if interpreted() or dtype == torch.float32:
+        return PLAIN
     if padded(width) <= 64:
         return Blocks(128, 32 if is_second and padding else 64, 8, 2)
     if padded(width) <= 128:
@@ -202,10 +199,8 @@ def queries_blocks(dtype, width, is_second, padding):
 
 def keys_blocks(dtype, width, is_second, padding):
     """Block sizes of the kernel over keys."""
-    if interpreted():
-        return Blocks(32, 32, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
+    if interpreted() or dtype == torch.float32:
+        return PLAIN
     if padded(width) <= 64:
         return Blocks(128, 64, 8, 2)
     if padded(width) <= 128:
@@ -222,14 +217,14 @@ def _build(label, kernel, sizes, width, causal, is_second, padding=False):
     missing = () if is_second else ("u", "read", "centre", "d_u", "g_read")
     absent = {name: None for name in missing if name in kernel.arg_names}
     label = f"gradient of {'C u' if is_second else 'kbar'}, {label}"
-    return build(label, kernel, sizes(torch.bfloat16, width, is_second, padding), width, causal, padding, **absent)
+    return built(label, kernel, sizes(torch.bfloat16, width, is_second, padding), width, causal, padding, **absent)
 
 
 def _terms_build(width):
     blocks = terms_blocks(width)
-    types = {"g": "*bf16", "mean": "*fp32", "read": "*fp32", "g_centre": "*fp32", "g_read": "*fp32", "count": "i32"}
     constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows}
-    return Build(f"rows' terms, d {width}", _terms_kernel, types, constants, blocks.warps, blocks.stages, aligned=("count",))
+    fp32 = "mean read g_centre g_read"
+    return build(f"rows' terms, d {width}", _terms_kernel, constants, blocks.warps, blocks.stages, bf16="g", fp32=fp32, even="count")
 
 
 _KERNELS = (("queries", _queries_kernel, queries_blocks), ("keys", _keys_kernel, keys_blocks))

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.build import Build
-from kernels.implementations import interpreted
-from kernels.symmetric_attention.triton.tiles import Blocks, good_at, load_tile, padded, place, probabilities, seen, store_tile
+from kernels.tiles import Blocks, Build, build, fitting, good_at, load_tile, padded, place, probabilities, seen, store_tile
+
+PLAIN = Blocks(32, 32, 4, 1)  # in the interpreter and in float32
 
 
 def means(q, k, half, factors, valid, causal):
@@ -138,39 +138,26 @@ def _second_kernel(
 
 def means_blocks(dtype, width):
     """Block sizes of the pass for kbar."""
-    if interpreted():
-        return Blocks(32, 32, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(128, 64, 8, 2 if padded(width) > 128 else 3)
+    return fitting(dtype, PLAIN, PLAIN, Blocks(128, 64, 8, 2 if padded(width) > 128 else 3))
 
 
 def second_blocks(dtype, width):
     """Block sizes of the pass for C u."""
-    if interpreted():
-        return Blocks(32, 32, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(64, 32, 8, 2) if padded(width) > 128 else Blocks(128, 64, 8, 2)
+    return fitting(dtype, PLAIN, PLAIN, Blocks(64, 32, 8, 2) if padded(width) > 128 else Blocks(128, 64, 8, 2))
 
 
-def build(label, kernel, blocks, width, causal, padding=False, **constants):
+def built(label, kernel, blocks, width, causal, padding=False, **constants):
     """A kernel of this room at a production shape."""
-    strides = tuple(name for name in kernel.arg_names if name.endswith(("_b", "_h", "_t")))
-    types = dict.fromkeys(("q", "k", "u", "g", "d_q", "d_k"), "*bf16") | dict.fromkeys(("heads", "t", "tk", *strides), "i32")
-    types["valid"] = "*i1"
-    types |= {name: "*fp32" for name in kernel.arg_names if name not in types}
     constants |= {"CAUSAL": causal, "WIDTH": width, "PADDED": padded(width), "OWN": blocks.rows, "OTHER": blocks.keys}
-    constants |= {} if padding else {"valid": None}
-    label = f"{label}, d {width}, {'causal' if causal else 'full'}{', padding' if padding else ''}"
-    return Build(
-        label, kernel, types, constants, blocks.warps, blocks.stages, matrix=True,
-        aligned=("t", "tk", *strides),
+    return build(
+        f"{label}, d {width}, {'causal' if causal else 'full'}{', padding' if padding else ''}", kernel,
+        constants | ({} if padding else {"valid": None}), blocks.warps, blocks.stages, matrix=True, even="t tk", bf16="q k u g d_q d_k",
+        fp32="half factors mean lse average read centre g_centre g_read d_u heats",
     )  # fmt: skip
 
 
 BUILDS: tuple[Build, ...] = tuple(
-    build(label, kernel, sizes(torch.bfloat16, width), width, causal, padding)
+    built(label, kernel, sizes(torch.bfloat16, width), width, causal, padding)
     for width, causal, padding in ((64, True, False), (128, True, False), (128, False, False), (64, True, True))
     for label, kernel, sizes in (("kbar", _means_kernel, means_blocks), ("C u", _second_kernel, second_blocks))
 )

@@ -9,19 +9,17 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernels.aft_read.triton.forward import strides
-from kernels.aft_read.triton.tiles import NOTHING
-from kernels.ssm_read.triton.gradients import _gradients_kernel
-from kernels.ssm_read.triton.read import _read_kernel
-from kernels.ssm_read.triton.states import _carry_back_kernel, _carry_kernel, _gradient_states_kernel, _states_kernel
-from kernels.ssm_read.triton.tiles import Launch
+from kernels.aft_read.triton.forward import NOTHING
+from kernels.ssm_read.triton.read import _gradients_kernel, _read_kernel
+from kernels.ssm_read.triton.states import Launch, _carry_back_kernel, _carry_kernel, _gradient_states_kernel, _states_kernel
+from kernels.tiles import rows_of, strides_of
 
 
 def fused_past(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state):
     """(o, state) as `ssm_read` says, normalised; rate, beta and state float32, delta, b_in, c_out too."""
     if valid is not None:
         delta, v = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (delta, v))
-    delta, v, lam, gate = (_unit(x) for x in (delta, v, lam, gate))
+    delta, v, lam, gate = (None if x is None else rows_of(x) for x in (delta, v, lam, gate))
     # States after channels, tokens after states: what a program reads lies together.
     by_channel, by_token = rate.transpose(1, 2).contiguous(), [x.transpose(2, 3).contiguous() for x in (b_in, c_out)]
     beta = None if beta is None else beta.contiguous()
@@ -45,7 +43,7 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_o, _):
         call = _Call(*ctx.saved_tensors)
-        return *call.gradients(_unit(d_o)), None
+        return *call.gradients(rows_of(d_o)), None
 
 
 class _Call:
@@ -59,7 +57,7 @@ class _Call:
         self.launch = Launch(*v.shape, self.number, self.streams)
         self.rows, self.width = v.shape[0] * v.shape[1], v.shape[3]
         self.slow = rate.amin(1)
-        self.tokens = strides(delta, v)
+        self.tokens = strides_of(delta, v)
         self.starts = None
 
     def empty(self, *shape, dtype=torch.float32):
@@ -103,7 +101,7 @@ class _Call:
         launch = self.launch
         _read_kernel[launch.grid](
             self.delta, self.v, self.b_in, self.c_out, self.rate, self.slow, self.beta, self.lam, self.gate, states, self.starts,
-            o, d_o, d_lam, d_gate, d_sums, d_beta, *self.tokens, *strides(self.lam, self.gate, d_o), *launch.sizes,
+            o, d_o, d_lam, d_gate, d_sums, d_beta, *self.tokens, *strides_of(self.lam, self.gate, d_o), *launch.sizes,
             **launch.blocks, **launch.read_options(o is None, self.beta is not None),
         )  # fmt: skip
 
@@ -135,8 +133,3 @@ class _Call:
         d_rate = d_rate.view(batch, heads, launch.chunks, self.number, width).sum((0, 2))
         d_beta = None if beta is None else (of_free + of_values).view(batch, heads, launch.chunks, width).sum((0, 2))
         return d_delta, d_rate, d_b_in.sum(0), d_c_out.sum(0), dv, d_beta, d_lam, d_gate
-
-
-def _unit(x):
-    """x with its last stride 1."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
-from kernels.implementations import interpreted
-from kernels.symmetric_attention.triton.tiles import (
+from kernels.tiles import (
     LOG2E,
     Blocks,
+    Build,
+    build,
     empty_as,
+    fitting,
     good_at,
     load_tile,
     padded,
@@ -202,11 +203,7 @@ def _gradient_kernel(
 
 
 def _blocks(dtype, wide, narrow, broad):
-    if interpreted():
-        return Blocks(32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    return broad if wide > 128 else narrow
+    return fitting(dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 4, 1), broad if wide > 128 else narrow)
 
 
 def log_sum_blocks(dtype, width):
@@ -231,14 +228,10 @@ def gradient_blocks(dtype, width):
 
 def _build(label, kernel, sizes, width, valid=False, inner=True):
     blocks = sizes(torch.bfloat16, width)
-    types = dict.fromkeys(("z", "out", "d_out", "d_z"), "*bf16") | dict.fromkeys(("lse", "terms"), "*fp32") | {"valid": "*i1"}
-    types |= dict.fromkeys(("factor", "scale"), "fp32")
-    strides = tuple(name for name in kernel.arg_names if name.endswith(("_b", "_h", "_t")))
-    types |= dict.fromkeys(("heads", "t", *strides), "i32")
     constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows, "KEYS": blocks.keys} | ({} if valid else {"valid": None})
-    return Build(
-        f"{label}, p {width}{', padding' if valid else ''}", kernel, types, constants, blocks.warps, blocks.stages, matrix=True,
-        aligned=("t", *strides),
+    return build(
+        f"{label}, p {width}{', padding' if valid else ''}", kernel, constants, blocks.warps, blocks.stages, matrix=True, even="t",
+        bf16="z out d_out d_z", fp32="lse terms",
     )  # fmt: skip
 
 

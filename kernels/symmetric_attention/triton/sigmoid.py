@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.build import Build
-from kernels.implementations import interpreted
-from kernels.symmetric_attention.triton.tiles import LOG2E, Blocks, empty_as, good_at, load_tile, padded, place, rows_of, seen, store_tile
+from kernels.tiles import LOG2E, Blocks, Build, build, empty_as, fitting, good_at, load_tile, padded, place, rows_of, seen, store_tile
 
 
 def sigmoid_attention(z, keys, valid, *, causal):
@@ -171,20 +169,14 @@ def _gradient_kernel(
 
 def read_blocks(dtype, width):
     """Block sizes of the forward."""
-    if interpreted():
-        return Blocks(32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(128, 64, 8, 2 if padded(width) > 128 else 3)
+    return fitting(dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 4, 1), Blocks(128, 64, 8, 2 if padded(width) > 128 else 3))
 
 
 def gradient_blocks(dtype, width):
     """Block sizes of the backward."""
-    if interpreted():
-        return Blocks(32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(64, 32, 8, 2) if padded(width) > 128 else Blocks(128, 64, 8, 2)
+    return fitting(
+        dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 4, 1), Blocks(64, 32, 8, 2) if padded(width) > 128 else Blocks(128, 64, 8, 2)
+    )
 
 
 _ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
@@ -192,14 +184,11 @@ _ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies 
 
 def _build(label, kernel, sizes, width, causal, **roles):
     blocks = sizes(torch.bfloat16, width)
-    strides = tuple(name for name in kernel.arg_names if name.endswith(("_b", "_h", "_t")))
-    types = dict.fromkeys(("z", "keys", "own", "other", "out", "d_out"), "*bf16") | dict.fromkeys(("factor", "scale"), "fp32")
-    types["found"] = "*fp32" if causal else "*bf16"
-    types |= dict.fromkeys(("heads", "t", "tk", "count", "others", "positions", *strides), "i32")
     constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows, "KEYS": blocks.keys, "CAUSAL": causal, "valid": None}
-    return Build(
-        f"{label}, p {width}, {'causal' if causal else 'full'}", kernel, types, constants | roles, blocks.warps, blocks.stages,
-        matrix=True, aligned=("t", "tk", "count", "others", "positions", *strides), allowed=_ALLOWED,
+    return build(
+        f"{label}, p {width}, {'causal' if causal else 'full'}", kernel, constants | roles, blocks.warps, blocks.stages, matrix=True,
+        bf16="z keys own other out d_out", kinds={"found": "*fp32" if causal else "*bf16"}, even="t tk count others positions",
+        allowed=_ALLOWED,
     )  # fmt: skip
 
 

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from fem_common.errors import ConfigError
+from fem_common.errors import ConfigError, InUse
 from tests.tools.evaluate.tiny import llama_folder, suite_file, task_folder
+from tests.tools.refusals import Refused
+from tests.wording import Wording
 from tools.evaluate.__main__ import main, named
-from tools.evaluate.harness import Adaptor
+from tools.evaluate.harness import Adaptor, Answers, request_key
 
+ROOT = Path(__file__).resolve().parents[3]
 CHOICES = "task: tiny_choices, metric: acc_norm, label: Choices, fewshot: 0"
 GROUP = "task: tiny_group, fewshot: 1"
 WRITTEN = "task: tiny_written, metric: exact_match"
 WORDS = "task: tiny_words"
 PERPLEXITY = "task: tiny_words, name: tiny_words_ppl, metric: perplexity, higher_is_better: false"
-BROKEN = "task: tiny_broken"
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -30,14 +38,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama_folder(tmp_path_factory.mktemp("models") / "llama")
 
 
+@pytest.fixture(autouse=True)
+def settings_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets in the environment."""
+    for name in ("TQDM_DISABLE", "TOKENIZERS_PARALLELISM", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+
+
 @pytest.fixture
 def run(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command on the model and the suite s.yaml beside tasks/, in its folder; (exit code, stdout, stderr)."""
-    for name in ("TQDM_DISABLE", "TOKENIZERS_PARALLELISM", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "1")  # so that what the command sets is set back
     monkeypatch.chdir(tmp_path)
     task_folder(tmp_path / "tasks")
-    suite_file(tmp_path / "s.yaml", CHOICES, GROUP, WRITTEN, WORDS, PERPLEXITY)
+    suite_file(tmp_path / "s.yaml", WORDS)
 
     def call(*arguments: str, model: str | None = None, suite: str = "s.yaml") -> tuple[int, str, str]:
         capsys.readouterr()
@@ -50,7 +63,7 @@ def run(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The requests of each call of the model for log-likelihoods."""
+    """The rows of each call of the model for log-likelihoods."""
     seen: list[int] = []
     ask = Adaptor._model_call
 
@@ -68,10 +81,10 @@ def result(name: str, model: str = "llama") -> dict[str, Any]:
 
 
 def test_an_evaluation_and_its_repetition(run: Run, calls: list[int]) -> None:
+    suite_file(Path("s.yaml"), CHOICES, GROUP, WRITTEN, WORDS, PERPLEXITY)
     code, out, err = run("--batch-size", "2")
     assert code == 0, err
-    assert "Choices" in out and "llama" in out
-    assert "[1/4] llama Choices: acc_norm" in err
+    assert "Choices" in out and "llama" in out and "[1/4] llama Choices: acc_norm" in err
     first = result("tiny_choices")
     expected = {"format": 1, "model": "llama", "task": "tiny_choices", "label": "Choices", "metric": "acc_norm", "n": 5, "fewshot": 0}
     assert {key: first[key] for key in expected} == expected
@@ -90,51 +103,39 @@ def test_an_evaluation_and_its_repetition(run: Run, calls: list[int]) -> None:
     assert (code, out.split()[1::2]) == (0, ["tiny_choices", "tiny_group", "tiny_written", "tiny_words"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [(["--limit", "3"], "made with limit not given, now it is 3"), (["--dtype", "bfloat16"], "dtype"), (["--seed", "1"], "seed")],
-)
-def test_other_settings_are_not_mixed(run: Run, arguments: list[str], told: str) -> None:
-    suite_file(Path("s.yaml"), WORDS)
-    assert run()[0] == 0
-    before = Path("out/llama/tiny_words.json").read_bytes()
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "")
-    assert told in err and "out/llama/tiny_words.json" in err and "--retry" in err and err.count("\n") == 1
-    assert Path("out/llama/tiny_words.json").read_bytes() == before
-    assert run(*arguments, "--retry")[0] == 0
-    assert run(*arguments)[0] == 0
-
-
-def test_other_weights_and_other_tasks_are_not_mixed(run: Run, tmp_path: Path) -> None:
-    suite_file(Path("s.yaml"), WORDS)
+def test_results_of_other_settings_weights_or_tasks_are_not_mixed(run: Run, tmp_path: Path, wording: Wording) -> None:
     model = llama_folder(tmp_path / "changing")
+
+    def another(*arguments: str) -> None:
+        before = Path("out/x/tiny_words.json").read_bytes()
+        code, out, err = run(*arguments, model=f"x={model}")
+        assert (code, out) == (2, "") and err.count("\n") == 1 and Path("out/x/tiny_words.json").read_bytes() == before
+        wording(re.sub("task_digest [0-9a-f]+, now it is [0-9a-f]+", "task_digest A, now it is B", err))
+        assert run(*arguments, "--retry", model=f"x={model}")[0] == run(*arguments, model=f"x={model}")[0] == 0
+
     assert run(model=f"x={model}")[0] == 0
-    llama_folder(model, seed=1)
-    code, _, err = run(model=f"x={model}")
-    assert code == 2 and "out/x/tiny_words.json is of other weights than x has now" in err
-    old = result("tiny_words", "x")
+    for arguments in (["--limit", "3"], ["--dtype", "bfloat16"], ["--seed", "1"]):
+        another(*arguments)
     assert run("--retry", model=f"x={model}")[0] == 0
+    llama_folder(model, seed=1)
+    old = result("tiny_words", "x")
+    another()
     assert result("tiny_words", "x")["raw"] != old["raw"]
     rows = Path("tasks/rows.json")
     rows.write_text(rows.read_text().replace(" in", " as"))
-    code, _, err = run(model=f"x={model}")
-    assert code == 2 and "task_digest" in err
+    another()
     suite_file(Path("s.yaml"), "task: tiny_words, metric: perplexity, higher_is_better: false")
-    assert run("--retry", model=f"x={model}")[0] == 0
+    another()
     Path("out/x/tiny_words.json").write_text("{")
-    code, _, err = run(model=f"x={model}")
-    assert code == 2 and "is not JSON" in err
+    another()
 
 
 def test_a_task_that_fails_is_named_and_the_others_go_on(run: Run) -> None:
-    suite_file(Path("s.yaml"), BROKEN, WORDS)
+    suite_file(Path("s.yaml"), "task: tiny_broken", WORDS)
     code, out, err = run()
-    assert code == 1
-    assert result("tiny_words")["n"] == 3
+    assert code == 1 and result("tiny_words")["n"] == 3 and "tiny_broken" in out
     assert "failed: llama tiny_broken: RuntimeError: this task's code is broken (out/llama/.tiny_broken.failed.txt)" in err
     assert "this task's code is broken" in Path("out/llama/.tiny_broken.failed.txt").read_text()
-    assert "tiny_broken" in out
     data = Path("tasks/data.py")
     data.write_text(data.read_text().replace('raise RuntimeError("this task\'s code is broken")', 'return rows("choices", "shown")'))
     assert run("--retry")[0] == 0
@@ -142,13 +143,11 @@ def test_a_task_that_fails_is_named_and_the_others_go_on(run: Run) -> None:
 
 
 def test_a_model_that_cannot_be_opened_does_not_stop_the_others(run: Run, llama: Path, tmp_path: Path) -> None:
-    suite_file(Path("s.yaml"), WORDS)
     broken = llama_folder(tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
     code, _, err = run(str(llama), model=str(broken))
-    assert code == 1 and "failed: broken: " in err
-    assert result("tiny_words")["n"] == 3
+    assert code == 1 and "failed: broken: " in err and result("tiny_words")["n"] == 3
     code, _, err = run(model=str(broken))
     assert code == 2 and err.splitlines()[-1].startswith("tools.evaluate: error: ")
 
@@ -156,59 +155,121 @@ def test_a_model_that_cannot_be_opened_does_not_stop_the_others(run: Run, llama:
 def test_the_quick_suite(run: Run) -> None:
     code, out, err = run("--limit", "4", suite="quick")
     assert code == 0, err
-    for label in ("Brackets", "Keywords", "Next line", "Recall", "Idioms"):
-        assert label in out
+    assert all(label in out for label in ("Brackets", "Keywords", "Next line", "Recall", "Idioms"))
     assert "--limit 4: these are not the tasks' scores" in err
     assert "skipped: llama heldout: llama: nothing tells its held-out data" in err
 
 
-def test_models_have_names(tmp_path: Path) -> None:
-    here = Path.cwd()
-    assert named(["runs/a/fem", "runs/b/gla"]) == [("fem", Path("runs/a/fem")), ("gla", Path("runs/b/gla"))]
-    assert [name for name, _ in named(["runs/a/fem", "runs/b/fem", "runs/gla/checkpoints/step_00000007"])] == [
-        "a-fem",
-        "b-fem",
-        "gla-step_00000007",
-    ]
-    assert named(["FEM-SM=runs/a"]) == [("FEM-SM", Path("runs/a"))]
-    assert [name for name, _ in named(["."])] == [here.name]
-    assert named(["a/b=c"]) == [("b=c", Path("a/b=c"))]
-    for words in ([], ["a", "a"], ["x=a", "x=b"], ["=a"], [".x=a"]):
-        with pytest.raises(ConfigError):
-            named(words)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("words", "names"),
     [
-        (["nowhere/at/all"], "there is no folder nowhere/at/all"),
-        ([], "no MODEL"),
-        (["m", "--suite", "papers"], "did you mean paper?"),
-        (["m", "--device", "cuda", "--suite", "s.yaml"], "no such device"),
+        ("runs/a/fem runs/b/gla", "fem gla"),
+        ("runs/a/fem runs/b/fem runs/gla/checkpoints/step_00000007", "a-fem b-fem gla-step_00000007"),
+        ("FEM-SM=runs/a", "FEM-SM"),
+        (".", "HERE"),
+        ("a/b=c", "b=c"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], told: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_have_names(words: str, names: str) -> None:
+    assert [name for name, _ in named(words.split())] == names.replace("HERE", Path.cwd().name).split()
+
+
+@pytest.mark.parametrize("words", ["", "a a", "x=a x=b", "=a", ".x=a"])
+def test_models_without_names_of_their_own(words: str) -> None:
+    with pytest.raises(ConfigError):
+        named(words.split())
+
+
+def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    monkeypatch.chdir(tmp_path)
+    suite_file(tmp_path / "s.yaml", WORDS)
+    task_folder(tmp_path / "tasks")
     Path("m").mkdir()
-    code = main([*arguments, "--out", "out"])
-    err = capsys.readouterr().err
-    assert code == 2 and err.count("\n") == 1 and err.startswith("tools.evaluate: error: ") and told in err
+    for arguments in ("nowhere/at/all", "", "m --suite papers", "m --device cuda --suite s.yaml"):
+        if "cuda" not in arguments or not torch.cuda.is_available():
+            refused(main, "tools.evaluate", *arguments.split(), "--out", "out")
     assert not Path("out").exists()
 
 
-def test_a_list_of_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_of_the_suite(capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
     assert main(["--list", "--suite", "paper"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "paper: Evaluation suite of the Free Energy Mixer" and len(lines) == 18
-    assert lines[2].split() == ["MMLU-P", "leaderboard_mmlu_pro", "5", "acc", "0.1", "leaderboard"]
+    wording(capsys.readouterr().out)
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_kill_the_rest_is_asked(tmp_path: Path, llama: Path, calls: list[int]) -> None:
+    """Tasks that are done stay; of the one that was asked the rest alone is asked, to the same numbers; Ctrl-C is told."""
+    asked = 60
+    many = [{"text": f"{i} plus one is", "choices": [" two words", " a number"], "answer": i % 2} for i in range(asked)]
+    task_folder(tmp_path / "tasks", choices=many)
+    suite = suite_file(tmp_path / "s.yaml", WORDS, "task: tiny_choices, fewshot: 2")
+    arguments = [f"llama={llama}", "--suite", str(suite), "--batch-size", "1", "--device", "cpu", "--out"]
+    command = [sys.executable, "-m", "tools.evaluate", *arguments, str(tmp_path / "out")]
+    kept = tmp_path / "out/llama/.answers/tiny_choices.jsonl"
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
+    try:
+        while process.poll() is None and not (kept.is_file() and kept.read_bytes().count(b"\n") > 10):
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "it was faster than the test: give it more rows"
+    done = tmp_path / "out/llama/tiny_words.json"
+    before, lines = done.stat().st_mtime_ns, kept.read_bytes().split(b"\n")
+    known = {json.loads(line)[0] for line in lines[1:-1]}
+    assert 10 <= len(known) < 2 * asked and not (tmp_path / "out/llama/tiny_choices.json").exists()
+    with kept.open("ab") as file:
+        file.write(b'["half a li')  # what a crash of the machine can leave
+
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    assert sum(calls) == 2 * asked - len(known)
+    assert done.stat().st_mtime_ns == before and not kept.exists()
+    assert main([*arguments, str(tmp_path / "other")]) == 0
+    results = [json.loads((tmp_path / folder / "llama/tiny_choices.json").read_text()) for folder in ("out", "other")]
+    assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
 
 
 def test_an_interruption_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    suite_file(Path("s.yaml"), WORDS)
-    with monkeypatch.context() as patched:
-        patched.setattr(Adaptor, "_model_call", interrupt)
-        code, _, err = run()
+    monkeypatch.setattr(Adaptor, "_model_call", interrupt)
+    code, _, err = run()
     assert code == 130 and "the same command goes on" in err
-    assert run()[0] == 0
+
+
+def test_answers_are_read_back_exactly_and_by_one_process(tmp_path: Path) -> None:
+    path, identity = tmp_path / "m/.answers/t.jsonl", {"model_key": "a", "limit": None}
+    with Answers(path, identity) as answers:
+        answers.truncated.add(request_key("loglikelihood", ("x", "y")))
+        answers.add_partial("loglikelihood", ("x", "y"), (-1 / 3, True))
+        answers.add_partial("generate_until", ("x", {"until": ["\n"]}), "text\n\u2028é")
+        answers.add_partial("loglikelihood_rolling", ("x",), -2.5e-300)
+        answers.add_partial("generate_until", ("x", {"do_sample": True}), "drawn")
+        known = dict(answers.known)
+        with pytest.raises(InUse, match="another process is evaluating t of m"):
+            Answers(path, identity).__enter__()
+    with Answers(path, identity) as answers:
+        assert answers.known == known and len(known) == 3 and len(answers.truncated) == 1
+        assert (-1 / 3, True) in answers.known.values()
+    for other in ({**identity, "model_key": "b"}, {**identity, "limit": 3}):
+        with Answers(path, other) as answers:
+            assert answers.known == {} and answers.truncated == set()
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_file_cut_anywhere_gives_whole_answers_or_none(tmp_path: Path, cut: int) -> None:
+    path, identity = tmp_path / "m/.answers/t.jsonl", {"model_key": "a"}
+    with Answers(path, identity) as answers:
+        for number in range(3):
+            answers.add_partial("loglikelihood", (str(number), "y"), (-float(number), False))
+        known = dict(answers.known)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with Answers(path, identity) as answers:
+        assert answers.known.items() <= known.items() and len(answers.known) in (1, 2)
+        answers.add_partial("loglikelihood", ("2", "y"), (-2.0, False))
+    with Answers(path, identity) as answers:
+        assert answers.known.items() <= known.items() and request_key("loglikelihood", ("2", "y")) in answers.known

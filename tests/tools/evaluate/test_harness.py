@@ -14,13 +14,12 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from fem_common.errors import ConfigError
 from fem_megatron import catalogue
-from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, WORDS, WRITTEN, byte_tokenizer, opened, suite_file, task_folder
+from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, WORDS, byte_tokenizer, opened, suite_file, task_folder
+from tests.tools.refusals import Refused
 from tools.evaluate import results
-from tools.evaluate.answers import Answers, NotANumber
-from tools.evaluate.harness import Adaptor, Asked, Seeds, ask
-from tools.evaluate.harness_tasks import find_tasks
+from tools.evaluate.catalogue import find_tasks
+from tools.evaluate.harness import Adaptor, Answers, Asked, NotANumber, Seeds, ask
 from tools.evaluate.suite import SuiteTask, load_suite
 from tools.hf.open_model import OpenModel
 
@@ -33,6 +32,7 @@ TEXTS = [
     ("x = 1\ny = 2\n", "z = 3"),
     ("one two three ", "four"),
 ]
+LETTERS = "".join(chr(65 + i % 26) for i in range(2 * CONTEXT))
 
 
 def encode(text: str) -> list[int]:
@@ -88,8 +88,12 @@ def adaptor(tmp_path: Path) -> Callable[..., Adaptor]:
     return make
 
 
-def requests(kind: str, arguments: list[Any]) -> list[Instance]:
+def requests(kind: str, *arguments: Any) -> list[Instance]:
     return [Instance(kind, {}, entry, index) for index, entry in enumerate(arguments)]
+
+
+def likelihoods(adaptor: Adaptor, *texts: tuple[str, str]) -> list[tuple[float, bool]]:
+    return adaptor.loglikelihood(requests("loglikelihood", *texts))
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -97,42 +101,38 @@ def test_log_likelihoods_are_those_of_the_definition_at_any_batch_size(mixer: st
     model = opened(mixer)
     expected = [by_hand(model, *texts) for texts in TEXTS]
     assert len({round(value, 3) for value, _ in expected}) == len(TEXTS)
-    for batch_size in (1, 4):
-        found = adaptor(model, batch_size).loglikelihood(requests("loglikelihood", TEXTS))
-        for (value, greedy), (wanted, wanted_greedy) in zip(found, expected, strict=True):
-            assert value == pytest.approx(wanted, rel=1e-5)
-            assert greedy == wanted_greedy
-
-
-def test_a_batch_size_that_is_found_out(adaptor: Callable[..., Adaptor]) -> None:
-    model = opened()
-    found = adaptor(model, "auto").loglikelihood(requests("loglikelihood", TEXTS))
-    assert [value for value, _ in found] == pytest.approx([by_hand(model, *texts)[0] for texts in TEXTS], rel=1e-5)
+    for batch_size in (1, 4, "auto") if mixer == "fem_softmax" else (1, 4):
+        found = likelihoods(adaptor(model, batch_size), *TEXTS)
+        assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-5)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
 def test_greedy_continuations_are_known_as_such(adaptor: Callable[..., Adaptor]) -> None:
     model = opened()
     written = ((letter, written_by_hand(model, letter, 1)) for letter in "abcdefghijklmnopqrstuvwxyz")
     context, text = next((context, text) for context, text in written if text.isascii() and text.strip() == text != "")
-    assert adaptor(model).loglikelihood(requests("loglikelihood", [(context, text), (context, "~~")]))[0][1] is True
-    assert adaptor(model).loglikelihood(requests("loglikelihood", [(context, f"{text}~")]))[0][1] is False
+    found = likelihoods(adaptor(model), (context, text), (context, "~~"), (context, f"{text}~"))
+    assert [greedy for _, greedy in found] == [True, False, False]
 
 
 def test_a_prompt_too_long_loses_its_beginning_and_is_counted(adaptor: Callable[..., Adaptor]) -> None:
+    """The harness asserts that prompt and answer fit; a task that asks for 1,280 tokens must still run on a short model."""
     model = opened("transformer")
-    long = "".join(chr(65 + i % 26) for i in range(2 * CONTEXT))
     ours = adaptor(model)
-    found = ours.loglikelihood(requests("loglikelihood", [(long, "yes"), ("short", "yes")]))
-    ids = [*encode(long), *encode("yes")][-(CONTEXT + 1) :]
+    found = likelihoods(ours, (LETTERS, "yes"), ("short", "yes"))
+    ids = [*encode(LETTERS), *encode("yes")][-(CONTEXT + 1) :]
     expected = sum(float(log_probabilities(model, ids[: i - 3 + len(ids)])[ids[i - 3]]) for i in range(3))
-    assert found[0][0] == pytest.approx(expected, rel=1e-5)
-    assert len(ours.answers.truncated) == 1
-    assert len(adaptor(model, max_length=3 * CONTEXT).answers.truncated) == 0
+    assert found[0][0] == pytest.approx(expected, rel=1e-5) and len(ours.answers.truncated) == 1
+    longer = adaptor(model, max_length=3 * CONTEXT)
+    assert likelihoods(longer, (LETTERS, "yes")) and not longer.answers.truncated
+    settings = {"until": [], "do_sample": False, "max_gen_toks": 10 * CONTEXT}
+    long, short = ours.generate_until(requests("generate_until", ("y" * CONTEXT, settings), ("x", settings)))
+    assert long and short and len(ours.answers.truncated) == 2
 
 
 def test_a_text_is_scored_in_windows(adaptor: Callable[..., Adaptor]) -> None:
-    model, text = opened("fem_gla"), "".join(chr(65 + i % 26) for i in range(CONTEXT + 20))
-    (found,) = adaptor(model).loglikelihood_rolling(requests("loglikelihood_rolling", [(text,)]))
+    model, text = opened("fem_gla"), LETTERS[: CONTEXT + 20]
+    (found,) = adaptor(model).loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
     # The harness's rule: a first window from the end-of-document token; each further one reads up to what it scores, CONTEXT tokens long.
     ids = encode(text)
     window = [encode(END)[0], *ids[: CONTEXT - 1]]
@@ -149,17 +149,8 @@ def test_generation_is_greedy_decoding_at_any_batch_size(mixer: str, adaptor: Ca
     expected = [written_by_hand(model, context, 8) for context in contexts]
     settings = {"until": ["\n"], "do_sample": False, "max_gen_toks": 8}
     for batch_size in (1, 3):
-        found = adaptor(model, batch_size).generate_until(requests("generate_until", [(context, settings) for context in contexts]))
-        assert found == expected
-
-
-def test_generations_that_do_not_fit_are_cut_and_counted(adaptor: Callable[..., Adaptor]) -> None:
-    """The harness asserts that prompt and answer fit; a task that asks for 1,280 tokens must still run on a short model."""
-    ours = adaptor(opened("transformer"))
-    settings = {"until": [], "do_sample": False, "max_gen_toks": 10 * CONTEXT}
-    long, short = ours.generate_until(requests("generate_until", [("y" * CONTEXT, settings), ("x", settings)]))
-    assert long and short
-    assert len(ours.answers.truncated) == 1
+        asked = requests("generate_until", *((context, settings) for context in contexts))
+        assert adaptor(model, batch_size).generate_until(asked) == expected
 
 
 def test_a_continuation_that_the_context_would_swallow(adaptor: Callable[..., Adaptor]) -> None:
@@ -170,31 +161,26 @@ def test_a_continuation_that_the_context_would_swallow(adaptor: Callable[..., Ad
     assert ours._encode_pair("x", "s") == ([2], [2])
 
 
-def test_a_model_without_numbers_is_no_score(adaptor: Callable[..., Adaptor]) -> None:
-    model = opened()
-    torch.nn.init.constant_(model.model.lm_head.weight, math.nan)
+def test_models_that_cannot_be_asked(adaptor: Callable[..., Adaptor], raised: Refused) -> None:
+    raised(Adaptor, OpenModel("x", Path(), None, None, None, {}), 1)
+    raised(Adaptor, opened("fem_softmax", causal=False), 1)
+    raised(Adaptor, opened("mha2nd"), 1, max_length=513)
+    broken = opened()
+    torch.nn.init.constant_(broken.model.lm_head.weight, math.nan)
     with pytest.raises(NotANumber):
-        adaptor(model).loglikelihood(requests("loglikelihood", TEXTS))
-
-
-def test_models_that_cannot_be_asked() -> None:
-    with pytest.raises(ConfigError, match="tokenizer"):
-        Adaptor(OpenModel("x", Path(), None, None, None, {}), 1)
-    with pytest.raises(ConfigError, match="causal"):
-        Adaptor(opened("fem_softmax", causal=False), 1)
+        likelihoods(adaptor(broken), *TEXTS)
 
 
 # --- whole tasks -----------------------------------------------------------------------------------------------------------------
 
 
-def asked(tmp_path: Path, model: OpenModel, task: str, limit: int | None = None) -> tuple[SuiteTask, Asked]:
-    task_folder(tmp_path / "tasks")
+def asked(tmp_path: Path, model: OpenModel, task: str, limit: int | None = None, **rows: Any) -> tuple[SuiteTask, Asked]:
+    task_folder(tmp_path / "tasks", **rows)
     suite = load_suite(str(suite_file(tmp_path / "s.yaml", task)))
-    column, tasks = suite.tasks[0], find_tasks(suite)
     with Answers(tmp_path / "answers" / "x.jsonl", {}) as answers:
         adaptor = Adaptor(model, 3)
         adaptor.keep_in(answers, lambda known, total: None)
-        return column, ask(adaptor, tasks, column, limit, Seeds(), answers)
+        return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, Seeds(), answers)
 
 
 def right(model: OpenModel, rows: list[dict[str, Any]], before: str = "", normalised: bool = False) -> list[float]:
@@ -207,31 +193,26 @@ def right(model: OpenModel, rows: list[dict[str, Any]], before: str = "", normal
 
 
 def test_multiple_choice_and_its_standard_error(tmp_path: Path) -> None:
-    model = opened("fem_softmax")
+    model = opened("fem_gla")
     column, found = asked(tmp_path, model, "task: tiny_choices, metric: acc_norm, fewshot: 0")
-    for metric, normalised in (("acc", False), ("acc_norm", True)):
-        scores = right(model, CHOICES, normalised=normalised)
+    plain, normalised = right(model, CHOICES), right(model, CHOICES, normalised=True)
+    assert plain != normalised, "else acc could not be told from acc_norm"
+    for metric, scores in (("acc", plain), ("acc_norm", normalised)):
         mean = sum(scores) / 5
         assert found.scores["tiny_choices"][f"{metric},none"] == pytest.approx(mean)
         spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / 4 / 5)
         assert found.scores["tiny_choices"][f"{metric}_stderr,none"] == pytest.approx(spread)
     result = results.harness_result(column, found)
-    assert result["value"] == pytest.approx(sum(right(model, CHOICES, normalised=True)) / 5)
+    assert result["value"] == pytest.approx(sum(normalised) / 5)
     assert result["chance"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 3 + 1 / 3 + 1 / 2) / 5)
     assert (result["n"], result["fewshot"], result["requests"], result["subtasks"]) == (5, 0, 13, {})
     assert result["version"].endswith("task version 2.0")
 
 
-def test_the_normalisation_matters() -> None:
-    """Otherwise the test above could not tell acc from acc_norm."""
-    model = opened("fem_softmax")
-    assert right(model, CHOICES) != right(model, CHOICES, normalised=True)
-
-
 def test_examples_in_the_prompt(tmp_path: Path) -> None:
     model = opened("transformer")
     _, found = asked(tmp_path, model, "task: tiny_choices, fewshot: 2", limit=3)
-    before = "".join(f"{row['text']}{row['choices'][0]}\n\n" for row in SHOWN)  # type: ignore[index]
+    before = "".join(f"{row['text']}{row['choices'][0]}\n\n" for row in SHOWN)
     assert len(before) + len("abcabcab") + 5 < CONTEXT
     assert found.scores["tiny_choices"]["acc,none"] == pytest.approx(sum(right(model, CHOICES[:3], before)) / 3)
     assert (found.fewshot, found.counts) == (2, {"tiny_choices": 3})
@@ -249,24 +230,18 @@ def test_log_likelihood_tasks(tmp_path: Path) -> None:
 def test_written_answers(tmp_path: Path) -> None:
     """One of the expected answers is what the model writes; the two others are not."""
     model = opened("fem_softmax")
-    text = written_by_hand(model, "q", 6)
-    task_folder(tmp_path / "tasks", written=[WRITTEN[0], {"text": "q", "answer": text}, WRITTEN[2]])
-    suite = load_suite(str(suite_file(tmp_path / "s.yaml", "task: tiny_written, metric: exact_match")))
-    with Answers(tmp_path / "x.jsonl", {}) as answers:
-        adaptor = Adaptor(model, 3)
-        adaptor.keep_in(answers, lambda known, total: None)
-        found = ask(adaptor, find_tasks(suite), suite.tasks[0], None, Seeds(), answers)
-    expected = [written_by_hand(model, row["text"], 6) == row["answer"] for row in (WRITTEN[0], WRITTEN[2])]
+    rows = [{"text": text, "answer": answer} for text, answer in (("Say it: abab", "ab"), ("one, two,", " three"))]
+    expected = [written_by_hand(model, row["text"], 6) == row["answer"] for row in rows]
+    rows.insert(1, {"text": "q", "answer": written_by_hand(model, "q", 6)})
+    _, found = asked(tmp_path, model, "task: tiny_written, metric: exact_match", written=rows)
     assert found.scores["tiny_written"]["exact_match,none"] == pytest.approx((1 + sum(expected)) / 3)
 
 
 def test_a_group_weighs_by_size_and_tells_its_parts(tmp_path: Path) -> None:
     model = opened("transformer")
     column, found = asked(tmp_path, model, "task: tiny_group, fewshot: 0, subtask_chance: {tiny_fewer: 0.25}")
-    result = results.harness_result(column, found)
-    scores = right(model, CHOICES)
+    result, scores = results.harness_result(column, found), right(model, CHOICES)
     assert result["value"] == pytest.approx((sum(scores) + sum(scores[:2])) / 7)
     assert result["subtasks"]["tiny_fewer"]["value"] == pytest.approx(sum(scores[:2]) / 2)
-    assert result["subtasks"]["tiny_fewer"]["chance"] == 0.25
-    assert (result["subtasks"]["tiny_choices"]["n"], result["n"]) == (5, 7)
+    assert (result["subtasks"]["tiny_fewer"]["chance"], result["subtasks"]["tiny_choices"]["n"], result["n"]) == (0.25, 5, 7)
     assert result["chance"] == pytest.approx((0.4 * 5 + 0.25 * 2) / 7)

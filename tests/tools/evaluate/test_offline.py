@@ -16,20 +16,20 @@ from datasets.arrow_writer import ArrowWriter
 
 from fem_common.errors import ConfigError
 from tests.tools.evaluate.tiny import CHOICES, llama_folder, suite_file
-from tools.evaluate import cache
-from tools.evaluate.harness_tasks import find_tasks
+from tests.wording import Wording
+from tools.evaluate import catalogue
 from tools.evaluate.suite import load_suite
 
 ROOT = Path(__file__).resolve().parents[3]
 HUB_YAML = """task: tiny_hub
 dataset_path: someone/tiny_set
-dataset_name: {config}
+dataset_name: plain
 test_split: test
 output_type: multiple_choice
 doc_to_text: text
 doc_to_choice: choices
 doc_to_target: answer
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
 
@@ -38,102 +38,69 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No network and an empty cache, in this process, which has imported the libraries already; the cache's folder."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     return tmp_path / "cache"
 
 
-def hub_task(folder: Path, config: str = "plain") -> Path:
-    (folder / "tasks").mkdir()
-    (folder / "tasks/hub.yaml").write_text(HUB_YAML.format(config=config))
-    return suite_file(folder / "s.yaml", "task: tiny_hub")
-
-
-def fill(folder: Path, config: str = "plain") -> None:
-    """A data set as the library leaves one that it has downloaded and prepared."""
+def fill(folder: Path, config: str) -> Path:
+    """A data set as the library leaves one that it has downloaded and prepared; its description."""
     place = folder / "datasets/someone___tiny_set" / config / "0.0.0/0123456789abcdef"
     place.mkdir(parents=True)
-    rows = datasets.Dataset.from_list(CHOICES)
-    with ArrowWriter(path=str(place / "tiny_set-test.arrow"), features=rows.features) as writer:
+    features = datasets.Dataset.from_list(CHOICES).features
+    with ArrowWriter(path=str(place / "tiny_set-test.arrow"), features=features) as writer:
         for row in CHOICES:
             writer.write(row)
         writer.finalize()
     split = {"name": "test", "num_bytes": 1, "num_examples": len(CHOICES), "dataset_name": "tiny_set"}
-    info = {
-        "builder_name": "parquet",
-        "dataset_name": "tiny_set",
-        "config_name": config,
-        "version": {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0},
-        "features": rows.features.to_dict(),
-        "splits": {"test": split},
-    }
-    (place / "dataset_info.json").write_text(json.dumps(info))
+    version = {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}
+    named = {"builder_name": "parquet", "dataset_name": "tiny_set", "config_name": config, "version": version}
+    (place / "dataset_info.json").write_text(json.dumps({**named, "features": features.to_dict(), "splits": {"test": split}}))
+    return place / "dataset_info.json"
 
 
-def told(suite: Path) -> tuple[str, str]:
-    """(list of what is missing, the line of the error), both empty where nothing is."""
+def missing(suite: str | Path) -> str:
+    """The list of what is missing, then the line of the error; empty where nothing is."""
     stream = io.StringIO()
     try:
-        cache.require(find_tasks(load_suite(str(suite))), "COMMAND", stream)
+        catalogue.require(catalogue.find_tasks(load_suite(str(suite))), "COMMAND", stream)
     except ConfigError as error:
-        return stream.getvalue(), str(error)
-    return stream.getvalue(), ""
+        return f"{stream.getvalue()}{error}"
+    return stream.getvalue()
 
 
-def test_a_data_set_in_the_cache_is_enough(tmp_path: Path, offline: Path) -> None:
-    suite = hub_task(tmp_path)
-    listed, error = told(suite)
-    assert listed.splitlines() == ["missing  someone/tiny_set (plain)  for tiny_hub"]
-    assert str(offline / "datasets") in error and "COMMAND --cache DIR" in error and "\n" not in error
-    fill(offline)
-    assert told(suite) == ("", "")
-
-
-def test_another_configuration_is_not_enough(tmp_path: Path, offline: Path) -> None:
+def test_a_data_set_is_in_the_cache_or_told(tmp_path: Path, offline: Path, wording: Wording) -> None:
+    """Not at all, of another configuration, damaged; a file that is not there."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/hub.yaml").write_text(HUB_YAML)
+    suite = suite_file(tmp_path / "s.yaml", "task: tiny_hub")
+    wording(missing(suite))
     fill(offline, "other")
-    assert "missing  someone/tiny_set (plain)" in told(hub_task(tmp_path))[0]
-
-
-def test_a_damaged_data_set_is_told(tmp_path: Path, offline: Path) -> None:
-    fill(offline)
-    next(offline.rglob("dataset_info.json")).write_text("{")
-    assert "missing  someone/tiny_set (plain)  for tiny_hub: " in told(hub_task(tmp_path))[0]
-
-
-def test_a_file_that_is_not_there_is_told(tmp_path: Path, offline: Path) -> None:
-    text = HUB_YAML.format(config="null").replace("someone/tiny_set", "json")
-    suite = hub_task(tmp_path)
+    assert "missing  someone/tiny_set (plain)" in missing(suite)
+    described = fill(offline, "plain")
+    assert missing(suite) == ""
+    described.write_text("{")
+    assert "missing  someone/tiny_set (plain)  for tiny_hub: " in missing(suite)
+    text = HUB_YAML.replace("plain", "null").replace("someone/tiny_set", "json")
     (tmp_path / "tasks/hub.yaml").write_text(f"{text}dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n")
-    assert f"the file {tmp_path}/rows.jsonl" in told(suite)[0]
+    wording(missing(suite))
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    assert told(suite) == ("", "")
+    assert missing(suite) == ""
 
 
-NEEDED = ("MMLU-Pro", "SaylorTwift/bbh (boolean_expressions, causal_judgement, date_understanding and 21 more)", "punkt_tab", "sciq")
-
-
-def test_all_that_the_papers_suite_needs(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nltk.data, "path", [str(offline)])
-    stream = io.StringIO()
-    with pytest.raises(ConfigError, match="14 of what the suite needs"):
-        cache.require(find_tasks(load_suite("paper")), "COMMAND", stream)
-    assert all(what in stream.getvalue() for what in NEEDED)
-    assert len(stream.getvalue().splitlines()) == 14
+def test_all_that_the_papers_suite_needs(offline: Path, wording: Wording) -> None:
+    wording(missing("paper"))
 
 
 @pytest.mark.slow
-def test_the_papers_suite_on_a_machine_without_data(tmp_path: Path) -> None:
+def test_the_papers_suite_on_a_machine_without_data(tmp_path: Path, offline: Path) -> None:
     """The command itself: all that is missing, one error line, no traceback, nothing written."""
     model = llama_folder(tmp_path / "model")
     command = [sys.executable, "-m", "tools.evaluate", str(model), "--suite", "paper", "--cache", str(tmp_path / "cache")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = subprocess.run([*command, "--out", str(tmp_path / "out")], cwd=ROOT, env=environment, capture_output=True, text=True)
-    lines = found.stderr.splitlines()
     assert (found.returncode, found.stdout) == (2, ""), found.stderr
-    assert [line for line in lines[:-1] if not line.startswith("missing  ")] == []
-    assert lines[-1].startswith("tools.evaluate: error: 14 of what the suite needs")
-    assert "python -m tools.evaluate --download --suite paper --cache DIR" in lines[-1]
-    assert "Idavidrein/gpqa is gated" in lines[-1]
-    for what in NEEDED:
-        assert any(what in line for line in lines), what
-    assert not (tmp_path / "out").exists()
+    lines = found.stderr.splitlines()
+    assert lines[:-1] == missing("paper").splitlines()[:-1]
+    assert lines[-1].startswith("tools.evaluate: error: 14 of what the suite needs") and not (tmp_path / "out").exists()

@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.indexed import IndexedWriter
-from fem_common.errors import ConfigError
-from fem_megatron.config import ModelConfig
+from data_prep.store.indexed import IndexedWriter
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.data_folder import write_folder
-from tools.evaluate import perplexity_measure
-from tools.evaluate.perplexity import heldout_result, main
-from tools.evaluate.perplexity_data import open_text
-from tools.evaluate.perplexity_measure import Kept, Settings, measure
-from tools.evaluate.perplexity_windows import Sums, windows
+from tests.tools.evaluate.tiny import END, byte_tokenizer, llama_folder
+from tests.tools.evaluate.tiny import opened as tiny_opened
+from tests.tools.refusals import Refused
+from tools.evaluate import perplexity as perplexity_measure
+from tools.evaluate import results
+from tools.evaluate.heldout import Kept, Settings, Sums, open_text, windows
+from tools.evaluate.perplexity import data_digest, heldout_result, main, measure
 from tools.evaluate.suite import SuiteTask
-from tools.hf.configuration_fem import FemLMConfig
-from tools.hf.modeling_fem import FemLMForCausalLM
 from tools.hf.open_model import OpenModel, open_model
 
 VOCAB, EOD = 50, 7
@@ -35,12 +33,8 @@ LENGTHS = (9, 1, 15, 2, 8, 4)
 
 
 def opened(mixer: str = "fem_softmax", vocab_size: int = VOCAB, **changes: Any) -> OpenModel:
-    """A model with random weights large enough that the context matters, in float64, so that a loop can be exact."""
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 48, "init_std": 0.3}
-    config = ModelConfig(mixer=mixer, vocab_size=vocab_size, **sizes, **changes)
-    torch.manual_seed(0)
-    model = FemLMForCausalLM(FemLMConfig(architecture=asdict(config))).double().eval()
-    return OpenModel(mixer, Path(), model, None, config, {})
+    """A model of so many ids that no run and no tokenizer are known of."""
+    return replace(tiny_opened(mixer, vocab_size=vocab_size, **changes), tokenizer=None, manifest={})
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +42,21 @@ def fem() -> OpenModel:
     return opened()
 
 
-def write_text(prefix: Path, lengths: Sequence[int] = LENGTHS, vocab_size: int = VOCAB) -> np.ndarray:
-    """Documents of random ids, each ended by EOD; returns all ids."""
-    ids = np.random.default_rng(0).integers(8, vocab_size, sum(lengths)).astype(np.uint16)
-    ids[np.cumsum(lengths) - 1] = EOD
+def write_text(prefix: Path, lengths: Sequence[int] = LENGTHS, eod: int | None = EOD, seed: int = 0) -> Path:
+    """Documents of random ids from 8 on, each ended by ``eod``."""
+    ids = np.random.default_rng(seed).integers(8, VOCAB, sum(lengths)).astype(np.uint16)
+    if eod is not None:
+        ids[np.cumsum(lengths) - 1] = eod
+    prefix.parent.mkdir(parents=True, exist_ok=True)
     writer = IndexedWriter(prefix, "uint16")
     writer.add(ids, np.array(lengths))
     writer.finish()
-    return ids
+    return prefix
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    write_text(tmp_path / "valid")
-    return tmp_path / "valid"
+    return write_text(tmp_path / "valid")
 
 
 def loop(model: Any, ids: np.ndarray, spans: Sequence[tuple[int, int]], context: int, stride: int) -> dict[int, float]:
@@ -78,42 +73,20 @@ def loop(model: Any, ids: np.ndarray, spans: Sequence[tuple[int, int]], context:
 
 def expected(losses: dict[int, float], lengths: Sequence[int]) -> tuple[float, float]:
     """(mean, its standard error over documents) with numpy."""
-    ends = np.cumsum(lengths)
     places, nats = np.array(list(losses)), np.array(list(losses.values()))
-    documents = np.searchsorted(ends, places, side="right")
+    documents = np.searchsorted(np.cumsum(lengths), places, side="right")
     sums = np.array([nats[documents == d].sum() for d in np.unique(documents)])
     counts = np.array([(documents == d).sum() for d in np.unique(documents)])
     residuals = sums - nats.mean() * counts
     return nats.mean(), math.sqrt(len(sums) / (len(sums) - 1) * (residuals**2).sum()) / counts.sum()
 
 
-def one(prefix: Path, **changes: Any) -> SuiteTask:
-    return SuiteTask(**{"task": "valid", "kind": "heldout", "data": str(prefix), "higher_is_better": False, **changes})
+def one(prefix: Path, *context: int, **changes: Any) -> SuiteTask:
+    fields = {"task": "valid", "name": "valid", "kind": "heldout", "data": str(prefix), "context_lengths": context}
+    return SuiteTask(**{**fields, "metric": "nats_per_token", "higher_is_better": False, **changes})
 
 
-# --- the number ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("context", "stride"), [(16, 16), (16, 5), (16, 1), (100, 100)])
-@pytest.mark.parametrize("per_document", [False, True])
-def test_the_mean_is_that_of_a_loop_over_tokens(fem: OpenModel, prefix: Path, context: int, stride: int, per_document: bool) -> None:
-    ids, ends = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16), np.cumsum(LENGTHS)
-    spans = [(0, len(ids))]
-    if per_document:  # a document and the EOD before it
-        spans = [(int(end) - length - (end > length), int(end)) for length, end in zip(LENGTHS, ends, strict=True)]
-    losses = loop(fem.model, ids, spans, context, stride)
-    assert sorted(losses) == list(range(1, len(ids))), "every token but the first, once"
-    task = one(prefix, context_lengths=(context,), stride=stride)
-    eod = replace(fem, tokenizer=_Ends())
-    result = heldout_result(eod, task, None, "key", per_document=per_document, batch_size=3)
-    mean, stderr = expected(losses, LENGTHS)
-    # float64 on both sides; a call over many tokens rounds otherwise than one over few.
-    assert result["value"] == pytest.approx(mean, rel=1e-12)
-    assert result["stderr"] == pytest.approx(stderr, rel=1e-9)
-    assert (result["raw"]["tokens"], result["n"]) == (len(ids) - 1, len(LENGTHS))
-
-
-class _Ends:
+class Ends:
     """Of a tokenizer, what tells where documents end."""
 
     eos_token_id = EOD
@@ -123,14 +96,30 @@ class _Ends:
         return "".join("ab" if number == EOD else "a" for number in ids)
 
 
-@pytest.mark.parametrize("mixer", ["fem_gla", "mamba2"])
-def test_other_kinds_of_mixers(prefix: Path, mixer: str) -> None:
-    """A state, a convolution: filling up windows on the right touches none."""
-    model = opened(mixer)
-    ids = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
-    result = heldout_result(model, one(prefix, context_lengths=(24,), stride=10), None, "key", batch_size=4)
-    mean, _ = expected(loop(model.model, ids, [(0, len(ids))], 24, 10), LENGTHS)
-    assert result["value"] == pytest.approx(mean, rel=1e-9)  # chunked scans round more than attention
+# --- the number ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mixer", "context", "stride", "rel"),
+    [
+        # float64 on both sides; a call over many tokens rounds otherwise than one over few, and chunked scans more than attention.
+        *(("fem_softmax", context, stride, 1e-12) for context, stride in ((16, 16), (16, 5), (16, 1), (100, 100))),
+        *((mixer, 24, 10, 1e-9) for mixer in ("fem_gla", "mamba2")),  # a state, a convolution: filling up on the right touches none
+    ],
+)
+def test_the_mean_is_that_of_a_loop_over_tokens(prefix: Path, mixer: str, context: int, stride: int, rel: float) -> None:
+    """Over the stream and a document at a time; the batch size changes no number."""
+    ids, ends, model = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16), np.cumsum(LENGTHS), opened(mixer)
+    alone = [(int(end) - length - (end > length), int(end)) for length, end in zip(LENGTHS, ends, strict=True)]  # and the EOD before it
+    for spans in ([(0, len(ids))], alone):
+        losses = loop(model.model, ids, spans, context, stride)
+        assert sorted(losses) == list(range(1, len(ids))), "every token but the first, once"
+        mean, stderr = expected(losses, LENGTHS)
+        for size in (1, 3, 64):
+            asked = replace(model, tokenizer=Ends()), one(prefix, context, stride=stride), None, "key"
+            result = heldout_result(*asked, per_document=len(spans) > 1, batch_size=size)
+            assert result["value"] == pytest.approx(mean, rel=rel) and result["stderr"] == pytest.approx(stderr, rel=1e-9)
+            assert (result["raw"]["tokens"], result["n"]) == (len(ids) - 1, len(LENGTHS))
 
 
 def test_windows_score_every_token_once_and_from_enough() -> None:
@@ -146,55 +135,50 @@ def test_windows_score_every_token_once_and_from_enough() -> None:
                     assert not number or window.first - window.begin == context - stride + 1
 
 
-def test_the_batch_size_changes_no_number(fem: OpenModel, prefix: Path) -> None:
-    values = [
-        heldout_result(fem, one(prefix, context_lengths=(8,), stride=3), None, "key", batch_size=size, per_document=True)["value"]
-        for size in (1, 2, 7, 64)
-    ]
-    assert values == pytest.approx([values[0]] * 4, rel=1e-13)
-
-
 def test_several_contexts_are_sub_tasks_and_the_longest_is_the_value(fem: OpenModel, prefix: Path, tmp_path: Path) -> None:
-    result = heldout_result(fem, one(prefix, context_lengths=(32, 8)), tmp_path, "key")
+    result = heldout_result(fem, one(prefix, 32, 8), tmp_path, "key")
     assert list(result["subtasks"]) == ["@8", "@32"] == [f"@{length}" for length in result["raw"]["contexts"]]
     assert result["value"] == result["subtasks"]["@32"]["value"] == result["raw"]["nats_per_token"]
-    assert result["subtasks"]["@8"]["value"] == heldout_result(fem, one(prefix, context_lengths=(8,)), None, "key")["value"]
+    assert result["subtasks"]["@8"]["value"] == heldout_result(fem, one(prefix, 8), None, "key")["value"]
     assert not list(tmp_path.glob(".*.json")), "nothing partial stays behind"
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------------------
+def test_documents_whose_first_tokens_are_not_scored_are_documents(tmp_path: Path, fem: OpenModel) -> None:
+    """Without end-of-document tokens: counted by hand; whose bytes nothing tells."""
+    sums, starts = Sums(), np.array([0, 4, 8, 9, 9, 12])  # 3, 3, 0, 0 and 2 tokens of 1, 2 and 3 nats each
+    for first, count, nats in ((1, 3, 1.0), (5, 3, 2.0), (10, 2, 3.0)):
+        sums.add(first, np.full(count, nats), starts)
+    found = sums.done()
+    assert (found.documents, found.tokens, found.nats, found.nats_squared) == (3, 8, 15.0, 3.0**2 + 6.0**2 + 6.0**2)
+    for end, tokens in ((None, 9), (EOD, 11)):
+        text, model = write_text(tmp_path / f"end {end}", (4, 4, 4), end), replace(fem, tokenizer=Ends())
+        raw = heldout_result(model, one(text, 8), None, "key", per_document=True)["raw"]
+        assert (raw["documents"], raw["tokens"], raw["unscored"]) == (3, tokens, 11 - tokens)
+        assert (raw["bytes"] is None, raw["bits_per_byte"] is None) == (end is None, end is None)
+        stream = heldout_result(model, one(text, 8), None, "key")["raw"]
+        assert (stream["documents"], stream["tokens"], stream["unscored"]) == (3, 11, 0) and stream["bytes"]
 
 
-def test_bits_a_byte_count_the_bytes_of_the_text(tmp_path: Path, fem: OpenModel) -> None:
-    """Byte-level BPE over letters of one to four bytes; decoding counts the same bytes as the text has, EOD apart."""
-    texts = ["naïve – “quoted” 東京 🙂🙂 words", "a", "plain words, words and naïve 東京\n"]
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    raw.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=280, special_tokens=["</s>"], initial_alphabet=alphabet))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
-    documents = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
-    writer = IndexedWriter(tmp_path / "valid", "uint16")
+def test_bits_a_byte_count_the_bytes_of_the_text(tmp_path: Path, fem: OpenModel, prefix: Path) -> None:
+    """Letters of one to four bytes, EOD apart, of whole characters; without a tokenizer what data_prep counted, or nothing."""
+    texts, tokenizer = ["naïve – “quoted” 東京 🙂🙂 words", "a", "plain words, words and naïve 東京\n"], byte_tokenizer()
+    documents = [[*tokenizer.encode(text), *tokenizer.encode(END)] for text in texts]
+    writer = IndexedWriter(tmp_path / "text", "uint16")
     writer.add(np.concatenate(documents), np.array([len(ids) for ids in documents]))
     writer.finish()
     model = replace(opened(vocab_size=len(tokenizer)), tokenizer=tokenizer)
-    result = heldout_result(model, one(tmp_path / "valid", context_lengths=(16,)), None, "key")
-    size = sum(len(text.encode()) for text in texts)
-    assert result["raw"]["bytes"] == size
-    assert result["raw"]["bits_per_byte"] == pytest.approx(result["raw"]["nats"] / math.log(2) / size, rel=1e-15)
-    assert result["raw"]["nats"] == pytest.approx(result["value"] * result["raw"]["tokens"], rel=1e-12)
-    cut = heldout_result(model, one(tmp_path / "valid", context_lengths=(16,), max_tokens=len(documents[0]) + 2), None, "key")
+    raw = heldout_result(model, one(tmp_path / "text", 16), None, "key")["raw"]
+    assert raw["bytes"] == (size := sum(len(text.encode()) for text in texts))
+    assert raw["bits_per_byte"] == pytest.approx(raw["nats"] / math.log(2) / size, rel=1e-15)
+    assert raw["nats"] == pytest.approx(raw["nats_per_token"] * raw["tokens"], rel=1e-12)
+    cut = heldout_result(model, one(tmp_path / "text", 16, max_tokens=len(documents[0]) + 2), None, "key")
     assert cut["raw"]["bytes"] == len((texts[0] + texts[1]).encode()), "the first two documents"
-
-
-def test_without_a_tokenizer_bytes_are_data_preps_or_unknown(fem: OpenModel, prefix: Path, tmp_path: Path) -> None:
-    assert heldout_result(fem, one(prefix, context_lengths=(16,)), None, "key")["raw"]["bits_per_byte"] is None
+    assert heldout_result(fem, one(prefix, 16), None, "key")["raw"]["bits_per_byte"] is None
     folder = write_folder(tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 10, 49], [11, 12, 49]])
-    raw = heldout_result(fem, one(folder / "valid", context_lengths=(16,)), None, "key")["raw"]
-    assert raw["bytes"] == 4 * 7, "what the manifest records"
+    assert heldout_result(fem, one(folder / "valid", 16), None, "key")["raw"]["bytes"] == 4 * 7, "what the manifest records"
 
 
-# --- training's own validation ---------------------------------------------------------------------------------------------------
+# --- training's own validation, and the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +196,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_the_value_is_trainings_validation_loss(trained: Path) -> None:
-    """At the training's length without overlap, on the run's own data: the same tokens from the same contexts."""
+def test_the_value_is_trainings_validation_loss(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the training's length without overlap, on the run's own data: the same tokens from the same contexts. Then the command."""
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     (loss,) = [line["valid_loss"] for line in lines if "valid_loss" in line]
     result = heldout_result(open_model(trained), SuiteTask(task="valid", kind="heldout"), None, "key")
-    assert result["raw"]["tokens"] == 8 * 32 and result["raw"]["context"] == 32
+    assert (result["raw"]["tokens"], result["raw"]["context"], result["stderr"]) == (8 * 32, 32, None)  # of one document
     assert result["value"] == pytest.approx(loss, abs=1e-6)  # fp32 logits on both sides; another order of sums
-    assert result["stderr"] is None, "one document"
+
+    assert main([str(trained), "--context", "32", "16", "--stride", "16", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [["16", "16"], ["32", "16"]]
+    found = {one.label: one for one in results.read([tmp_path])}
+    assert found.keys() == {"valid @16", "valid @32"} and not any(one.higher_is_better for one in found.values())
+    assert f"{found['valid @32'].score.value:.4f}" == rows[1][2]
+
+
+def test_the_command_refuses_in_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["nowhere"], [str(trained), "--data", str(tmp_path / "nothing")], [str(trained), "--stride", "99"]):
+        assert main([*arguments, "--device", "cpu"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("tools.evaluate.perplexity: error: ") and told.count("\n") == 1
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------------------
@@ -242,7 +239,7 @@ class Stops:
 
 
 def test_an_interrupted_measurement_goes_on_to_the_same_number(fem: OpenModel, prefix: Path, tmp_path: Path) -> None:
-    task = one(prefix, context_lengths=(8, 12), stride=4)
+    task = one(prefix, 8, 12, stride=4)
     whole = heldout_result(fem, task, None, "key", batch_size=3)
     calls = Stops(fem.model, 10**6)
     for at in (4, 1):
@@ -257,9 +254,8 @@ def test_an_interrupted_measurement_goes_on_to_the_same_number(fem: OpenModel, p
 def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
     fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = one(prefix, context_lengths=(8,))
+    task, add, calls = one(prefix, 8), Sums.add, list[int]()
     whole = heldout_result(fem, task, None, "key", batch_size=2)
-    add, calls = Sums.add, list[int]()
 
     def interrupted(sums: Sums, *arguments: Any) -> None:
         calls.append(0)
@@ -275,86 +271,76 @@ def test_an_interruption_amid_a_batch_leaves_the_batch_to_do(
     assert heldout_result(fem, task, tmp_path, "key", batch_size=2)["value"] == whole["value"]
 
 
-def test_sums_on_disk_are_of_one_measurement_alone(fem: OpenModel, prefix: Path, tmp_path: Path) -> None:
-    """Other weights, another cut: nothing is taken over. A damaged file costs time alone."""
-    text, kept = open_text(prefix), Kept(tmp_path / "kept.json")
-    measure(fem, text, Settings(8, 8), kept, "key")
-    never = replace(fem, model=Stops(fem.model, 0))
-    again = Kept(tmp_path / "kept.json")
-    assert measure(never, text, Settings(8, 8), again, "key").tokens == sum(LENGTHS) - 1
-    for settings, key in ((Settings(8, 8), "other"), (Settings(8, 7), "key"), (Settings(9, 8), "key"), (Settings(8, 8, True), "key")):
-        with pytest.raises(KeyboardInterrupt):
-            measure(never, text, settings, again, key)
-    (tmp_path / "kept.json").write_text('{"format": 1, "sums": {"a": 3}}')
-    assert Kept(tmp_path / "kept.json").sums == {}
-
-
-def test_sums_are_written_while_it_goes(fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_on_disk_are_of_one_measurement_alone(fem: OpenModel, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written while it goes. Other weights, types, cuts: nothing is taken over. A damaged file costs time alone."""
     monkeypatch.setattr(perplexity_measure, "SAVE_SECONDS", -1.0)
-    seen: list[int] = []
+    text, file, seen = open_text(prefix), tmp_path / "kept.json", list[int]()
 
     class Looks(Stops):
         def __call__(self, **inputs: Any) -> Any:
-            seen.append(sum(sums.position for sums in Kept(tmp_path / "kept.json").sums.values()))
+            seen.append(sum(sums.position for sums in Kept(file).sums.values()))
             return self.model(**inputs)
 
-    measure(replace(fem, model=Looks(fem.model, 0)), open_text(prefix), Settings(10, 10), Kept(tmp_path / "kept.json"), "key", batch_size=1)
+    measure(replace(fem, model=Looks(fem.model, 0)), text, Settings(10, 10), Kept(file), "key", batch_size=1)
     assert seen == [0, 11, 21, 31]
+    never, again = replace(fem, model=Stops(fem.model, 0)), Kept(file)
+    assert measure(never, text, Settings(10, 10), again, "key").tokens == sum(LENGTHS) - 1
+    narrow = replace(fem, model=Stops(opened().model.bfloat16(), 0))
+    others = [(never, Settings(10, 10), "other"), (never, Settings(10, 7), "key"), (never, Settings(9, 9), "key")]
+    for model, settings, key in (*others, (never, Settings(10, 10, True), "key"), (narrow, Settings(10, 10), "key")):
+        with pytest.raises(KeyboardInterrupt):
+            measure(model, text, settings, again, key)
+    file.write_text('{"format": 1, "sums": {"a": 3}}')
+    assert Kept(file).sums == {}
+
+
+def test_a_result_fits_the_tokens_not_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = results.Settings(None, None, None, None, "")
+
+    def complaint(task: SuiteTask) -> str | None:
+        return results.fitting(tmp_path, "model", "key", task, asked.of(task, data_digest(tmp_path, task)))
+
+    task = one(write_text(tmp_path / "valid"), 8)
+    made = {"format": results.FORMAT, "model_key": "key", "metric": task.metric, "settings": asked.of(task, data_digest(tmp_path, task))}
+    results.write(tmp_path, "model", task, made)
+    assert json.loads(results.result_file(tmp_path, "model", task).read_text())["settings"]["data_digest"]
+    monkeypatch.chdir(tmp_path)
+    assert complaint(task) == complaint(one(Path("valid"), 8)) == "", "the same file"
+    assert complaint(one(write_text(tmp_path / "copy/valid"), 8)) == "", "the same tokens elsewhere"
+    model = llama_folder(tmp_path / "llama")
+    (model / "training.json").write_text(json.dumps({"config": {"data": {"valid": [{"prefix": str(tmp_path / "copy/valid")}]}}}))
+    assert data_digest(model, replace(task, data=None)) == data_digest(model, task), "the run's own validation data"
+    write_text(tmp_path / "valid", seed=1)
+    assert "was made with data_digest" in (complaint(task) or "")
+    for file in tmp_path.glob("valid.*"):
+        file.unlink()
+    assert complaint(task) == "", "where the data is not, its name has to do"
+    assert "was made with data " in (complaint(one(Path("gone"), 8)) or "")
 
 
 # --- what is told in one line ----------------------------------------------------------------------------------------------------
 
 
-def llama(vocab_size: int = VOCAB) -> OpenModel:
-    """A model that only transformers knows."""
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=24
-    )
-    return OpenModel("llama", Path(), LlamaForCausalLM(config).eval(), None, None, {})
-
-
-def test_a_foreign_model_is_measured_up_to_its_longest_context(prefix: Path) -> None:
-    assert heldout_result(llama(), one(prefix), None, "key")["raw"]["context"] == 24
-    with pytest.raises(ConfigError, match="--context 25 is more than llama takes: 24 tokens"):
-        heldout_result(llama(), one(prefix, context_lengths=(25,)), None, "key")
-
-
 @pytest.mark.parametrize(
-    ("model", "task", "told"),
+    ("model", "data", "task"),
     [
-        ({}, {"data": "{}/vald"}, "vald.bin not found; did you mean {}/valid"),
-        ({}, {"data": "{}/valid.bin"}, "without its ending"),
-        ({}, {"data": None}, "nothing tells its held-out data"),
-        ({"vocab_size": 20}, {}, "but the model knows 20: name data of its own tokenizer"),
-        ({"mixer": "mha2nd"}, {"context_lengths": (513,)}, "--context 513 is more than mha2nd takes: 512"),
-        ({"causal": False}, {}, "predicts no next token"),
-        ({}, {"stride": 9}, "--stride 9: must be from 1 to the context length 8"),
+        ({}, "vald", {}),
+        ({}, "valid.bin", {}),
+        ({}, None, {}),
+        ({"vocab_size": 20}, "valid", {}),
+        ({"mixer": "mha2nd"}, "valid", {"context_lengths": (513,)}),
+        ({"causal": False}, "valid", {}),
+        ({}, "valid", {"stride": 9}),
     ],
+    ids=str,
 )
-def test_mistakes(prefix: Path, model: dict[str, Any], task: dict[str, Any], told: str) -> None:
-    told = told.format(prefix.parent)
-    if task.get("data"):
-        task = {**task, "data": task["data"].format(prefix.parent)}
-    with pytest.raises(ConfigError) as error:
-        heldout_result(opened(**model), replace(one(prefix), **{"context_lengths": (8,), **task}), None, "key")
-    assert told in str(error.value) and "\n" not in str(error.value)
+def test_mistakes(prefix: Path, raised: Refused, model: dict[str, Any], data: str | None, task: dict[str, Any]) -> None:
+    asked = one(prefix, 8, **{**task, "data": data and str(prefix.with_name(data))})
+    raised(heldout_result, opened(**model), asked, None, "key")
 
 
-def test_an_empty_split_and_half_a_pair(fem: OpenModel, prefix: Path, tmp_path: Path) -> None:
-    empty = IndexedWriter(tmp_path / "empty", "uint16")
-    empty.finish()
-    for path, told in ((tmp_path / "empty", "has fewer than two tokens"), (prefix, "truncated, or not of one pair")):
-        if path == prefix:
-            prefix.with_suffix(".bin").write_bytes(prefix.with_suffix(".bin").read_bytes()[:-2])
-        with pytest.raises(ConfigError, match=told):
-            heldout_result(fem, one(path, context_lengths=(8,)), None, "key")
-    prefix.with_suffix(".idx").unlink()
-    with pytest.raises(ConfigError, match="valid.idx not found"):
-        heldout_result(fem, one(prefix, context_lengths=(8,)), None, "key")
-
-
-def test_another_tokenizer_of_the_same_size(fem: OpenModel, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 49]])
+def test_data_and_models_that_are_none(fem: OpenModel, prefix: Path, tmp_path: Path, raised: Refused) -> None:
+    """A split without tokens, half a pair, another tokenizer of the same size, weights that are not finite, a foreign model's context."""
 
     class Other:
         eos_token_id = 49
@@ -362,37 +348,25 @@ def test_another_tokenizer_of_the_same_size(fem: OpenModel, tmp_path: Path) -> N
         def get_vocab(self) -> dict[str, int]:
             return {f"one{n}": n if n != 5 else 6 for n in range(VOCAB)}
 
-    with pytest.raises(ConfigError, match=r"another tokenizer, .*: its token 'one5' \(id 5\) has the id 6"):
-        heldout_result(replace(fem, tokenizer=Other()), one(folder / "valid", context_lengths=(8,)), None, "key")
-
-
-def test_weights_that_are_not_finite(prefix: Path) -> None:
-    model = opened()
-    with torch.no_grad():
-        model.model.model.norm.weight[0] = math.nan
-    with pytest.raises(ConfigError, match=r"loss of token 1 of .* is not finite"):
-        heldout_result(model, one(prefix, context_lengths=(8,)), None, "key")
-
-
-# --- the command -----------------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_a_table_and_writes_results(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(trained), "--context", "32", "16", "--stride", "16", "--out", str(tmp_path), "--device", "cpu"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[:2] for row in rows] == [["16", "16"], ["32", "16"]]
-    (folder,) = tmp_path.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["valid_16.json", "valid_32.json"]
-    result = json.loads((folder / "valid_32.json").read_text())
-    assert (result["label"], result["higher_is_better"], result["metric"]) == ("valid @32", False, "nats_per_token")
-    assert f"{result['value']:.4f}" == rows[1][2]
-    from tools.evaluate.scores import read
-
-    assert {one.label for one in read([tmp_path])} == {"valid @16", "valid @32"}
-
-
-def test_the_command_refuses_in_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["nowhere"], [str(trained), "--data", str(tmp_path / "nothing")], [str(trained), "--stride", "99"]):
-        assert main([*arguments, "--device", "cpu"]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("tools.evaluate.perplexity: error: ") and told.count("\n") == 1
+    folder = write_folder(tmp_path / "data", vocab_size=VOCAB, documents=[[8, 9, 49]])
+    raised(heldout_result, replace(fem, tokenizer=Other()), one(folder / "valid", 8), None, "key")
+    broken = opened()
+    torch.nn.init.constant_(broken.model.model.norm.weight, math.nan)
+    raised(heldout_result, broken, one(prefix, 8), None, "key")
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=24)).eval()
+    foreign = OpenModel("llama", Path(), llama, None, None, {})
+    assert heldout_result(foreign, one(prefix), None, "key")["raw"]["context"] == 24
+    raised(heldout_result, foreign, one(prefix, 25), None, "key")
+    IndexedWriter(tmp_path / "empty", "uint16").finish()
+    raised(heldout_result, fem, one(tmp_path / "empty", 8), None, "key")
+    prefix.with_suffix(".bin").write_bytes(prefix.with_suffix(".bin").read_bytes()[:-2])
+    raised(heldout_result, fem, one(prefix, 8), None, "key")
+    prefix.with_suffix(".idx").unlink()
+    raised(heldout_result, fem, one(prefix, 8), None, "key")

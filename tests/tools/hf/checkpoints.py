@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint import Progress, find
-from pretrain.checkpoint_reader import Weights
-from pretrain.checkpoint_writer import save_weights
+from pretrain.checkpoint.reader import Progress, Weights, find
+from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from tools.hf.__main__ import main
 
@@ -54,8 +54,8 @@ def hf(*arguments: str | Path) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def stock_folder(name: str, out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A folder of transformers' own making; its norms, too, are random."""
+def stock_folder(name: str, out: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changes: Any) -> Path:
+    """A folder of transformers' own making; its norms, too, are random. shard: the size of a file of weights."""
     kind, options = STOCK[name]
     torch.manual_seed(3)
     loader: Any = AutoModelForCausalLM
@@ -64,13 +64,22 @@ def stock_folder(name: str, out: Path, dtype: torch.dtype = torch.float32, **cha
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
         assert parameter.std() > 0, key
-    model.save_pretrained(out)
+    model.save_pretrained(out, max_shard_size=shard)
     return out
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """All of a folder's tensors."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """A folder's weights as ``change`` leaves them, in one file."""
+    held = tensors(folder)
+    change(held)
+    for file in folder.glob("model*.safetensors*"):
+        file.unlink()
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -81,6 +90,5 @@ def equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def changed(path: Path, **values: Any) -> None:
-    """Keys of a JSON file set; None: removed."""
-    found = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+    """Keys of a JSON file set."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

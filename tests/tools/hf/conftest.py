@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from tests.tools.hf.runs import copy as copy
+from tests.tools.hf.runs import exports as exports
 from tests.tools.hf.runs import runs as runs
 from tests.tools.hf.small import Exported, config_of, export, random_state
+from tests.tools.refusals import raised as raised
+from tests.tools.refusals import refused as refused
 from tools.hf.stock import why_not_stock
 
 

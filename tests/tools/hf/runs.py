@@ -1,10 +1,11 @@
-"""Run directories with a checkpoint of random weights, a log and data, for the tests of the export."""
+"""Run directories with a checkpoint of random weights, a log and data, and their exports; for the tests of the export."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +13,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_megatron import platform
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint import Progress, manifest_of, publish_step
+from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.writer import save_weights
 from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from tests.pretrain.data_folder import write_folder, write_manifest
+from tests.tools.hf.checkpoints import hf
 from tests.tools.hf.small import VOCAB, random_state, small, write_tokenizer
 from tools.hf.recipes import to_fem
 from tools.hf.stock import to_stock
 
 STEP, SAMPLES, LENGTH = 12, 96, 16
+RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": torch.bfloat16}
 
 
-def write_checkpoint(folder: Path, config: RunConfig, state: dict[str, Tensor], parts: int = 1) -> Path:
-    """A step's folder in which every tensor whose rows divide lies in ``parts``, as that many tensor-parallel ranks write it."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+def write_checkpoint(run: Path, config: RunConfig, state: dict[str, Tensor]) -> Path:
+    """A step's folder below ``RUN/checkpoints``."""
+    return save_weights(run / "checkpoints", state, config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key")
 
-    final, temporary = folder / f"step_{STEP:08d}", folder / ".writing"
-    temporary.mkdir(parents=True)
-    pieces: dict[str, Any] = {}
-    for name, tensor in state.items():
-        cut = parts if tensor.shape[0] % parts == 0 else 1
-        for number, rows in enumerate(tensor.chunk(cut)):
-            pieces[f"{name}/{number}"] = ShardedTensor.from_rank_offsets(name, rows.clone(), (0, number, cut))
-    platform.import_megatron()
-    platform.initialize_distributed()
-    try:
-        dist_checkpointing.save(pieces, str(temporary), get_default_save_sharded_strategy("torch_dist"))
-        publish_step(temporary, final, manifest_of(config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key"), keep_last=None)
-    finally:
-        torch.distributed.destroy_process_group()
-    return final
+
+def model_of(name: str) -> ModelConfig:
+    """The model of a run; in the Transformer two queries share a key."""
+    return small(name, num_query_groups=2) if name == "transformer" else small(name)
 
 
 def run_of(model: ModelConfig, data: Path) -> RunConfig:
     """A run of two training sources, of which one has no manifest."""
+    sources = (Source(str(data / "train"), 3.0), Source(str(data / "other"), 1.0))
     return RunConfig(
         name="of_two_sources",
         model=model,
-        data=DataConfig(
-            train=(Source(str(data / "train"), 3.0), Source(str(data / "other"), 1.0)),
-            valid=(Source(str(data / "valid")),),
-            seq_length=LENGTH,
-            tokenizer=str(data / "tokenizer"),
-        ),
+        data=DataConfig(train=sources, valid=(Source(str(data / "valid")),), seq_length=LENGTH, tokenizer=str(data / "tokenizer")),
         train=TrainConfig(steps=20, global_batch_size=8, precision="fp32"),
         optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4),
     )
@@ -65,37 +51,49 @@ def run_of(model: ModelConfig, data: Path) -> RunConfig:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run directories, fp32 in two parts and bf16 whole, with a log, and the data that they name."""
+    """Run directories with a log, and the data that they name."""
     root = tmp_path_factory.mktemp("runs")
     data = write_folder(root / "data", vocab_size=VOCAB)
     shutil.rmtree(data / "tokenizer")
-    sha256 = hashlib.sha256((write_tokenizer(data / "tokenizer", VOCAB) / "tokenizer.json").read_bytes()).hexdigest()
     manifest = json.loads((data / "manifest.json").read_text())
-    manifest["tokenizer"]["sha256"] = sha256
+    tokenizer = write_tokenizer(data / "tokenizer", VOCAB) / "tokenizer.json"
+    manifest["tokenizer"]["sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     write_manifest(data, manifest)
-    folders = {"data": data}
-    for name, parts, dtype in (("fem_softmax", 2, torch.float32), ("transformer", 2, torch.float32), ("fem_gla", 1, torch.bfloat16)):
-        folders[name] = root / name
-        model = small(name, num_query_groups=2) if name == "transformer" else small(name)
-        write_checkpoint(folders[name] / "checkpoints", run_of(model, data), random_state(model, dtype=dtype), parts)
-        told = [(STEP - 1, 9.0), (STEP, 3.5), (STEP, 3.0), (STEP + 1, 1.0)]  # the step was validated twice: the run was resumed
-        log = "".join(
-            json.dumps({"step": step, "loss": 1.0}) + "\n" + json.dumps({"step": step, "valid_loss": x}) + "\n" for step, x in told
-        )
-        (folders[name] / "metrics.jsonl").write_text(log + '{"step": 12, "valid_lo')
-    return folders
+    told = [(STEP - 1, 9.0), (STEP, 3.5), (STEP, 3.0), (STEP + 1, 1.0)]  # the step was validated twice: the run was resumed
+    log = "".join(f'{{"step": {step}, "loss": 1.0}}\n{{"step": {step}, "valid_loss": {loss}}}\n' for step, loss in told)
+    for name, dtype in RUNS.items():
+        config = run_of(model_of(name), data)
+        write_checkpoint(root / name, config, random_state(config.model, dtype=dtype))
+        (root / name / "metrics.jsonl").write_text(log + '{"step": 12, "valid_lo')
+    return {name: root / name for name in ("data", *RUNS)}
+
+
+@pytest.fixture(scope="session")
+def exports(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The export of every run, made once: not to be changed."""
+    out = tmp_path_factory.mktemp("exports")
+    for name in RUNS:
+        assert hf("export", runs[name], out / name) == 0
+    return {name: out / name for name in RUNS}
 
 
 @pytest.fixture
 def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
     """A run directory of a test's own, to damage."""
-    shutil.copytree(runs["fem_softmax"], tmp_path / "run")
-    return tmp_path / "run"
+    return Path(shutil.copytree(runs["fem_softmax"], tmp_path / "run"))
 
 
 def step_of(run: Path) -> Path:
     """The one checkpoint of a run directory."""
     return run / "checkpoints" / f"step_{STEP:08d}"
+
+
+def edit_manifest(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """The checkpoint's manifest as ``change`` leaves it."""
+    file = step_of(run) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -106,4 +104,4 @@ def files(folder: Path) -> dict[str, str]:
 def made(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """What the folder should hold."""
     recipes = to_stock(model) if model.mixer == "transformer" else to_fem(model)
-    return {name: recipe.make([state[source] for source in recipe.sources]) for name, recipe in recipes.items()}
+    return {name: recipe.make([state[source] for source in recipe.sources]).contiguous() for name, recipe in recipes.items()}

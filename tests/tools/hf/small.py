@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer as Words
+from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.attention import AttentionConfig
-from pretrain.plan import model_weights
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from pretrain.plan.run_plan import model_weights
 from tools.hf.configuration_fem import FemLMConfig
-from tools.hf.export import export_state_dict
+from tools.hf.export import export as export_weights
 from tools.hf.modeling_fem import FemLMForCausalLM
 from tools.hf.recipes import hf_name
+from tools.hf.tokenizer import Tokenizer
 
 VOCAB = 50
 SIZES: dict[str, Any] = {
@@ -95,11 +98,24 @@ def padded_batch() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def export(model: ModelConfig, out: Path, **changes: Any) -> Path:
-    """The model's folder, of random weights unless ``state`` is given."""
-    state = changes.pop("state", None) or random_state(model, dtype=torch.float32)
-    options: dict[str, Any] = {"tokenizer_dir": None, "dtype": next(iter(state.values())).dtype, "card": {}}
-    export_state_dict(state, model, out, **(options | changes))
+class Held:
+    """Tensors in memory, as export takes them."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state = state
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in state.items()}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names."""
+        return {name: self.state[name] for name in names}
+
+
+def export(model: ModelConfig, out: Path, state: dict[str, Tensor] | None = None, tokenizer: Path | None = None, **changes: Any) -> Path:
+    """The model's folder, of random weights unless they are given, with the tokenizer of a folder."""
+    state = state or random_state(model, dtype=torch.float32)
+    options: dict[str, Any] = {"tokenizer": Tokenizer.load(tokenizer, model) if tokenizer else None, "card": {}}
+    export_weights(Held(state), model, out, **(options | {"dtype": next(iter(state.values())).dtype} | changes))
     return out
 
 
@@ -124,7 +140,7 @@ def write_tokenizer(folder: Path, entries: int) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     names = ["<eod>", *(f"w{i}" for i in range(entries - 1))]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<eod>"))
+    tokenizer = Words(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<eod>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eod>").save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -12,10 +12,10 @@ from transformers.dynamic_module_utils import check_imports, get_imports, get_re
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from tools.hf import bundle as bundling
-from tools.hf.bundle import BundleError, bundle, flatten, packages, without_unused
+from tools.hf.bundle import BundleError, bundle, flatten, packages
 
 NAMES = list(catalogue.MIXERS)
-MODULE = "fem_megatron.layers.block"
+MODULE = "fem_megatron.block"
 
 
 def files_of(name: str, **changes: Any) -> dict[str, str]:
@@ -42,28 +42,27 @@ def test_every_mixers_files(name: str, tmp_path: Path) -> None:
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not {module.split(".")[0] for module in modules} & {"fem_megatron", "kernels", "tools", "pretrain", "megatron"}
     configuration = {Path(file).name for file in get_relative_import_files(folder / "configuration_fem.py")}
-    assert not any(part in file for file in configuration for part in ("layers", "kernels"))
+    assert not any(part in file for file in configuration for part in ("layer", "priors", "kernels"))
 
 
 def test_a_model_takes_what_it_needs() -> None:
     attention, fem = files_of("transformer"), files_of("fem_softmax")
     both = files_of("fem_softmax", pattern=("fem_softmax", "transformer"))
-    assert "fem_megatron_layers_fem.py" not in attention and "fem_megatron_layers_attention.py" not in fem
-    assert {"fem_megatron_layers_fem.py", "fem_megatron_layers_attention.py"} <= both.keys()
-    assert {"fem_megatron_layers_priors_softmax.py", "kernels_time_decay_scan.py"} <= fem.keys()
+    assert "fem_megatron_mixers_fem_layer.py" not in attention and "fem_megatron_mixers_attention_layer.py" not in fem
+    assert {"fem_megatron_mixers_fem_layer.py", "fem_megatron_mixers_attention_layer.py"} <= both.keys()
+    assert {"fem_megatron_mixers_fem_priors.py", "kernels_time_decay_scan.py"} <= fem.keys()
     assert len({files["configuration_fem.py"] for files in (attention, fem, both)}) == 3
     assert both == files_of("transformer", pattern=("fem_softmax", "transformer"))
 
 
 def test_files_are_the_sources() -> None:
-    """But for imports, tables and the digest: line for line."""
-    files = files_of("fem_softmax")
-    source = bundling.ROOT / "fem_megatron" / "layers" / "time_decay.py"
-    pairs = zip(source.read_text().splitlines(), files["fem_megatron_layers_time_decay.py"].splitlines(), strict=True)
+    """But for imports and the digest: line for line."""
+    files = files_of("mamba2")
+    source = bundling.ROOT / "fem_megatron" / "mixers" / "mamba2" / "layer.py"
+    pairs = zip(source.read_text().splitlines(), files["fem_megatron_mixers_mamba2_layer.py"].splitlines(), strict=True)
     differing = [(ours, theirs) for ours, theirs in pairs if ours != theirs]
-    assert differing and all(
-        theirs == ours.replace("from ", "from .").replace(".layers.", "_layers_") or " ." in theirs for ours, theirs in differing
-    )
+    flat = [ours.replace("from ", "from .").replace(".mixers.mamba2.", "_mixers_mamba2_") for ours, _ in differing]
+    assert differing and all(ours == theirs or " ." in theirs for ours, (_, theirs) in zip(flat, differing, strict=True))
     assert all(ours.startswith("from ") for ours, _ in differing)
 
 
@@ -71,9 +70,9 @@ def test_files_are_the_sources() -> None:
     ("text", "flat"),
     [
         ("from kernels.time_decay_scan import time_decay_scan as scan", "from .kernels_time_decay_scan import time_decay_scan as scan"),
-        ("from fem_megatron.layers.update import (\n    Context,\n    Layer,\n)", "from .fem_megatron_layers_update import Context, Layer"),
-        ("from .update import Context", "from .fem_megatron_layers_update import Context"),
-        ("from ..settings import setting", "from .fem_megatron_settings import setting"),
+        ("from fem_megatron.update import (\n    Context,\n    Layer,\n)", "from .fem_megatron_update import Context, Layer"),
+        ("from .update import Context", "from .fem_megatron_update import Context"),
+        ("from fem_common.settings import setting", "from .fem_common_settings import setting"),
         (
             "def f():\n    from kernels.time_decay_scan import x\n    return x",
             "def f():\n    from .kernels_time_decay_scan import x\n    return x",
@@ -88,7 +87,7 @@ def test_files_are_the_sources() -> None:
             "try:\n    import triton\nexcept ImportError:\n    triton = None",
             "try:\n    import triton\nexcept ImportError:\n    triton = None",
         ),
-        ("x = 'a\u2028b'\nfrom .update import y", "x = 'a\u2028b'\nfrom .fem_megatron_layers_update import y"),
+        ("x = 'a\u2028b'\nfrom .update import y", "x = 'a\u2028b'\nfrom .fem_megatron_update import y"),
     ],
 )
 def test_imports_become_flat(text: str, flat: str) -> None:
@@ -100,9 +99,9 @@ def test_wanted_modules() -> None:
     assert set(flatten(MODULE, text)[1]) == {"fem_megatron.catalogue", "kernels.fem_attention"}
     inside = flatten("kernels.fem_attention", "from .reference import reference_attention")
     assert inside == ("from .kernels_fem_attention_reference import reference_attention", frozenset({"kernels.fem_attention.reference"}))
-    with pytest.raises(BundleError, match=r"fem_megatron.layers.block, line 2: only `from"):
+    with pytest.raises(BundleError, match=r"fem_megatron.block, line 2: only `from"):
         flatten(MODULE, "import torch\nimport kernels.fem_attention")
-    for module in ("kernels.no_such", "pretrain.plan", "tools.demo.report"):
+    for module in ("kernels.no_such", "pretrain.plan.run_plan", "tools.demo.report"):
         with pytest.raises(BundleError, match=f"line 1: {module} is no file that an export may copy"):
             flatten(MODULE, f"from {module} import x")
 
@@ -117,33 +116,3 @@ def test_an_outside_package_is_no_requirement(tmp_path: Path) -> None:
     exec(compile(flat, "a.py", "exec"), names)
     with pytest.raises(ModuleNotFoundError, match="no_such"):
         names["f"]()
-
-
-TABLE = """from fem_megatron.layers.fem import FemMixer
-from fem_megatron.layers.mlp import SwiGlu, gated
-from fem_megatron.shapes.fem import FemShape
-from fem_megatron.shapes.mlp import SwiGluShape
-
-X = SwiGlu
-UPDATES: dict = {
-    FemShape: FemMixer,
-    SwiGluShape: lambda shape, parallel: gated(
-        SwiGlu, shape
-    ),
-}
-"""
-
-
-def test_tables_lose_what_is_not_used() -> None:
-    assert without_unused(TABLE, {"FemShape", "SwiGluShape"}) == TABLE
-    kept = ast.parse(without_unused(TABLE, {"FemShape"}))
-    assert ast.unparse(kept) == (
-        "from fem_megatron.layers.fem import FemMixer\nfrom fem_megatron.layers.mlp import SwiGlu\n"
-        "from fem_megatron.shapes.fem import FemShape\nX = SwiGlu\nUPDATES: dict = {FemShape: FemMixer}"
-    )
-    short = TABLE.replace("{\n    FemShape: FemMixer,\n    SwiGluShape: lambda", "{FemShape: FemMixer, SwiGluShape: lambda")
-    assert without_unused(short, {"FemShape"}) == short
-    two = TABLE.replace("    FemShape: FemMixer,\n    SwiGluShape", "    FemShape: FemMixer, SwiGluShape")
-    assert without_unused(two, {"FemShape"}) == two
-    other = TABLE.replace("fem_megatron.shapes", "fem_megatron.other")
-    assert without_unused(other, {"FemShape"}) == other

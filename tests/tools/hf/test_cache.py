@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import CompileConfig
 
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
-from fem_megatron.shapes.hyperset import HyperSetConfig
-from pretrain.plan import decoding_state_bytes
+from fem_megatron.mixers.hyperset.shape import HyperSetConfig
+from pretrain.plan.run_plan import decoding_state_bytes
 from tests.tools.hf.small import NAMES, close, config_of, here, padded_batch, small, tokens
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.modeling_fem import FemLMForCausalLM
 
 BATCH = 3
-LOOPED = replace(config_of("hybrid"), recurrence=3)
 LINEAR = small("hyperset", recurrence=2, hyperset=HyperSetConfig(attention="linear"))
+LOOPED = replace(config_of("hybrid"), recurrence=3)
 MODELS: dict[str, ModelConfig] = {name: config_of(name) for name in NAMES} | {"looped": LOOPED, "hyperset_linear": LINEAR}
 
 
-def model_of(config: ModelConfig, dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    model: Any = FemLMForCausalLM(FemLMConfig(config.__dict__)).eval()
-    return model.to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_cache_holds_what_the_formula_says(name: str, dtype: torch.dtype) -> None:
-    """To the byte, after a prompt, a piece and each token; no tensor keeps more memory than it shows, none is shared."""
-    config, ids = MODELS[name], tokens(BATCH, 14)
-    model = model_of(config, dtype)
-    cache, seen, held = model.new_cache(), 0, []
+def test_a_cache_holds_what_the_formula_says(name: str) -> None:
+    """To the byte, after a prompt, a piece and each token; no tensor keeps more memory than it shows, none is shared.
+
+    A cache of fixed size holds one token more from the first on, what is out of a window with it, and no tensor is ever another.
+    """
+    config, ids, held, places = MODELS[name], tokens(BATCH, 14), [], set()
+    whole = replace(config, attention=replace(config.attention, sliding_window=None))
+    model: Any = FemLMForCausalLM(FemLMConfig(config.__dict__)).eval().to(torch.bfloat16)
+    cache, fixed, seen = model.new_cache(), model.new_cache(20), 0
     with torch.no_grad():
         for piece in ids.split([7, 4, 1, 1, 1], dim=1):
             model(piece, past_key_values=cache)
@@ -44,50 +41,39 @@ def test_a_cache_holds_what_the_formula_says(name: str, dtype: torch.dtype) -> N
             states: list[Tensor] = [tensor for layer in cache.layers for tensor in layer.state.values()]
             held.append(sum(tensor.untyped_storage().nbytes() for tensor in states))
             assert len({tensor.untyped_storage().data_ptr() for tensor in states if tensor.nbytes}) == len(states)
-            assert held[-1] == cache.nbytes() == BATCH * decoding_state_bytes(config, seen, dtype.itemsize), seen
+            assert held[-1] == cache.nbytes() == BATCH * decoding_state_bytes(config, seen, 2), seen
+            model(piece, past_key_values=fixed)
+            places.add(tuple(tensor.data_ptr() for layer in fixed.layers for tensor in layer.state.values()))
+            assert fixed.nbytes() == BATCH * decoding_state_bytes(whole, 20 + 1, 2)
     linear = all(catalogue.MIXERS[mixer].cost == "T" for mixer in catalogue.mixer_names(config)) or name == "hyperset_linear"
     assert (len(set(held)) == 1) == linear
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_fixed_cache_holds_one_token_more(name: str) -> None:
-    """From the first token on, whatever it holds, and what is out of a window with it; and no tensor is ever another."""
-    config, ids = MODELS[name], tokens(BATCH, 11)
-    model, whole = model_of(config, torch.float32), replace(config, attention=replace(config.attention, sliding_window=None))
-    cache, places = model.new_cache(20), set()
-    with torch.no_grad():
-        for piece in ids.split([7, 2, 1, 1], dim=1):
-            model(piece, past_key_values=cache)
-            places.add(tuple(tensor.data_ptr() for layer in cache.layers for tensor in layer.state.values()))
-            assert cache.nbytes() == BATCH * decoding_state_bytes(whole, 20 + 1, 4)
-    assert len(places) == 1 and cache.get_seq_length() == 11 and cache.is_compileable
+    assert len(places) == 1 and fixed.get_seq_length() == cache.get_seq_length() == 14 and fixed.is_compileable
 
 
 @pytest.mark.parametrize("name", ["fem_softmax", "cem", "mha2nd1st", "gated_deltanet", "switched"])
 def test_every_cache_gives_the_parallel_logits(name: str) -> None:
-    """float64, one prompt in many cuts, holes of padding in it: the positions, the distances and the mask of each way are the same."""
+    """float64, one prompt in pieces, holes of padding in it: the positions, the distances and the mask of each way are the same."""
     model, ids = here(name, torch.float64), tokens(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[1, 5] = 0
     with torch.no_grad():
         parallel = model(ids, attention_mask=mask, use_cache=False).logits
-        for places, cuts in itertools.product((None, 12, 17), ([12], [1] * 12, [4, 5, 1, 2])):
-            cache, steps, seen = model.new_cache(places), [], 0
-            for piece in ids.split(cuts, dim=1):
-                seen += piece.shape[1]
-                steps.append(model(piece, attention_mask=mask[:, :seen], past_key_values=cache).logits)
-            kept = mask.bool()
+        for cache in (model.new_cache(), model.new_cache(12), model.new_cache(17)):
+            ends, pieces = (4, 9, 10, 12), ids.split([4, 5, 1, 2], dim=1)
+            given = zip(pieces, ends, strict=True)
+            steps = [model(piece, attention_mask=mask[:, :end], past_key_values=cache).logits for piece, end in given]
             # float64 rounding.
-            close(torch.cat(steps, dim=1)[kept], parallel[kept], 1e-10)
+            close(torch.cat(steps, dim=1)[mask.bool()], parallel[mask.bool()], 1e-10)
 
 
-# ---------------------------------------------------------------- compiled
+SLOW = [pytest.param(name, "eager", marks=pytest.mark.slow) for name in NAMES if name not in ("fem_softmax", "gated_deltanet")]
+SLOW += [pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("fem_softmax", "fem_gla", "cem")]
 
 
-def compiled(name: str, backend: Any) -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
+@pytest.mark.parametrize(("name", "backend"), [("fem_softmax", "eager"), ("gated_deltanet", "eager"), *SLOW])
+def test_a_decoding_step_is_one_graph(name: str, backend: str) -> None:
     """``generate`` compiled by transformers, whole graphs only: one, for prompts of any length and padding, and the tokens as ever."""
-    from transformers import CompileConfig
-
     graphs: list[Any] = []
 
     def count(graph: Any, inputs: Any) -> Any:
@@ -103,23 +89,8 @@ def compiled(name: str, backend: Any) -> None:
     static = {"cache_implementation": "static", "compile_config": settings}
     for start, given in ((0, mask), (0, None), (2, mask[:, 2:])):
         wanted = model.generate(ids[:, start:], attention_mask=given, **greedy)
-        # Beside Megatron on a CPU, which other tests of this process start, fem_megatron.platform turns compilation off.
+        # Beside Megatron on a CPU, which other tests of this process start, fem_megatron.megatron.platform turns compilation off.
         with torch.compiler.set_stance("default"):
             found = model.generate(ids[:, start:], attention_mask=given, **greedy, **static)
         assert torch.equal(wanted, found)
     assert len(graphs) == 1
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("fem_softmax", "gated_deltanet") else pytest.mark.slow) for name in NAMES]
-)
-def test_a_decoding_step_is_one_graph(name: str) -> None:
-    compiled(name, "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
-@pytest.mark.parametrize("name", ["fem_softmax", "fem_gla", "cem"])
-def test_a_decoding_step_is_compiled(name: str) -> None:
-    compiled(name, "inductor")

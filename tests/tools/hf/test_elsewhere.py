@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fem_megatron import catalogue
 from tests.tools.hf.small import NAMES, VOCAB, Exported, close, export, padded_batch, small, write_tokenizer
 from tools.hf.model_card import TESTED
 
@@ -72,17 +71,12 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
         shutil.copytree(exported(name).folder, folder)
     tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCAB)
     assert "pad_token" not in (tokenizer / "tokenizer_config.json").read_text()  # as data_prep trains them
-    with_words = [export(small(name), tmp_path / name, tokenizer_dir=tokenizer) for name in ("fem_softmax", "transformer")]
+    with_words = [export(small(name), tmp_path / name, tokenizer=tokenizer) for name in ("fem_softmax", "transformer")]
     home, saved = tmp_path / "home", tmp_path / "saved.pt"
     ids, mask = padded_batch()
     torch.save((ids, mask), saved)
-    env = os.environ | {
-        "HF_HOME": str(home),
-        "HF_MODULES_CACHE": str(home / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "TQDM_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = os.environ | {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules")}
+    env |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     site = "-" if age == "newest" else str(OLDEST)
     command = [sys.executable, "-I", "-c", STRANGER, site, str(saved), *map(str, [*folders, *with_words])]
     run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -107,22 +101,3 @@ def test_a_stranger_loads_the_folders(exported: Callable[[str], Exported], tmp_p
 
 def test_the_card_names_the_versions_that_are_tested() -> None:
     assert (PINNED.removeprefix("transformers=="), version("transformers")) == TESTED
-
-
-def test_the_card_of_a_folder(tmp_path: Path) -> None:
-    card = {"name": "small", "data": "none | nothing", "tokens": 12345, "heldout_loss": 3.25, "seq_length": 77, "note": True}
-    folder = export(small(), tmp_path / "model", card=card)
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
-    text = (folder / "README.md").read_text()
-    for piece in (
-        "# small",
-        "| Tokens seen | 12,345 |",
-        "| Held-out loss (nats per token) | 3.2500 |",
-        "none \\| nothing",
-        "| note | yes |",
-        f"`fem_softmax` ({catalogue.MIXERS['fem_softmax'].about})",
-        "it needs torch and transformers alone",
-    ):
-        assert piece in text
-    settings = json.loads((folder / "config.json").read_text())
-    assert settings["max_position_embeddings"] == 77 and settings["vocab_size"] == VOCAB

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint import find
-from pretrain.plan import count_by_component, model_weights
+from pretrain.checkpoint.reader import find
+from pretrain.plan.run_plan import count_by_component, model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import hf, stock_folder, tensors, weights
 from tests.tools.hf.small import VOCAB, export, small
@@ -137,7 +137,7 @@ def test_keys_shared_otherwise(groups: int, parts: list[str], llama: Path, tmp_p
 
 def test_what_is_new_is_what_training_starts_from(tmp_path: Path, one_process: None) -> None:
     """Of every mixer: the numbers that are not training's own first ones are those that the table counts as copied."""
-    from fem_megatron.model import Layout, build, global_name
+    from fem_megatron.megatron.model import Layout, build, global_name
 
     source = stock_folder("llama tied", tmp_path / "hf", num_hidden_layers=len(MIXERS))
     pattern = f"model.pattern=[{', '.join(MIXERS)}]"

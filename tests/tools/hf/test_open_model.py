@@ -7,76 +7,60 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fem_common.errors import ConfigError
-from pretrain.checkpoint_reader import Weights
+from pretrain.checkpoint.reader import Weights
+from tests.tools.hf.checkpoints import changed, hf, rewrite
 from tests.tools.hf.small import random_state
-from tests.tools.hf.texts import ENTRIES, byte_tokenizer, save, text_model
-from tools.hf import from_store
-from tools.hf.export import export_state_dict
-from tools.hf.open_model import device_named, fingerprint, open_model, tokenizer_of
-from tools.hf.recipes import Recipe, to_fem
+from tests.tools.hf.texts import byte_tokenizer, save, text_model
+from tests.tools.refusals import Refused
+from tools.hf import open_model as from_store
+from tools.hf.open_model import fingerprint, open_model, tokenizer_of
+from tools.hf.recipes import Recipe
 
 MIXERS = ("fem_softmax", "transformer")
 IDS = torch.arange(5, 25)[None]
 
 
-pytestmark = pytest.mark.usefixtures("open_folder")  # transformers copies a folder's code before it runs it: not into anybody's home
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Mixer -> checkpoint, export of the same weights."""
+    """Mixer -> checkpoint, its export."""
     found = {}
     for mixer in MIXERS:
-        model, folder = text_model(mixer, tie_embeddings=mixer == "transformer"), tmp_path_factory.mktemp(mixer)
-        state = random_state(model, dtype=torch.float32)
-        checkpoint = save(model, folder / "checkpoint", state)
-        options: dict[str, Any] = {"tokenizer_dir": checkpoint / "tokenizer", "dtype": torch.float32, "card": {"seq_length": 64}}
-        export_state_dict(state, model, folder / "exported", **options)
-        found[mixer] = (checkpoint, folder / "exported")
+        folder = tmp_path_factory.mktemp(mixer)
+        found[mixer] = save(text_model(mixer, tie_embeddings=mixer == "transformer"), folder / "checkpoint"), folder / "exported"
+        assert hf("export", *found[mixer]) == 0
     return found
 
 
 @pytest.fixture
-def copy(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> Callable[..., Path]:
+def copy(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> Callable[[str, int], Path]:
     """A copy of a pair's checkpoint or export, for breaking."""
-
-    def of(mixer: str, which: int) -> Path:
-        return Path(shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}"))
-
-    return of
+    return lambda mixer, which: Path(shutil.copytree(pairs[mixer][which], tmp_path / f"{mixer}{which}"))
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_checkpoint_is_its_export(pairs: dict[str, tuple[Path, Path]], mixer: str) -> None:
-    """The class that export writes, the same numbers, tokenizer, special tokens and lengths."""
+def test_a_checkpoint_is_its_export(pairs: dict[str, tuple[Path, Path]], mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class that export writes, the same numbers, tokenizer, special tokens and lengths; nothing reaches for a network."""
+    monkeypatch.setattr(socket.socket, "connect", None)
+    monkeypatch.setattr(socket, "getaddrinfo", None)
     ours, theirs = (open_model(path) for path in pairs[mixer])
     assert type(ours.model).__name__ == type(theirs.model).__name__ == {"transformer": "LlamaForCausalLM"}.get(mixer, "FemLMForCausalLM")
     assert theirs.model.__module__.startswith("transformers.models" if mixer == "transformer" else "transformers_modules")
     with torch.no_grad():
         assert torch.equal(ours.model(IDS).logits, theirs.model(IDS).logits)
-    assert ours.model.config.max_position_embeddings == theirs.model.config.max_position_embeddings == 64
-    assert ours.model.generation_config.eos_token_id == theirs.model.generation_config.eos_token_id == 256
-    assert ours.tokenizer is not None and theirs.tokenizer is not None and ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
-    assert ours.config is not None and theirs.config is not None and ours.config.mixer == theirs.config.mixer == mixer
-    assert not ours.model.training and not theirs.model.training
-    # Without training.json, which an export of a run has, a stock folder could be anybody's.
-    assert (ours.kind, theirs.kind) == ("checkpoint", "Hugging Face folder" if mixer == "transformer" else "exported folder")
-    assert ours.manifest["progress"]["step"] == 12 and (ours.name, theirs.name) == ("small", "exported")
-
-
-def test_tied_weights_stay_one(pairs: dict[str, tuple[Path, Path]]) -> None:
-    for path in pairs["transformer"]:
-        model = open_model(path).model
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-    model = open_model(pairs["fem_softmax"][0]).model
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    for opened in (ours, theirs):
+        assert opened.tokenizer is not None and opened.config is not None and opened.config.mixer == mixer and not opened.model.training
+        assert opened.model.config.max_position_embeddings == 64 and opened.model.generation_config.eos_token_id == 256
+        assert opened.manifest["progress"]["step"] == 12
+        tied = opened.model.lm_head.weight is opened.model.model.embed_tokens.weight
+        assert tied == (mixer == "transformer")
+    assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()  # type: ignore[union-attr]
+    assert (ours.kind, theirs.kind, ours.name, theirs.name) == ("checkpoint", "exported folder", "small", "exported")
 
 
 def test_in_another_type(pairs: dict[str, tuple[Path, Path]]) -> None:
@@ -89,56 +73,25 @@ def test_in_another_type(pairs: dict[str, tuple[Path, Path]]) -> None:
 
 def test_weights_are_held_once(pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
     """One source at a time is held besides what is made of it, and no target keeps more alive than itself."""
-    checkpoint = pairs["transformer"][0]
-    weights = Weights(checkpoint / "step_00000012")
+    weights, reads, read = Weights(pairs["transformer"][0] / "step_00000012"), list[list[str]](), Weights.read
     recipes = {"a": Recipe((name := "decoder.layers.0.mixer.in_proj.weight",), (32, 32), lambda tensors: tensors[0][:32])}
     recipes["b"] = Recipe((name,), (32, 32), lambda tensors: tensors[0][32:64])
-    reads: list[list[str]] = []
-    read = Weights.read
 
-    def counted(self: Weights, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def counted(self: Weights, names: Iterable[str]) -> dict[str, Tensor]:
         reads.append(list(names))
         return read(self, names)
 
     monkeypatch.setattr(Weights, "read", counted)
-    made = from_store.made(weights, recipes, torch.float32, torch.device("cpu"))
-    assert reads == [[name]]
-    held = [tensor.untyped_storage().nbytes() for tensor in made.values()]
-    assert held == [32 * 32 * 4] * 2
+    make, kept = from_store.state_of, dict[str, Tensor]()
+    made = make(weights, recipes, torch.float32, torch.device("cpu"))
+    assert reads == [[name]] and [tensor.untyped_storage().nbytes() for tensor in made.values()] == [32 * 32 * 4] * 2
     # The model takes these tensors, it does not copy them.
-    kept: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(from_store, "made", lambda *given: kept.update(make(*given)) or dict(kept))
-    opened = open_model(checkpoint)
+    monkeypatch.setattr(from_store, "state_of", lambda *given: kept.update(make(*given)) or dict(kept))
+    opened = open_model(pairs["transformer"][0])
     assert kept and all(opened.model.get_parameter(key).data_ptr() == tensor.data_ptr() for key, tensor in kept.items())
 
 
-make = from_store.made
-
-
-def test_nothing_reaches_for_a_network(pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a connection")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    for mixer in MIXERS:
-        for path in pairs[mixer]:
-            open_model(path)
-    with pytest.raises(ConfigError, match="hf download meta-llama/Llama-3.2-1B --local-dir DIR"):
-        open_model(Path("meta-llama/Llama-3.2-1B"))
-
-
-def test_devices() -> None:
-    assert device_named("cpu").type == "cpu"
-    assert device_named("auto").type in ("cpu", "cuda")
-    with pytest.raises(ConfigError, match="--device tpu: this machine has no such device"):
-        device_named("tpu")
-
-
-# --- tokenizers ------------------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_tokenizer_there_is_a_reason(copy: Callable[..., Path], tmp_path: Path) -> None:
+def test_without_a_tokenizer_there_is_a_reason(copy: Callable[[str, int], Path], tmp_path: Path) -> None:
     checkpoint, folder = copy("fem_softmax", 0), copy("fem_softmax", 1)
     shutil.rmtree(checkpoint / "tokenizer")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -151,23 +104,11 @@ def test_without_a_tokenizer_there_is_a_reason(copy: Callable[..., Path], tmp_pa
         assert tokenizer_of(path) is None
 
 
-def test_a_wrong_tokenizer(copy: Callable[..., Path], tmp_path: Path) -> None:
-    larger = byte_tokenizer(tmp_path / "larger", pad_token="<pad>", unk_token="<unk>")
-    for which in (0, 1):
-        with pytest.raises(ConfigError, match=rf"has {ENTRIES + 2} entries, the model's vocabulary only {ENTRIES}"):
-            open_model(copy("fem_softmax", which), tokenizer=larger)
-    (larger / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match="the tokenizer in .*larger cannot be read"):
-        open_model(tmp_path / "fem_softmax0", tokenizer=larger)
-    with pytest.raises(ConfigError, match="--tokenizer .*: no tokenizer folder"):
-        open_model(tmp_path / "fem_softmax0", tokenizer=tmp_path)
-
-
 # --- fingerprints ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["checkpoint", "export"])
-def test_a_fingerprint_changes_with_what_is_computed_alone(copy: Callable[..., Path], tmp_path: Path, which: int) -> None:
+def test_a_fingerprint_changes_with_what_is_computed_alone(copy: Callable[[str, int], Path], tmp_path: Path, which: int) -> None:
     path = copy("fem_softmax", which)
     first = fingerprint(path)
     assert len(first) == 64 and fingerprint(open_model(path)) == first
@@ -179,149 +120,68 @@ def test_a_fingerprint_changes_with_what_is_computed_alone(copy: Callable[..., P
     assert fingerprint(open_model(moved, tokenizer=other)) == fingerprint(moved, other)
 
 
-def test_one_bit_of_a_weight_changes_the_fingerprint(copy: Callable[..., Path], tmp_path: Path) -> None:
-    folder = copy("fem_softmax", 1)
-    first, weights = fingerprint(folder), load_file(folder / "model.safetensors")
-    save_file(dict(reversed(weights.items())), folder / "model.safetensors")  # a file written otherwise
-    assert fingerprint(folder) == first
-    name = "model.layers.1.mixer.beta"
-    weights[name] = weights[name].clone()
-    weights[name].view(torch.int32).flatten()[3] ^= 1
-    save_file(weights, folder / "model.safetensors")
-    assert fingerprint(folder) != first
-    model = text_model("fem_softmax")
-    state = random_state(model, dtype=torch.float32)
-    one = fingerprint(save(model, tmp_path / "one", state))
-    assert fingerprint(save(model, tmp_path / "two", state, step=13)) == one
-    state["decoder.layers.0.mixer.beta"] = state["decoder.layers.0.mixer.beta"] + 1e-3
-    assert fingerprint(save(model, tmp_path / "three", state)) != one
-
-
-def test_settings_and_code_change_the_fingerprint(copy: Callable[..., Path]) -> None:
+def test_one_bit_or_setting_or_line_of_code_changes_the_fingerprint(copy: Callable[[str, int], Path], tmp_path: Path) -> None:
     folder = copy("fem_softmax", 1)
     found = [fingerprint(folder)]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
+    rewrite(folder, lambda held: None)  # a file written otherwise
+    changed(folder / "config.json", transformers_version="0")
     assert fingerprint(folder) == found[0]
-    config["architecture"]["norm_eps"] = 1e-3
-    (folder / "config.json").write_text(json.dumps(config))
+    rewrite(folder, lambda held: held["model.layers.1.mixer.beta"].view(torch.int32).flatten()[3].bitwise_xor_(1))
+    found.append(fingerprint(folder))
+    architecture = json.loads((folder / "config.json").read_text())["architecture"]
+    changed(folder / "config.json", architecture=architecture | {"norm_eps": 1e-3})
     found.append(fingerprint(folder))
     (folder / "modeling_fem.py").write_text((folder / "modeling_fem.py").read_text() + "\n")
     found.append(fingerprint(folder))
-    assert len(set(found)) == 3
+    model = text_model("fem_softmax")
+    state = random_state(model, dtype=torch.float32)
+    found.append(fingerprint(save(model, tmp_path / "one", state)))
+    assert fingerprint(save(model, tmp_path / "two", state, step=13)) == found[-1]
+    state["decoder.layers.0.mixer.beta"] = state["decoder.layers.0.mixer.beta"] + 1e-3
+    found.append(fingerprint(save(model, tmp_path / "three", state)))
+    assert len(set(found)) == 6
 
 
 # --- what cannot be opened -------------------------------------------------------------------------------------------------------
 
 
-def lines(error: pytest.ExceptionInfo[ConfigError]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
-
-
-Break = Callable[[Path], Any]
-
-
-def edit(**changes: Any) -> Break:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        config |= changes
-        (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-    return change
-
-
-def without(name: str) -> Break:
-    return lambda folder: (folder / name).unlink()
-
-
-def written(name: str, data: bytes) -> Break:
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def cut(name: str) -> Break:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
-
-
-def reweighted(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
-    def save_changed(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return save_changed
-
-
-def indexed(folder: Path) -> None:
-    """Two files, of which one is missing."""
-    weights = {"model.embed_tokens.weight": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-
-
 Q = "model.layers.0.self_attn.q_proj.weight"
+BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "unknown": ("transformer", lambda folder: changed(folder / "config.json", model_type="lama")),
+    "no language model": ("transformer", lambda folder: changed(folder / "config.json", model_type="vit")),
+    "own code": ("transformer", lambda folder: changed(folder / "config.json", model_type="own", auto_map={"AutoConfig": "x.Y"})),
+    "more layers": ("transformer", lambda folder: changed(folder / "config.json", num_hidden_layers=3)),
+    "fewer layers": ("transformer", lambda folder: changed(folder / "config.json", num_hidden_layers=1)),
+    "a shape": ("transformer", lambda folder: rewrite(folder, lambda held: held.update({Q: torch.zeros(3, 3)}))),
+    "a weight": ("fem_softmax", lambda folder: rewrite(folder, lambda held: held.pop("model.layers.1.mixer.beta"))),
+    "code": ("fem_softmax", lambda folder: (folder / "modeling_fem.py").unlink()),
+    "code from elsewhere": ("fem_softmax", lambda folder: changed(folder / "config.json", auto_map={"AutoConfig": "else/where--x.Y"})),
+    "a mixer": ("fem_softmax", lambda folder: changed(folder / "config.json", architecture={"mixer": "none"})),
+}
 
 
-@pytest.mark.parametrize(
-    ("mixer", "spoil", "told"),
-    [
-        ("transformer", without("config.json"), "half a model: config.json is missing"),
-        ("transformer", without("model.safetensors"), "half a model: config.json is there, model.safetensors is not"),
-        ("transformer", cut("model.safetensors"), "model.safetensors is damaged: it has .* bytes instead of"),
-        ("transformer", written("model.safetensors", b"\xff" * 64), "model.safetensors is damaged: no safetensors file starts like this"),
-        ("transformer", written("config.json", b"{"), "config.json is damaged: no JSON"),
-        ("transformer", written("config.json", b"[]"), "config.json is damaged: it holds no JSON object"),
-        ("transformer", indexed, "half a model: model-2.safetensors is missing .1 of 2"),
-        ("transformer", edit(model_type="lama"), "model_type lama is no architecture that transformers .* knows"),
-        ("transformer", edit(model_type="vit"), "model_type vit is no causal language model"),
-        ("transformer", edit(model_type="own", auto_map={"AutoConfig": "x.Y"}), "wants to run code of its own"),
-        ("transformer", edit(num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight and 8 more tensors: its weights and its"),
-        ("transformer", edit(num_hidden_layers=1), "holds, besides the model's, model.layers.1"),
-        ("transformer", reweighted(lambda weights: weights.update({Q: torch.zeros(3, 3)})), "has another shape .*q_proj"),
-        ("fem_softmax", reweighted(lambda weights: weights.pop("model.layers.1.mixer.beta")), "lacks model.layers.1.mixer.beta: its"),
-        ("fem_softmax", without("modeling_fem.py"), "half an export: modeling_fem.py is missing"),
-        ("fem_softmax", edit(auto_map={"AutoConfig": "else/where--x.Y"}), "auto_map in config.json is not that of an export"),
-        ("fem_softmax", edit(architecture={"mixer": "none"}), "cannot be opened: "),
-    ],
-)
-def test_a_broken_folder_is_one_line(copy: Callable[..., Path], mixer: str, spoil: Break, told: str) -> None:
-    folder = copy(mixer, 1)
-    spoil(folder)
-    with pytest.raises(ConfigError, match=told) as error:
-        open_model(folder)
-    assert str(folder) in lines(error)
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_one_line(copy: Callable[[str, int], Path], raised: Refused, case: str) -> None:
+    mixer, spoil = BROKEN[case]
+    spoil(folder := copy(mixer, 1))
+    raised(open_model, folder)
 
 
-def test_pickles_are_not_read(copy: Callable[..., Path]) -> None:
-    folder = copy("transformer", 1)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="pytorch_model.bin is a pickle"):
-        open_model(folder)
-
-
-def test_a_broken_checkpoint_is_one_line(copy: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_one_line(copy: Callable[[str, int], Path], tmp_path: Path, raised: Refused) -> None:
     path = copy("fem_softmax", 0)
-    step = path / "step_00000012"
-    for broken in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(ConfigError, match=r"there is no folder|no checkpoint there") as error:
-            open_model(broken)
-        lines(error)
-    data = max(step.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    larger = byte_tokenizer(tmp_path / "larger", pad_token="<pad>", unk_token="<unk>")
+    for named in (path, copy("fem_softmax", 1)):
+        raised(open_model, named, tokenizer=larger)
+    (larger / "tokenizer.json").write_text("{")
+    for tokenizer in (larger, tmp_path):
+        raised(open_model, path, tokenizer=tokenizer)
+    for broken in (tmp_path / "nothing", tmp_path, Path("meta-llama/Llama-3.2-1B")):
+        raised(open_model, broken)
+    data = max(path.glob("step_*/*.distcp"), key=lambda file: file.stat().st_size)
+    raised(open_model, data)
     whole = data.read_bytes()
-    data.write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match=f"{data.name} has .* bytes instead of"):
-        open_model(step)
-    data.write_bytes(bytes(200) + whole[200:])  # of the right size
-    with pytest.raises(ConfigError, match="is damaged") as error:
-        open_model(step)
-    lines(error)
-    with pytest.raises(ConfigError, match="is a file"):
-        open_model(data)
-
-
-def test_recipes_name_every_weight_of_the_model(pairs: dict[str, tuple[Path, Path]]) -> None:
-    """What is opened has no weight that is not from the checkpoint: none was drawn."""
-    opened = open_model(pairs["fem_softmax"][0])
-    assert opened.config is not None
-    assert set(to_fem(opened.config)) == {name for name, _ in opened.model.named_parameters()}
+    for content, word in ((whole[:-1], "bytes instead of"), (bytes(200) + whole[200:], "is damaged")):  # the latter of the right size
+        data.write_bytes(content)
+        with pytest.raises(ConfigError, match=word) as error:
+            open_model(data.parent)
+        assert "\n" not in str(error.value)

@@ -12,21 +12,26 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint import Progress
-from pretrain.checkpoint_writer import save_weights
+from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from tests.tools.hf.small import random_state, small
 
 ENTRIES = 257  # bytes, and the end of a text
 
 
-def byte_tokenizer(folder: Path, **special: str) -> Path:
+def bytes_read(**special: str) -> PreTrainedTokenizerFast:
     """Ids 0 .. 255 in the order of the byte-level alphabet, 256 ``<eod>``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{"eos_token": "<eod>"} | special).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{"eos_token": "<eod>"} | special)
+
+
+def byte_tokenizer(folder: Path, **special: str) -> Path:
+    """A folder of it."""
+    bytes_read(**special).save_pretrained(folder)
     return folder
 
 

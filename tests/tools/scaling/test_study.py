@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
-import yaml
 
-from pretrain.loader import load_run
-from pretrain.plan import make_plan
+from pretrain.config import load_run
+from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
-from tools.scaling.__main__ import VERBS, main
-from tools.scaling.planning import PlannedRun, plan_study
-from tools.scaling.shapes import nearest_sizes, non_embedding_parameters, shaped, total_parameters
-from tools.scaling.study import ShapeRule, Study, load_study
-
-BASE: dict[str, Any] = {
-    "model": {"mixer": "transformer", "vocab_size": 512},
-    "data": {"train": [{"prefix": "data/train"}], "valid": [{"prefix": "data/valid"}], "seq_length": 64},
-    "train": {"steps": 100, "global_batch_size": 4, "precision": "fp32"},
-    "optimizer": {"lr": 1e-3, "min_lr": 2e-4, "warmup_tokens": 10_000_000},
-}
-STUDY: dict[str, Any] = {
-    "base": "base.yaml",
-    "variants": {"transformer": ["model.mixer=transformer"], "cem": ["model.mixer=cem", "optimizer.lr=5e-4"]},
-    "shape": {"head_size": 16, "aspect_ratio": 32},
-    "sizes": [32, 64, {"width": 96, "layers": 2}],
-    "budgets": [4e10, {"flops": 1.5e11, "sizes": [64, 96, 128]}],
-    "cluster": {"tflops": 0.01},
-}
-
-
-def write(folder: Path, change: Callable[[dict[str, Any]], object] = lambda values: None, **base: Any) -> Path:
-    """A study's file, changed, and its base, sections of it changed."""
-    values = yaml.safe_load(yaml.safe_dump(STUDY, sort_keys=False))
-    change(values)
-    (folder / "base.yaml").write_text(yaml.safe_dump({key: {**value, **base.get(key, {})} for key, value in BASE.items()}))
-    (folder / "study.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    return folder / "study.yaml"
-
-
-def planned(path: Path) -> tuple[Study, list[PlannedRun]]:
-    study = load_study(path)
-    return study, plan_study(study)
+from tests.tools.scaling.studies import planned, write
+from tests.wording import Wording
+from tools.scaling.__main__ import main
+from tools.scaling.planning import nearest_sizes, non_embedding_parameters, shaped, total_parameters
+from tools.scaling.study import ShapeRule
 
 
 @pytest.fixture(autouse=True)
@@ -58,16 +28,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_runs_are_those_of_the_study_in_pretrains_own_numbers(tmp_path: Path) -> None:
-    study, runs = planned(write(tmp_path))
+def test_runs_are_those_of_the_study_in_pretrains_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path)
+    study, runs = planned(path)
     assert len({run.name for run in runs}) == len(runs) == 2 * 3 * 2
     assert [run.budget for run in runs] == sorted(run.budget or 0 for run in runs)  # the cheap ones first
-    for run in runs:
+    assert main(["plan", str(path), "--csv", "plan.csv"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    rows = pd.read_csv("plan.csv").set_index("name")
+    assert [rows.loc[run.name, "flops"] for run in runs] == [run.flops for run in runs]
+    for line, run in zip(told[3:], runs, strict=False):
         config = prepare(load_run(study.base, run.settings), 1, plan_only=True).config
         plan = make_plan(config, 1)
         assert (run.parameters, run.non_embedding_parameters) == (plan.total_parameters, plan.non_embedding_parameters)
-        assert (run.steps, run.tokens) == (plan.schedule.steps, plan.tokens)
-        assert run.flops_per_token == plan.train_flops
+        assert (run.steps, run.tokens, run.flops_per_token) == (plan.schedule.steps, plan.tokens, plan.train_flops)
         assert run.flops == run.tokens * run.flops_per_token
         assert run.budget is not None and abs(run.flops - run.budget) <= run.flops_per_token * run.batch_tokens / 2  # the nearest step
         assert config.optimizer.warmup_steps == pytest.approx(0.05 * run.steps, abs=0.5)
@@ -77,22 +51,11 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(tmp_path: Path) ->
         assert (config.model.hidden_size, config.model.num_layers) == (run.width, run.layers)
         assert run.hours == pytest.approx(run.flops / 1e10 / 3600)
         assert run.epochs is None
-
-
-def test_a_plan_is_told_line_by_line_and_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path)
-    _, runs = planned(path)
-    assert main(["plan", str(path), "--csv", "plan.csv"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for number, run in enumerate(runs, 3):
-        words = lines[number].split()
-        assert words[0] == run.variant
-        assert {f"{run.non_embedding_parameters:,}", f"{run.parameters:,}", f"{run.flops_per_token:,.0f}", f"{run.tokens:,}"} <= set(words)
-    rest = "\n".join(lines[3 + len(runs) :])
-    for told in ("12 runs", "layers = max(2, round(width / 32))", "the study's assumption: 0.01 TFLOP/s", "was not checked"):
-        assert told in rest
-    rows = list(csv.DictReader((tmp_path / "plan.csv").open()))
-    assert [(row["name"], int(row["steps"]), float(row["flops"])) for row in rows] == [(run.name, run.steps, run.flops) for run in runs]
+        numbers = (run.non_embedding_parameters, run.parameters, run.tokens, run.steps)
+        assert line.split()[0] == run.variant and {f"{number:,}" for number in numbers} <= set(line.split())
+    rest = "\n".join(told[3 + len(runs) :])
+    for words in ("12 runs", "layers = max(2, round(width / 32))", "the study's assumption: 0.01 TFLOP/s", "was not checked"):
+        assert words in rest
 
 
 def test_lengths_in_tokens_are_the_baselines_for_all_variants(tmp_path: Path) -> None:
@@ -112,139 +75,92 @@ def test_lengths_in_tokens_are_the_baselines_for_all_variants(tmp_path: Path) ->
 
 def test_data_that_is_there_is_counted_and_not_repeated_too_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path / "data", tokens=100_000)
-    path = write(tmp_path, lambda values: values.update(max_epochs=2.6))
-    _, runs = planned(path)
+    _, runs = planned(write(tmp_path, lambda values: values.update(max_epochs=2.6)))
     assert all(run.epochs == pytest.approx(run.tokens / 100_000) for run in runs)
     most = max(run.epochs or 0 for run in runs)
-    path = write(tmp_path, lambda values: values.update(max_epochs=most * 0.99))
-    assert main(["plan", str(path)]) == 2
+    assert main(["plan", str(write(tmp_path, lambda values: values.update(max_epochs=most * 0.99)))]) == 2
     error = capsys.readouterr().err
-    assert f"it reads its training data {most:.2f} times" in error and "max_epochs: " in error
+    assert f"it reads its training data {most:.2f} times" in error
     fix = float(error.rpartition("max_epochs: ")[2])
     assert planned(write(tmp_path, lambda values: values.update(max_epochs=fix)))[1]  # the fix that is named is one
 
 
-def test_the_rule_gives_whole_heads_and_the_nearest_parameters() -> None:
+def test_the_rule_gives_whole_heads_and_the_nearest_parameters(tmp_path: Path) -> None:
     shape = ShapeRule(head_size=16, aspect_ratio=32)
     model = load_run(ROOT / "configs/run/scaling_cpu.yaml").model
-    widths = range(16, 1024, 16)
     for count in (total_parameters, non_embedding_parameters):
-        counts = {width: count(shaped(shape, width).of(model)) for width in widths}
-        for target in (3e4, 1e5, 7.7e5, 1e7, 4e7):
+        counts = {width: count(shaped(shape, width).of(model)) for width in range(16, 512, 16)}
+        for target in (3e4, 7.7e5, 4e6):
             sizes = nearest_sizes(shape, model, target, count)
             away = {width: max(found / target, target / found) for width, found in counts.items()}
             assert away[sizes.width] == min(away.values())
             assert sizes.heads * 16 == sizes.width and sizes.ffn % shape.ffn_multiple == 0 and sizes.ffn >= sizes.width * 8 / 3
-
-
-def test_parameters_may_stand_for_widths(tmp_path: Path) -> None:
     _, runs = planned(write(tmp_path, lambda values: values.update(sizes={"parameters": [5e4, 2e5, 5e5]}, budgets=[1e11])))
     found = sorted({run.non_embedding_parameters for run in runs if run.variant == "transformer"})
-    assert len(found) == 3
     assert all(0.5 < count / target < 2 for count, target in zip(found, (5e4, 2e5, 5e5), strict=True))  # steps of a head's width
 
 
-def _set(key: str, value: object) -> Callable[[dict[str, Any]], object]:
-    return lambda values: values.update({key: value})
-
-
 TOO_SHORT = [2e8, 4e10]
-WRONG: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (_set("varients", {}), "unknown key varients; did you mean variants?"),
-    (_set("shape", {"headsize": 16}), "unknown key shape.headsize; did you mean shape.head_size?"),
-    (_set("variants", {}), "variants is empty"),
-    (_set("variants", {"a b": []}), "variants: 'a b'"),
-    (_set("variants", {"x": ["model.mixr=cem"]}), "variants.x: unknown key model.mixr; did you mean model.mixer?"),
-    (_set("variants", {"x": ["model.mixer=transfomer"]}), "did you mean transformer?"),
-    (_set("variants", {"x": ["model.hidden_size=64"]}), "model.hidden_size is given to every run by the plan; say it in sizes"),
-    (_set("variants", {"x": ["model.mixer"]}), "not of the form section.key=value"),
-    (_set("variants", {"x": [], "y": ["model.mixer=transformer"]}), "has the same settings as x-w32"),
-    (_set("settings", ["train.seed=1"]), "say it in seeds"),
-    (_set("settings", ["optimizer.eps=1e-9", "optimizer.eps=1e-8"]), "settings: optimizer.eps is given twice"),
-    (_set("learning_rates", [1e-3]), "optimizer.lr is given beside learning_rates"),
-    (_set("sizes", [32, 64]), "has 2 sizes, and a parabola needs 3 or more"),
-    (_set("sizes", [32, 64, 64]), "width 64 is there twice"),
-    (_set("sizes", [32, 64, 90]), "width 90 is no multiple of shape.head_size = 16; the nearest: 96"),
-    (_set("sizes", [32, 64, -16]), "sizes.2.width = -16: must be more than 0"),
-    (_set("sizes", [32, 64, {"layers": 2}]), "sizes.2: give a width, or parameters"),
-    (_set("sizes", [32, 64, {"width": 96, "heads": 7}]), "at width 96: model.num_attention_heads=7 does not divide"),
-    (_set("sizes", {"parameters": [1e5, 1.01e5, 5e5]}), "has the same settings as"),
-    (_set("budgets", [3e10, 3e10]), "budgets: 3e+10 is there twice"),
-    (_set("budgets", [0]), "budgets.0 = 0: must be more than 0"),
-    (_set("budgets", [-1e10]), "budgets.0 = -1e+10: must be more than 0"),
-    (_set("budgets", []), "none of budgets, tokens and tokens_per_parameter"),
-    (_set("tokens", [1e6]), "budgets and tokens are both given"),
-    (_set("budgets", TOO_SHORT), "steps are fewer than min_steps = 50; long enough are"),
-    (lambda values: values.update(budgets=TOO_SHORT, min_steps=1), "too short for its warm-up (warmup = 0.05"),
-    (_set("warmup", 1.0), "warmup = 1: it is a share"),
-    (_set("seeds", []), "seeds is empty"),
-    (_set("seeds", [1, 1]), "seeds: 1 is there twice"),
-    (_set("max_epochs", 0), "max_epochs = 0: must be more than 0"),
-    (_set("cluster", {"tflops": 0}), "cluster.tflops = 0: must be more than 0"),
-    (_set("cluster", {"processes": 3}), "train.global_batch_size = 4 is not a multiple"),
-    (_set("base", "bse.yaml"), "bse.yaml: no such file; did you mean"),
-    (_set("base", ""), "base: name the run configuration"),
-    (_set("name", "a/b"), "name = 'a/b'"),
-    (_set("path", "x"), "unknown key path"),
-    (_set("fit", {"parameters": "all"}), "fit.parameters = 'all' is not a choice"),
+WRONG: list[dict[str, Any]] = [
+    {"varients": {}},
+    {"variants": {}},
+    {"variants": {"a b": []}},
+    {"variants": {"x": ["model.mixr=cem"]}},
+    {"variants": {"x": ["model.hidden_size=64"]}},
+    {"variants": {"x": ["model.mixer"]}},
+    {"variants": {"x": [], "y": ["model.mixer=transformer"]}},
+    {"settings": ["optimizer.eps=1e-9", "optimizer.eps=1e-8"]},
+    {"learning_rates": [1e-3]},
+    {"sizes": [32, 64]},
+    {"sizes": [32, 64, 64]},
+    {"sizes": [32, 64, 90]},
+    {"sizes": [32, 64, {"layers": 2}]},
+    {"sizes": [32, 64, {"width": 96, "heads": 7}]},
+    {"sizes": {"parameters": [1e5, 1.01e5, 5e5]}},
+    {"budgets": [3e10, 3e10]},
+    {"budgets": [0]},
+    {"budgets": []},
+    {"tokens": [1e6]},
+    {"budgets": TOO_SHORT},
+    {"budgets": TOO_SHORT, "min_steps": 1},
+    {"warmup": 1.0},
+    {"seeds": []},
+    {"cluster": {"processes": 3}},
+    {"base": "bse.yaml"},
+    {"base": ""},
+    {"name": "a/b"},
+    {"path": "x"},
+    {"fit": {"approaches": ["isoflops"]}},
+    {"fit": {"approaches": []}},
 ]
 
 
-@pytest.mark.parametrize(("change", "told"), WRONG, ids=[told[:40] for _, told in WRONG])
-def test_a_wrong_study_is_refused_in_one_line(
-    change: Callable[[dict[str, Any]], object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, change)
-    before = sorted(tmp_path.iterdir())
-    assert main(["plan", str(path), "--csv", "plan.csv"]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.startswith("tools.scaling: error: ") and error.count("\n") == 1
-    assert told in error
-    assert sorted(tmp_path.iterdir()) == before
+def test_a_wrong_study_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+    for changed in WRONG:
+        path = write(tmp_path, partial(dict.update, **changed))
+        assert main(["plan", str(path)]) == 2, changed
+        out, error = capsys.readouterr()
+        assert out == "" and error.startswith("tools.scaling: error: ") and error.count("\n") == 1
+        wording(error)
 
 
 def test_a_short_runs_fix_is_long_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each fix suits the run that is named; the longest of them suits all."""
     budgets = TOO_SHORT
-    while main(["plan", str(write(tmp_path, _set("budgets", budgets)))]) == 2:
+    while main(["plan", str(write(tmp_path, partial(dict.update, budgets=budgets)))]) == 2:
         fix = float(capsys.readouterr().err.partition("long enough are ")[2].split()[0])
         assert fix > budgets[0]
         budgets = [fix]
     assert budgets != TOO_SHORT
 
 
-def test_no_vocabulary_and_no_data_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(write(tmp_path, model={"vocab_size": None}))]) == 2
-    assert "data/train.bin not found; make the data with" in capsys.readouterr().err
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["plann", "x.yaml"], ["plan"], [], ["plan", "x.yaml", "--cvs", "y"]):
-        with pytest.raises(SystemExit) as left:
-            main(words)
-        assert left.value.code == 2
-        assert capsys.readouterr().err.startswith("tools.scaling: error: ")
-    assert main(["plan", "nowhere.yaml"]) == 2
-    assert capsys.readouterr().err == "tools.scaling: error: nowhere.yaml: no such file\n"
-    for verb in VERBS:
-        with pytest.raises(SystemExit) as left:
-            main([verb, "--help"])
-        assert left.value.code == 0
-
-
-def test_a_plan_needs_no_torch_and_little_time(tmp_path: Path) -> None:
+def test_a_plan_needs_no_torch_and_little_time() -> None:
     """75 runs; 1.7 s of a CPU here, and other tests may share its caches: 6 s would be another order."""
-    study = ROOT / "configs/studies/fem_vs_transformer_h100.yaml"
-    look = (
+    code = (
         "from tools.scaling.__main__ import main; import sys, time; main(['plan', sys.argv[1]]); heavy = {'torch', 'matplotlib', 'scipy'}"
+        "; assert not heavy & set(sys.modules); assert time.process_time() < 6, time.process_time()"
     )
-    code = f"{look}; assert not heavy & set(sys.modules); assert time.process_time() < 6, time.process_time()"
+    study = ROOT / "configs/studies/fem_vs_transformer_h100.yaml"
     done = subprocess.run([sys.executable, "-c", code, str(study)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "75 runs" in done.stdout
-
-
-def test_planned_runs_have_the_fields_that_others_read() -> None:
-    told = "name variant size width layers heads seed learning_rate budget parameters non_embedding_parameters flops_per_token tokens "
-    told += "batch_tokens steps flops epochs hours settings"
-    assert [item.name for item in dataclasses.fields(PlannedRun)] == told.split()

@@ -2,89 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from fem_common.errors import ConfigError
-from tests.tools.scaling.made_up import isoflop_table
+from tests.tools.scaling.studies import table
+from tests.wording import Wording
 from tools.scaling.table import COLUMNS, final_runs, read_table, write_table
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_written_and_read_back_exactly(tmp_path: Path, suffix: str) -> None:
-    table = isoflop_table(2, 2)
     path = tmp_path / "deep" / f"runs{suffix}"
-    write_table(table, path)
-    pd.testing.assert_frame_equal(read_table(path), table, check_exact=True)
-    assert list(table.columns) == list(COLUMNS)
-    assert len(final_runs(table)) == 2 * 2 * 5
+    write_table(table(), path)
+    pd.testing.assert_frame_equal(read_table(path), table(), check_exact=True)
+    assert list(table().columns) == list(COLUMNS) and len(final_runs(table())) == 40
     assert [file.name for file in path.parent.iterdir()] == [path.name], "nothing unfinished stays"
 
 
 def test_published_numbers_need_five_columns(tmp_path: Path) -> None:
     path = tmp_path / "published.csv"
     path.write_text("variant,parameters,tokens,flops,loss\nchinchilla,4.4e7,1.25e9,3.3e17,3.2\nchinchilla,74000000.5,2e9,8.9e17,3.0\n")
-    table = read_table(path)
-    assert table["parameters"].tolist() == [44_000_000, 74_000_000]
-    assert table["final"].tolist() == [True, True]
-    assert table["run"].is_unique
-    assert table["budget"].isna().all() and table["width"].isna().all(), "what is not told is missing, not zero"
-    assert table["flops_per_token"].tolist() == [3.3e17 / 1.25e9, 8.9e17 / 2e9]
+    found = read_table(path)
+    assert found["parameters"].tolist() == [44_000_000, 74_000_000]
+    assert found["final"].tolist() == [True, True] and found["run"].is_unique
+    assert found["budget"].isna().all() and found["width"].isna().all(), "what is not told is missing, not zero"
+    assert found["flops_per_token"].tolist() == [3.3e17 / 1.25e9, 8.9e17 / 2e9]
 
 
-def cell(table: pd.DataFrame, column: str, value: object, row: int = 4) -> pd.DataFrame:
-    changed = table.astype({column: "object"})
+def cell(column: str, value: object, row: int = 4) -> pd.DataFrame:
+    changed = table().astype({column: "object"})
     changed.loc[row, column] = value
     return changed
 
 
-BAD = {
-    "a loss that is missing": (lambda table: cell(table, "loss", None), "line 6: loss is missing"),
-    "a loss that is NaN": (lambda table: cell(table, "loss", "nan"), "line 6: loss = 'nan' is not finite"),
-    "a loss that is text": (lambda table: cell(table, "loss", "3,2"), "line 6: loss = '3,2': expected a number"),
-    "no tokens": (lambda table: cell(table, "tokens", 0), "line 6: tokens = '0': expected more than 0"),
-    "parameters in millions": (lambda table: cell(table, "parameters", 44.5), "line 6: parameters = '44.5': expected a whole number"),
-    "two runs of one configuration": (
-        lambda table: table.assign(config_hash=table["config_hash"].where(table["run"] != table["run"].iloc[5], "transformer-w64-1e+15")),
-        "runs transformer-w64-1e+15 and transformer-w128-1e+15 have the same configuration",
-    ),
-    "two tokenizers": (lambda table: cell(table, "tokenizer", "other", 0), "a tokenizer of different identity (other and t)"),
-    "two data sets": (lambda table: cell(table, "data", "other", 0), "data of different identity (other and d)"),
-    "a step twice": (lambda table: pd.concat([table, table.iloc[:1]]), "line 52: run transformer-w64-1e+15 has step 20 twice"),
-    "two ends": (lambda table: cell(table, "final", True, 3), "line 6: run transformer-w64-1e+15 has two rows with final = true"),
-    "no loss column": (lambda table: table.drop(columns="loss"), "column loss is missing"),
-    "a misspelt column": (lambda table: table.rename(columns={"tokens": "token"}), "unknown column 'token'; did you mean tokens?"),
-    "no rows": (lambda table: table.iloc[:0], "the table has no rows"),
-}  # fmt: skip
+def of_first_run(column: str, value: str) -> pd.DataFrame:
+    return table().assign(**{column: table()[column].where(table()["run"] != table()["run"].iloc[0], value)})
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, name: str) -> None:
-    change, message = BAD[name]
-    table = isoflop_table(1, 2)
-    if name == "two tokenizers" or name == "two data sets":  # of the first run, all its rows
-        column = "tokenizer" if name == "two tokenizers" else "data"
-        table.loc[table["run"] == table["run"].iloc[0], column] = "other"
-        changed = table
-    else:
-        changed = change(table)
+BAD: dict[str, Callable[[], pd.DataFrame]] = {
+    "a loss that is missing": lambda: cell("loss", None),
+    "a loss that is NaN": lambda: cell("loss", "nan"),
+    "a loss that is text": lambda: cell("loss", "3,2"),
+    "no tokens": lambda: cell("tokens", 0),
+    "parameters in millions": lambda: cell("parameters", 44.5),
+    "two runs of one configuration": lambda: of_first_run("config_hash", table()["config_hash"].iloc[5]),
+    "two tokenizers": lambda: of_first_run("tokenizer", "other"),
+    "two data sets": lambda: of_first_run("data", "other"),
+    "a step twice": lambda: pd.concat([table(), table().iloc[:1]]),
+    "two ends": lambda: cell("final", True, 3),
+    "no loss column": lambda: table().drop(columns="loss"),
+    "a misspelt column": lambda: table().rename(columns={"tokens": "token"}),
+    "no rows": lambda: table().iloc[:0],
+}
+
+
+def test_a_bad_table_is_refused_by_line_and_column(tmp_path: Path, wording: Wording) -> None:
     path = tmp_path / "runs.csv"
-    changed.to_csv(path, index=False)
-    with pytest.raises(ConfigError) as caught:
-        read_table(path)
-    assert message in str(caught.value)
-    assert str(caught.value).startswith(str(path))
 
+    def refused(file: Path = path) -> None:
+        with pytest.raises(ConfigError) as caught:
+            read_table(file)
+        assert str(caught.value).startswith(str(file))
+        wording(caught.value)
 
-def test_what_is_no_table(tmp_path: Path) -> None:
-    path = tmp_path / "runs.csv"
-    with pytest.raises(ConfigError, match=r"no such table; make it with: python -m tools\.scaling collect"):
-        read_table(path)
+    refused()
+    for frame in BAD.values():
+        frame().to_csv(path, index=False)
+        refused()
     path.write_text("")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_table(path)
-    path.with_suffix(".parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match="not a readable table"):
-        read_table(path.with_suffix(".parquet"))
+    refused()
+    path.rename(path.with_suffix(".parquet"))
+    refused(path.with_suffix(".parquet"))

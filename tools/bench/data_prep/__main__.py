@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fem_common.errors import CommandError, end
-from tools.bench import environment
+from tools.bench import runner
 from tools.bench.data_prep import breakdown, corpus, encoding, index, peers, report
 from tools.bench.data_prep.processes import ROOT, Neighbours, Spread, load, run
 
@@ -134,7 +134,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, metavar="PATH", help="measure on this parquet file or folder (columns text and id)")
     parser.add_argument("--peers", type=Path, metavar="PATH", help="an environment with datatrove; default: one that is made here, once")
     parser.add_argument("--write-table", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     return parser.parse_args(arguments)
 
 
@@ -164,13 +164,13 @@ def main(arguments: list[str] | None = None, effort: Effort | None = None, folde
 def conclude(bench: Bench, options: argparse.Namespace) -> int:
     """Print and write what was measured; the exit code."""
     results, seconds = bench.results, time.monotonic() - bench.began
-    machine = environment.facts()
+    machine = runner.facts()
     machine["packages"] |= {name: version(name) for name in ("gigatoken", "tokenizers", "pyarrow", "numpy")}
     text = report.render(results)
     others = bench.neighbours.cores()
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
     how = f"{seconds:.0f} s{' with --quick' * options.quick}; load average {bench.load:.1f} at first{meanwhile}"
-    head = f"{environment.sentence(machine)}; {how}."
+    head = f"{runner.sentence(machine)}; {how}."
     print(f"{head}\n\n{text}")
     figures = results.figures()
     missed = [f"missed: {figure.what}" for figure in figures if figure.verdict is report.Verdict.FAIL]
@@ -178,7 +178,7 @@ def conclude(bench: Bench, options: argparse.Namespace) -> int:
     content = asdict(results) | {"suite": "data_prep", "quick": options.quick, "machine": machine, "seconds": seconds}
     content |= {"load": bench.load, "others": others}
     content["figures"] = [asdict(figure) | {"verdict": figure.verdict} for figure in figures]
-    environment.write_json(options.json, content | {"faults": faults})
+    runner.write_json(options.json, content | {"faults": faults})
     if options.write_table:
         report.write_table(PAGE, f"{head}\n\n{text}")
     for line in [*missed, *faults]:

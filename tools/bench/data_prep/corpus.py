@@ -27,8 +27,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.encoders import MAX_DOCUMENT_BYTES
-from data_prep.stdlib import SCHEMA
+from data_prep.encode.encoders import MAX_DOCUMENT_BYTES
+from data_prep.verbs.stdlib import SCHEMA
 from fem_common.errors import UserError
 
 FORMAT = 2  # raise it when the same wishes give other documents

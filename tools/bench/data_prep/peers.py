@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from data_prep.encoder import TokenizerFolder, load_folder
+from data_prep.encode.tokenizer import TokenizerFolder, load_folder
 from fem_common.errors import UserError
 from tools.bench.data_prep.processes import ROOT, BenchError
 

@@ -44,7 +44,7 @@ def rates(read: Callable[[int], object], count: int) -> list[float]:
 
 def main(prefix: str, eod: int, vocab_size: int, result: Path) -> int:
     """Measure, and write the rates of both to ``result``."""
-    from fem_megatron import platform
+    from fem_megatron.megatron import platform
 
     platform.import_megatron()
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

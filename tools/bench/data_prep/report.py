@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from tools.bench import environment
+from tools.bench import runner
 from tools.bench.data_prep.breakdown import Breakdown
 from tools.bench.data_prep.corpus import Corpus
 from tools.bench.data_prep.encoding import Comparison, Scaling
@@ -134,7 +134,7 @@ def figures_table(figures: Sequence[Figure]) -> str:
         target = f"≥ {_number(figure.least)}" if figure.least is not None else f"≤ {_number(figure.most or 0.0)}"
         verdict = f"{figure.verdict}{'; ' + figure.remark if figure.remark else ''}"
         rows.append([figure.what, f"{_number(value.median)} {figure.unit}", between, f"{target} {figure.unit}", verdict])
-    return environment.table(["figure", "median", "over the rounds", "target", ""], rows)
+    return runner.table(["figure", "median", "over the rounds", "target", ""], rows)
 
 
 def sides_table(comparisons: Sequence[Comparison]) -> str:
@@ -147,7 +147,7 @@ def sides_table(comparisons: Sequence[Comparison]) -> str:
             same = "no" if side.name in comparison.differing else "yes"
             rows.append([f"{comparison.corpus}, {comparison.tokenizer}", side.name, *cells, f"{side.peak_bytes / 1e6:.0f}", same])
     header = ["corpus, tokenizer", "pipeline", "MB per CPU s", "half its range", "start-up, CPU s", "peak, MB", "same bytes"]
-    return environment.table(header, rows)
+    return runner.table(header, rows)
 
 
 def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
@@ -158,7 +158,7 @@ def breakdown_table(breakdowns: Sequence[Breakdown]) -> str:
         total = sum(breakdown.seconds.values())
         shares = [f"{breakdown.seconds.get(step, 0.0) / total:.1%}" for step in steps]
         rows.append([f"{breakdown.corpus}, {breakdown.tokenizer}", f"{breakdown.text_bytes / 1e6 / total:.1f}", *shares])
-    return environment.table(["corpus, tokenizer", "MB per CPU s", *steps], rows)
+    return runner.table(["corpus, tokenizer", "MB per CPU s", *steps], rows)
 
 
 def render(results: Results) -> str:

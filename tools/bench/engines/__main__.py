@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -12,27 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from fem_common.errors import CommandError, Fault, end
-from fem_common.exits import Exit
-from fem_megatron import platform
-from tools.bench import environment
+from fem_common.cli import Parser, run
+from fem_common.errors import Fault
+from fem_common.text import duration
+from fem_megatron.megatron import platform
+from tools.bench import runner
 from tools.bench.data_prep.processes import Neighbours, load
 from tools.bench.engines.figures import MIB, Figures, as_json, of, step_seconds, table
-from tools.bench.engines.launch import Answer, CannotRun, launch
-from tools.bench.engines.variants import BASELINE, VARIANTS, Job, configuration, lacks, planned
+from tools.bench.engines.variants import BASELINE, VARIANTS, Answer, CannotRun, Job, configuration, lacks, launch, planned
 
 PROGRAM = "tools.bench.engines"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with its errors on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and leave with 2."""
-        print(f"{PROGRAM}: error: {message} (see: {self.prog} --help)", file=sys.stderr)
-        sys.exit(Exit.WRONG_INPUT)
 
 
 @dataclass
@@ -45,46 +34,39 @@ class Bench:
     cuda: bool
     cannot: dict[str, str] = field(default_factory=dict)
     answers: dict[str, list[list[Answer]]] = field(default_factory=dict)  # variant -> of each round its ranks'
-    took: dict[str, list[float]] = field(default_factory=dict)  # seconds of a variant's launches
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """All rounds; ends early where the baseline cannot run."""
-        self.cannot |= {name: why for name in self.names if (why := lacks(replace(self.job, variant=name))) is not None}
-        for name, why in self.cannot.items():
-            self.tell(f"{name} cannot run: {why}", [])
+        for name in self.names:
+            why = lacks(replace(self.job, variant=name))
+            if why is not None:
+                self.leave_out(name, why)
         launches = [name for _ in range(self.rounds) for name in self.names]
         for number, name in enumerate(launches):
             if BASELINE in self.cannot:
                 return
             if name not in self.cannot:
-                self.once(name, launches[number + 1 :])
+                self.once(name, sum(other not in self.cannot for other in launches[number + 1 :]))
 
-    def once(self, name: str, left: list[str]) -> None:
-        """Start a variant's ranks and keep their answers."""
-        began = time.monotonic()
+    def once(self, name: str, left: int) -> None:
+        """Start a variant's ranks and keep their answers; ``left``: launches after this one."""
         try:
             answers = launch(replace(self.job, variant=name))
         except CannotRun as error:
-            self.cannot[name] = str(error)
-            self.tell(f"{name} cannot run: {error}", left)
+            self.leave_out(name, str(error))
             return
-        self.took.setdefault(name, []).append(time.monotonic() - began)
         self.answers.setdefault(name, []).append(answers)
+        done, elapsed = sum(map(len, self.answers.values())), time.monotonic() - self.began
         most = max(answer["peak_bytes"] for answer in answers)
         which = f"{name}, round {len(self.answers[name])} of {self.rounds}"
-        self.tell(f"{which}: {step_seconds(answers):.3f} s a step, at most {most / MIB:,.0f} MiB", left)
+        told = f"{which}: {step_seconds(answers):.3f} s a step, at most {most / MIB:,.0f} MiB"
+        print(f"[{duration(elapsed)}] {told}; about {duration(elapsed / done * left)} to go", file=sys.stderr, flush=True)
 
-    def tell(self, text: str, left: list[str]) -> None:
-        """A line of progress, with the time that the launches left will take."""
-        going = [name for name in left if name not in self.cannot]
-        ahead = f"; about {self.expected(going) / 60:.1f} min to go" if going and self.took else ""
-        print(f"[{time.monotonic() - self.began:4.0f} s] {text}{ahead}", file=sys.stderr, flush=True)
-
-    def expected(self, launches: list[str]) -> float:
-        """Seconds for these launches: as long as the variant's took, or where none was seen all of them."""
-        every = [seconds for found in self.took.values() for seconds in found]
-        return sum(statistics.mean(self.took.get(name, every)) for name in launches)
+    def leave_out(self, name: str, why: str) -> None:
+        """Measure a variant no more."""
+        self.cannot[name] = why
+        print(f"{name} cannot run: {why}", file=sys.stderr, flush=True)
 
     def figures(self) -> dict[str, Figures | str]:
         """Variant -> its figures, or why there are none."""
@@ -101,7 +83,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog=f"python -m {PROGRAM}",
         description="Step time and peak memory of every engine and ZeRO stage, as ratios to the Megatron engine with its distributed "
         "optimizer. Random tokens; needs no data.",
-        allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="over the model and run that the benchmark has")
     parser.add_argument("--ranks", type=_whole, default=None, help="processes (default: 2 on a CPU, 1 on a GPU)")
@@ -128,7 +109,7 @@ def _whole(text: str) -> int:
 
 def facts(bench: Bench) -> dict[str, Any]:
     """The machine, with the threads of a rank and the version of DeepSpeed."""
-    machine = environment.facts()
+    machine = runner.facts()
     machine["threads"] = bench.answers[BASELINE][0][0]["threads"]
     with suppress(PackageNotFoundError):
         machine["packages"]["deepspeed"] = version("deepspeed")
@@ -142,7 +123,7 @@ def conclude(bench: Bench, out: Path | None, load_before: float, others: float |
     assert isinstance(base, Figures)
     config, parameters = configuration(job), planned(job, cuda=bench.cuda).parameters
     meanwhile = "" if others is None else f"; other programs used {others:.2f} cores meanwhile"
-    print(environment.sentence(machine))
+    print(runner.sentence(machine))
     print(
         f"{parameters / 1e6:.1f}M parameters, {job.precision}; {job.ranks} ranks, steps of {config.train.global_batch_size} x "
         f"{config.data.seq_length} tokens; rounds of {job.steps} steps: {bench.rounds}; load average {load_before:.1f} at first{meanwhile}"
@@ -151,7 +132,7 @@ def conclude(bench: Bench, out: Path | None, load_before: float, others: float |
     content: dict[str, Any] = {"suite": "engines", "machine": machine, "ranks": job.ranks, "precision": job.precision}
     content |= {"parameters": parameters, "steps": job.steps, "warmup": job.warmup, "rounds": bench.rounds, "baseline": BASELINE}
     content |= {"overrides": list(job.overrides), "load": load_before, "others": others, "seconds": time.monotonic() - bench.began}
-    environment.write_json(out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
+    runner.write_json(out, content | {"rows": [as_json(name, each, base) for name, each in found.items()]})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,19 +148,20 @@ def main(arguments: list[str] | None = None) -> int:
         steps=options.steps,
         overrides=tuple(options.overrides),
     )
-    try:
-        configuration(job)
-    except CommandError as error:
-        return end(PROGRAM, error)
+    return run(PROGRAM, lambda: compare(job, options))
+
+
+def compare(job: Job, options: argparse.Namespace) -> int:
+    """Every variant in turn, and the table: 0. Raises ConfigError, Fault."""
+    configuration(job)
     names = [name for name in VARIANTS if not options.variants or name in {*options.variants, BASELINE}]
-    bench, load_before, neighbours = Bench(job, names, options.rounds, cuda), load(), Neighbours()
+    bench, load_before, neighbours = Bench(job, names, options.rounds, platform.has_cuda()), load(), Neighbours()
     bench.run()
     if BASELINE in bench.cannot:
-        return end(PROGRAM, Fault(f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}"))
+        raise Fault(f"{BASELINE}, which the others are held against, cannot run: {bench.cannot[BASELINE]}")
     conclude(bench, options.out, load_before, neighbours.cores())
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended, too
     sys.exit(main())

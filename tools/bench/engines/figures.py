@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.bench import environment
+from tools.bench import runner
 from tools.bench.data_prep.processes import Spread
-from tools.bench.engines.launch import Answer
-from tools.bench.engines.variants import BASELINE, Job, planned, step_tokens
+from tools.bench.engines.variants import BASELINE, Answer, Job, planned, step_tokens
 
 MIB = 2**20
 COLUMNS = ("engine", "step, s", "÷ megatron", "over the rounds", "tokens/s", "peak, MiB", "÷ megatron", "plan, MiB", "peak ÷ plan", "loss")
@@ -104,7 +103,7 @@ def table(measured: Mapping[str, Figures | str]) -> str:
     for name, each in measured.items():
         cells = [name, *([""] * (len(columns) - 2)), each] if isinstance(each, str) else [name, *_cells(each, base, hosts)]
         rows.append([*cells, *([""] * (len(columns) - len(cells)))])
-    return environment.table(columns, rows)
+    return runner.table(columns, rows)
 
 
 def _cells(own: Figures, base: Figures | None, hosts: bool) -> list[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fem_common.errors import ConfigError
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from tools.bench.engines.variants import Job, configuration
 
@@ -44,7 +44,8 @@ def measure(job: Job) -> dict[str, Any]:
         ConfigError: DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings.
         RuntimeError: a step was skipped.
     """
-    from pretrain.engines.building import initialize_model_parallel, make_engine
+    from pretrain.engines.building import initialize_model_parallel
+    from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
     config = configuration(job)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fem_common.cli import Parser
 from fem_common.errors import UserError, end
-from fem_megatron import platform
+from fem_megatron.megatron import platform
 from kernels.fem_attention.table import write as write_table
-from tools.bench import environment
-from tools.bench.gpu_suite.picture import draw
+from tools.bench import runner
 from tools.bench.gpu_suite.plan import PARTS, Task, tasks
 from tools.bench.gpu_suite.pool import Clock, Outcome, Worker, work
-from tools.bench.gpu_suite.report import report, short
+from tools.bench.gpu_suite.report import draw, report, short
 from tools.bench.gpu_suite.results import Results
 from tools.bench.workloads import WORKLOADS
 
@@ -90,16 +90,16 @@ def write(folder: Path, results: Results, machine: dict[str, Any], cannot: dict[
         "cannot": cannot,
         "left_out": [task.name for task in left_out],
     }
-    environment.write_json(folder / "gpu_suite.json", content)
+    runner.write_json(folder / "gpu_suite.json", content)
     (folder / "gpu_suite.md").write_text(report(results, machine, cannot, left_out, seconds), encoding="utf-8")
-    draw(results, environment.sentence(machine), folder / "gpu_suite.png")
+    draw(results, runner.sentence(machine), folder / "gpu_suite.png")
     return content
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools.bench.gpu_suite",
+    parser = Parser(
+        prog="python -m tools.bench.gpu_suite",
         description="Correctness and speed of every operation, then whole models, on one GPU. Needs this checkout and torch; Triton, "
         "flash-attn, flash-linear-attention and matplotlib are used where they are installed.",
     )
@@ -109,7 +109,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", metavar="OP", choices=sorted({w.op for w in WORKLOADS.values()}), help="these operations alone")
     parser.add_argument("--write-table", action="store_true", help="write what fem_attention's engines took to its table.json")
     parser.add_argument("--dry", action="store_true", help="print the plan and stop; needs no GPU")
-    environment.add_json_option(parser)
+    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     options.parts = tuple(options.only.split(","))
     unknown = [part for part in options.parts if part not in PARTS]
@@ -132,14 +132,14 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "workers.log"
     log.write_text("", encoding="utf-8")
-    machine = environment.facts()
+    machine = runner.facts()
     planned, cannot = tasks(options.parts, ops, platform.device())
-    print(f"{environment.sentence(machine)}: {len(planned)} tasks, {options.minutes:g} minutes; log: {log}", file=sys.stderr, flush=True)
+    print(f"{runner.sentence(machine)}: {len(planned)} tasks, {options.minutes:g} minutes; log: {log}", file=sys.stderr, flush=True)
     began = time.monotonic()
     outcomes, left_out = run(planned, clock, log)
     results = Results(outcomes, platform.device_name())
     content = write(options.out, results, machine, cannot, left_out, time.monotonic() - began)
-    environment.write_json(options.json, content)
+    runner.write_json(options.json, content)
     if options.write_table:
         write_table(platform.device_name(), results.engine_table())
     print(short(results))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-import tools.bench.cases
-from tools.bench.check import WITHOUT_GRADIENTS, Suite
+from kernels.check import WITHOUT_GRADIENTS, suites
 from tools.bench.engines import variants as engines
 from tools.bench.speed import implementations, lacks
 from tools.bench.whole_model import BASELINE, SCALES, VARIANTS
@@ -39,15 +36,6 @@ class Task:
     rank: float
     seconds: float
     together: bool = False
-
-
-def suites() -> dict[str, Suite]:
-    """Operation -> its cases, of every module in ``tools.bench.cases``."""
-    found = {}
-    for each in pkgutil.iter_modules(tools.bench.cases.__path__):
-        suite = importlib.import_module(f"tools.bench.cases.{each.name}").SUITE
-        found[suite.op] = suite
-    return found
 
 
 def tasks(parts: tuple[str, ...], ops: tuple[str, ...], device: torch.device | None) -> tuple[list[Task], dict[str, str]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from tools.bench import environment
+from fem_common.plot import colour_of, new_figure, plain_axes, save
+from tools.bench import runner
 from tools.bench.engines import figures
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, Task
 from tools.bench.gpu_suite.pool import Outcome
@@ -21,7 +25,7 @@ def report(results: Results, machine: dict[str, Any], cannot: dict[str, str], le
     gaps = [outcome for outcome in results.outcomes if outcome.gap is not None]
     parts = [
         "# GPU benchmarks",
-        f"{environment.sentence(machine)}; {seconds / 60:.1f} minutes. bfloat16; medians; how: docs/benchmarks/README.md.",
+        f"{runner.sentence(machine)}; {seconds / 60:.1f} minutes. bfloat16; medians; how: docs/benchmarks/README.md.",
         _roofs(results),
         "## Targets",
         targets(results),
@@ -51,26 +55,21 @@ def short(results: Results) -> str:
             lines.append([name, _ms(found.both), f"{ratio[1]:.2f}" if ratio else "", best[0] if best else ""])
     parts = [targets(results)]
     if lines:
-        parts.append(environment.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "held against"], lines))
+        parts.append(runner.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "held against"], lines))
     rows = _model_rows(results, ("1.3B", "340M"))
     if rows:
-        parts.append(environment.table(MODEL_COLUMNS, rows))
+        parts.append(runner.table(MODEL_COLUMNS, rows))
     return "\n\n".join(parts)
 
 
 def targets(results: Results) -> str:
     """Each target, its bound, what was measured."""
     words = {True: "met", False: "not met", None: "not measured"}
-    rows = [
-        [
-            target.what,
-            f"{'at least' if target.at_least else 'at most'} {target.bound:.2f}",
-            "" if target.value is None else f"{target.value:.3f}",
-            words[target.met],
-        ]
-        for target in results.targets()
-    ]
-    return environment.table(["target", "bound", "measured", ""], rows)
+    rows = []
+    for target in results.targets():
+        bound = f"{'at least' if target.at_least else 'at most'} {target.bound:.2f}"
+        rows.append([target.what, bound, "" if target.value is None else f"{target.value:.3f}", words[target.met]])
+    return runner.table(["target", "bound", "measured", ""], rows)
 
 
 def correctness(results: Results) -> str:
@@ -86,7 +85,7 @@ def correctness(results: Results) -> str:
         verdict = f"{wrong} OUT OF BOUNDS" if wrong else "in bounds"
         where = f"{last['case']}: {last['result']}"
         rows.append([op, implementation, dtype, str(len(findings)), f"{last['error']:.1e}", f"{last['bound']:.1e}", where, verdict])
-    table = environment.table(["operation", "implementation", "type", "results", "worst error", "bound", "where", ""], rows)
+    table = runner.table(["operation", "implementation", "type", "results", "worst error", "bound", "where", ""], rows)
     failed = "\n".join(f"- FAILED {outcome.task.name}: {outcome.gap}" for outcome in results.failed)
     return "\n\n".join(filter(None, (table if rows else "Nothing was checked.", failed)))
 
@@ -100,25 +99,15 @@ def operations(results: Results) -> str:
                 side, best = results.ops[name, implementation, tokens], results.best(name, tokens)
                 ratio, roofs = results.ratio(name, implementation, tokens), results.roofs
                 size = workload.size(tokens, TOKENS_A_CALL)
-                rows.append(
-                    [
-                        name,
-                        f"{size.heads} x {size.key}/{size.value}",
-                        f"{size.batch} x {tokens}",
-                        implementation,
-                        _ms(side.forward),
-                        _ms(side.both),
-                        f"{side.spread:.1%}",
-                        f"{ratio[0]:.2f}" if ratio else "",
-                        f"{ratio[1]:.2f}" if ratio else "",
-                        best[0] if best else "",
-                        f"{side.flops / side.both / roofs['matmul_flops']:.0%}" if roofs and side.flops else "",
-                        f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "",
-                    ]
-                )
+                row = [name, f"{size.heads} x {size.key}/{size.value}", f"{size.batch} x {tokens}", implementation]
+                row += [_ms(side.forward), _ms(side.both), f"{side.spread:.1%}"]
+                row += [*(f"{part:.2f}" for part in ratio), best[0]] if ratio and best else ["", "", ""]
+                row.append(f"{side.flops / side.both / roofs['matmul_flops']:.0%}" if roofs and side.flops else "")
+                row.append(f"{side.bytes / side.both / roofs['copy_bytes']:.0%}" if roofs else "")
+                rows.append(row)
     columns = ["operation", "heads x d_k/d_v", "batch x tokens", "implementation", "forward, ms", "fwd + bwd, ms", "spread"]
     columns += ["forward ÷", "fwd + bwd ÷", "held against (the fastest of its kind here)", "of matmul", "of copy"]
-    return environment.table(columns, rows) if rows else "Nothing was timed."
+    return runner.table(columns, rows) if rows else "Nothing was timed."
 
 
 def engines(results: Results) -> str:
@@ -130,7 +119,7 @@ def engines(results: Results) -> str:
         for tokens in LENGTHS:
             for engine, ratio, own in results.same_engine(name, tokens):
                 rows.append([name, str(tokens), engine, _ms(own.both), f"{ratio:.3f}"])
-    return environment.table(["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"], rows) if rows else ""
+    return runner.table(["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"], rows) if rows else ""
 
 
 MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "MFU", "peak, GB", "recomputes"]
@@ -139,31 +128,21 @@ MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "MF
 def models(results: Results) -> str:
     """Every whole model."""
     rows = _model_rows(results, tuple(SCALES))
-    return environment.table(MODEL_COLUMNS, rows) if rows else "None was timed."
+    return runner.table(MODEL_COLUMNS, rows) if rows else "None was timed."
 
 
 def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
     rows = []
-    for scale in scales:
-        for variant in VARIANTS:
-            for recompute in (False, True):
-                found = results.models.get((scale, variant, recompute))
-                if found is None:
-                    continue
-                ratio = results.model_ratio(scale, variant, recompute=recompute)
-                share = results.utilisation(scale, variant, recompute=recompute)
-                rows.append(
-                    [
-                        f"{scale} {variant}",
-                        f"{found['batch']} x {SCALES[scale].tokens}",
-                        _ms(found["step"]["seconds"]),
-                        f"{found['tokens'] / found['step']['seconds']:,.0f}",
-                        f"{ratio:.2f}" if ratio else "",
-                        f"{share:.1%}" if share else "",
-                        f"{found['peak_bytes'] / 1e9:.1f}",
-                        "yes" if found["recompute"] else "",
-                    ]
-                )
+    for scale, variant, recompute in itertools.product(scales, VARIANTS, (False, True)):
+        found = results.models.get((scale, variant, recompute))
+        if found is None:
+            continue
+        ratio = results.model_ratio(scale, variant, recompute=recompute)
+        share = results.utilisation(scale, variant, recompute=recompute)
+        seconds = found["step"]["seconds"]
+        row = [f"{scale} {variant}", f"{found['batch']} x {SCALES[scale].tokens}", _ms(seconds), f"{found['tokens'] / seconds:,.0f}"]
+        row += [f"{ratio:.2f}" if ratio else "", f"{share:.1%}" if share else ""]
+        rows.append([*row, f"{found['peak_bytes'] / 1e9:.1f}", "yes" if found["recompute"] else ""])
     return rows
 
 
@@ -189,3 +168,27 @@ def _gaps(gaps: list[Outcome], cannot: dict[str, str], left_out: list[Task]) -> 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3f}" if seconds < 0.1 else f"{1000 * seconds:.1f}"
+
+
+def draw(results: Results, title: str, path: Path) -> bool:
+    """Write the picture; False where there is nothing to draw, or nothing to draw with."""
+    lines = {}
+    for name in WORKLOADS:
+        found = [(tokens, ratio[1]) for tokens in LENGTHS if (ratio := results.ratio(name, "auto", tokens))]
+        if found:
+            lines[name] = found
+    if not lines or find_spec("matplotlib") is None:
+        return False
+    figure = new_figure((9, 5.5))
+    axes = figure.add_subplot()
+    for number, (name, found) in enumerate(lines.items()):
+        axes.plot(*zip(*found, strict=True), label=name, **colour_of(number))
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(LENGTHS, [f"{tokens // 1024}k" for tokens in LENGTHS])
+    plain_axes(axes, "tokens of a sequence", "forward + backward ÷ the fastest it is held against")
+    axes.set_title(title, fontsize=10)
+    figure.legend(loc="outside right upper", fontsize=8)
+    save(figure, path)
+    return True

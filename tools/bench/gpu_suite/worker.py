@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from fem_megatron import platform
-from tools.bench.check import check
+from fem_megatron.megatron import platform
+from kernels.check import check, suites
 from tools.bench.engines import figures
-from tools.bench.engines.launch import launch
-from tools.bench.engines.variants import Job
-from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, suites
+from tools.bench.engines.variants import Job, launch
+from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL
+from tools.bench.runner import measure
 from tools.bench.speed import time_baseline, time_workload
-from tools.bench.timing import measure
 from tools.bench.whole_model import SCALES, train_step
 from tools.bench.workloads import WORKLOADS, Draw, Size
 

@@ -1,13 +1,19 @@
-"""What a workload is: an operation's inputs at production shapes, the call, and what it must at least compute. Nothing is timed here."""
+"""What a workload is: an operation's inputs at production shapes, the call, and what it must at least compute; and the baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+
+from kernels.fem_attention.engines import ENGINES, Reading
 
 Inputs = dict[str, Any]
 Outputs = tuple[Tensor, ...]
@@ -62,11 +68,7 @@ class Draw:
 
     def steps(self, size: Size, change: Callable[[Tensor], Tensor], *, wide: bool = False) -> Tensor:
         """[batch, heads, tokens], one number a token and head."""
-        return (
-            change(torch.randn(size.batch, size.heads, size.tokens, generator=self.rng, device=self.device))
-            .to(torch.float32 if wide else self.dtype)
-            .requires_grad_()
-        )
+        return self.normal(size.batch, size.heads, size.tokens, change=change, wide=wide)
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,13 @@ class Baseline:
 class Workload:
     """An operation as a layer of this project calls it.
 
-    name: of the workload; op: of the operation (``kernels.operations``). call(inputs, implementation): its outputs.
+    name: of the workload; op: of the operation (``kernels.implementations``). call(inputs, implementation): its outputs.
     flops(size): matrix FLOPs that a forward, and a backward pass cannot do without (a multiply-add is two); 0: no matrix products.
     heads, key, value: the 1.3B model's; small: a CPU's. baselines: name in ``BASELINES`` -> the size that is the same amount of reading.
     """
 
     name: str
     op: str
-    about: str
     inputs: Callable[[Draw, Size], Inputs]
     call: Callable[[Inputs, str], Outputs]
     flops: Callable[[Size], tuple[float, float]]
@@ -127,3 +128,104 @@ def per_pair(widths: Callable[[Size], float]) -> Callable[[Size], tuple[float, f
 def per_token(products: Callable[[Size], float]) -> Callable[[Size], tuple[float, float]]:
     """A recurrence: 2 FLOPs for each of ``products`` products of a token; the backward has two for each."""
     return lambda size: (2 * size.rows * products(size), 4 * size.rows * products(size))
+
+
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+
+
+def attention_inputs(draw: Draw, size: Size) -> Inputs:
+    """q, k, v of standard attention."""
+    return {"q": draw.heads(size, size.key), "k": draw.heads(size, size.key), "v": draw.heads(size, size.value)}
+
+
+def by_name(op: Callable[..., Any]) -> Callable[[Inputs, str], Outputs]:
+    """A call of an operation with its inputs by their names; of several results the first."""
+
+    def call(inputs: Inputs, implementation: str) -> Outputs:
+        found = op(**inputs, implementation=implementation)
+        return (found[0] if isinstance(found, tuple) else found,)
+
+    return call
+
+
+def _torchs(backends: list[SDPBackend]) -> Callable[[Inputs], Outputs]:
+    """Plain attention by torch, by one of these backends where there are any."""
+
+    def call(inputs: Inputs) -> Outputs:
+        with sdpa_kernel(backends) if backends else nullcontext():
+            return (scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=True),)
+
+    return call
+
+
+def _by_engine(name: str) -> Callable[[Inputs], Outputs]:
+    """Plain attention by an engine of ``kernels.fem_attention`` that torch's scaled_dot_product_attention cannot be asked for."""
+
+    def call(inputs: Inputs) -> Outputs:
+        q, k, v = (inputs[part] for part in ("q", "k", "v"))
+        return (ENGINES[name].attend(q, k, v, Reading(causal=True, scale=q.shape[-1] ** -0.5)),)
+
+    return call
+
+
+def needs_gpu(device: torch.device) -> str | None:
+    """Why a kernel for GPUs cannot run on ``device``."""
+    return None if device.type != "cpu" else "no GPU"
+
+
+def needs_fla(device: torch.device) -> str | None:
+    """Why flash-linear-attention's kernels cannot run on ``device``."""
+    return needs_gpu(device) or (None if find_spec("fla") is not None else "the package flash-linear-attention is not installed")
+
+
+ATTENTION = per_pair(lambda size: size.key + size.value)
+
+OTHER_ENGINES = {"flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "triton": "our Triton kernels"}
+
+
+def _attention(label: str, call: Callable[[Inputs], Outputs], lacks: Callable[[torch.device], str | None], engine: str) -> Baseline:
+    return Baseline(f"attention: {label}", attention_inputs, call, ATTENTION, lacks, engine)
+
+
+STANDARD_ATTENTION = {
+    baseline.name: baseline
+    for baseline in (
+        _attention("torch's choice", _torchs([]), lambda device: None, "sdpa"),
+        *(_attention(f"SDPA {name}", _torchs([backend]), needs_gpu, name) for name, backend in SDPA.items()),
+        *(_attention(label, _by_engine(name), ENGINES[name].lacks, name) for name, label in OTHER_ENGINES.items()),
+    )
+}
+
+
+# --- flash-linear-attention -----------------------------------------------------------------------------------------------------
+
+
+def decaying_inputs(draw: Draw, size: Size) -> Inputs:
+    """q, k, v and a log-decay a head, as gated linear attention has them."""
+    return {**attention_inputs(draw, size), "log_decay": draw.steps(size, lambda x: logsigmoid(x + 4))}
+
+
+def _fla_simple_gla(inputs: Inputs) -> Outputs:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v, g = (inputs[name].transpose(1, 2) for name in ("q", "k", "v", "log_decay"))
+    return (chunk_simple_gla(q, k, v, g=g.float(), scale=1.0)[0],)
+
+
+def scan_inputs(draw: Draw, size: Size) -> Inputs:
+    """Log-decays a <= 0 and x [batch, tokens, heads * value], float32: the conditioner's channels as fla lays them out."""
+    shape = (size.batch, size.tokens, size.heads * size.value)
+    return {"a": draw.normal(*shape, change=logsigmoid, wide=True), "x": draw.normal(*shape, wide=True)}
+
+
+def _fla_hgrn(inputs: Inputs) -> Outputs:
+    from fla.ops.hgrn import chunk_hgrn
+
+    return (chunk_hgrn(inputs["x"], inputs["a"])[0],)
+
+
+FLA_GLA, FLA_HGRN = "fla: chunk_simple_gla", "fla: chunk_hgrn"
+LINEAR = {
+    FLA_GLA: Baseline(FLA_GLA, decaying_inputs, _fla_simple_gla, per_token(lambda size: 2 * size.key * size.value), needs_fla),
+    FLA_HGRN: Baseline(FLA_HGRN, scan_inputs, _fla_hgrn, no_products, needs_fla),
+}

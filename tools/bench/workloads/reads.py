@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -10,8 +13,7 @@ from kernels.cem_attention import Diagonal, cem_attention
 from kernels.fem_attention import fem_attention
 from kernels.second_order_attention import second_order_attention
 from kernels.symmetric_attention import symmetric_attention
-from tools.bench.workloads.base import Draw, Inputs, Outputs, Size, Workload, per_pair
-from tools.bench.workloads.standard import STANDARD_ATTENTION
+from tools.bench.workloads.base import STANDARD_ATTENTION, Draw, Inputs, Outputs, Size, Workload, by_name, per_pair
 
 
 def gated_read(draw: Draw, size: Size) -> Inputs:
@@ -26,10 +28,6 @@ def gated_read(draw: Draw, size: Size) -> Inputs:
 
 def _fem_inputs(draw: Draw, size: Size) -> Inputs:
     return {"q": draw.heads(size, size.key), "k": draw.heads(size, size.key), **gated_read(draw, size)}
-
-
-def _fem(inputs: Inputs, implementation: str) -> Outputs:
-    return (fem_attention(**inputs, implementation=implementation),)
 
 
 def _cem_inputs(draw: Draw, size: Size) -> Inputs:
@@ -69,10 +67,6 @@ def _second_order_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
-def _second_order(inputs: Inputs, implementation: str) -> Outputs:
-    return (second_order_attention(**inputs, implementation=implementation),)
-
-
 def _symmetric_inputs(draw: Draw, size: Size) -> Inputs:
     def on_the_sphere(x: Tensor) -> Tensor:
         return x * (x.shape[-1] ** 0.5 / x.norm(dim=-1, keepdim=True))
@@ -80,85 +74,42 @@ def _symmetric_inputs(draw: Draw, size: Size) -> Inputs:
     return {"z": draw.heads(size, size.key, on_the_sphere)}
 
 
-def _symmetric(inputs: Inputs, implementation: str) -> Outputs:
-    return (symmetric_attention(inputs["z"], implementation=implementation),)
-
-
-def _bisoftmax(inputs: Inputs, implementation: str) -> Outputs:
-    return (symmetric_attention(inputs["z"], kind="bisoftmax", causal=False, implementation=implementation),)
-
-
+_bisoftmax = by_name(partial(symmetric_attention, kind="bisoftmax", causal=False))
+FEM_READ = per_pair(lambda size: size.key + 2 * size.value)
 _SAME = dict.fromkeys(STANDARD_ATTENTION, lambda size: Size(size.batch, size.tokens, size.heads, size.key, size.key))
 _TWICE = dict.fromkeys(STANDARD_ATTENTION, lambda size: size.wider(2))
 
+SMALL = (2, 32, 32)
+HYPERSET: dict[str, Any] = {
+    "op": "symmetric_attention",
+    "inputs": _symmetric_inputs,
+    "key": 64,
+    "value": 64,
+    "small": SMALL,
+    "baselines": _SAME,
+}
+
 READS = (
-    Workload(
-        name="fem_attention",
-        op="fem_attention",
-        about="FEM-SM's read at 1.3B",
-        inputs=_fem_inputs,
-        call=_fem,
-        flops=per_pair(lambda size: size.key + 2 * size.value),
-        baselines=_TWICE,
+    # FEM-SM's read at 1.3B and at 340M.
+    *(
+        Workload(name, "fem_attention", _fem_inputs, by_name(fem_attention), FEM_READ, 16, key, value, small, _TWICE)
+        for name, key, value, small in (("fem_attention", 128, 64, (2, 32, 16)), ("fem_attention, narrow", 64, 32, (2, 16, 8)))
     ),
-    Workload(
-        name="fem_attention, narrow",
-        op="fem_attention",
-        about="FEM-SM's read at 340M",
-        inputs=_fem_inputs,
-        call=_fem,
-        flops=per_pair(lambda size: size.key + 2 * size.value),
-        key=64,
-        value=32,
-        small=(2, 16, 8),
-        baselines=_TWICE,
-    ),
-    Workload(
-        name="cem_attention",
-        op="cem_attention",
-        about="CEM's attention, the diagonal shared by the heads",
-        inputs=_cem_inputs,
-        call=_cem,
-        # A pair's score and read in each head, and the diagonal's score, as wide as the model, once.
-        flops=per_pair(lambda size: 3 * size.key),
-        key=64,
-        value=64,
-        small=(2, 32, 32),
-        baselines=_SAME,
-    ),
+    # CEM's attention, the diagonal shared by the heads: a pair's score and read in each head, and the diagonal's score, as wide as the
+    # model, once.
+    Workload("cem_attention", "cem_attention", _cem_inputs, _cem, per_pair(lambda size: 3 * size.key), 16, 64, 64, SMALL, _SAME),
+    # MHA2nd1st's step at 1.3B.
     Workload(
         name="second_order_attention",
         op="second_order_attention",
-        about="MHA2nd1st's step at 1.3B",
         inputs=_second_order_inputs,
-        call=_second_order,
+        call=by_name(second_order_attention),
         flops=per_pair(lambda size: 4 * size.key),
         value=128,
-        small=(2, 32, 32),
+        small=SMALL,
         baselines=_SAME,
     ),
-    Workload(
-        name="symmetric_attention",
-        op="symmetric_attention",
-        about="Hyper-SET's attention, the row softmax (causal)",
-        inputs=_symmetric_inputs,
-        call=_symmetric,
-        flops=per_pair(lambda size: 2 * size.key),
-        key=64,
-        value=64,
-        small=(2, 32, 32),
-        baselines=_SAME,
-    ),
-    Workload(
-        name="symmetric_attention, bisoftmax",
-        op="symmetric_attention",
-        about="Hyper-SET's attention, rows and columns (all pairs: twice a causal mask's)",
-        inputs=_symmetric_inputs,
-        call=_bisoftmax,
-        flops=per_pair(lambda size: 4 * size.key),
-        key=64,
-        value=64,
-        small=(2, 32, 32),
-        baselines=_SAME,
-    ),
+    # Hyper-SET's attention: the row softmax (causal), and rows and columns (all pairs: twice a causal mask's).
+    Workload(name="symmetric_attention", call=by_name(symmetric_attention), flops=per_pair(lambda size: 2 * size.key), **HYPERSET),
+    Workload(name="symmetric_attention, bisoftmax", call=_bisoftmax, flops=per_pair(lambda size: 4 * size.key), **HYPERSET),
 )

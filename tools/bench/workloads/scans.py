@@ -5,31 +5,41 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.layers.parallel import OneProcess
-from fem_megatron.layers.priors.linear import LinearPrior
-from fem_megatron.layers.update import Context
-from fem_megatron.shapes.fem import FemShape
+from fem_megatron.mixers.fem.prior_shapes import GlaShape
+from fem_megatron.mixers.fem.priors import LinearPrior
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.implementations import VARIABLE
 from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
-from kernels.symmetric_linear_attention import symmetric_linear_attention
+from kernels.symmetric_attention import symmetric_linear_attention
 from kernels.time_decay_scan import time_decay_scan
-from tools.bench.workloads.base import Baseline, Draw, Inputs, Outputs, Size, Workload, no_products, per_token
+from tools.bench.workloads.base import (
+    FLA_GLA,
+    FLA_HGRN,
+    Baseline,
+    Draw,
+    Inputs,
+    Outputs,
+    Size,
+    Workload,
+    by_name,
+    decaying_inputs,
+    no_products,
+    per_token,
+)
 from tools.bench.workloads.reads import gated_read
-from tools.bench.workloads.standard import decaying_inputs
-
-
-def _gla(inputs: Inputs, implementation: str) -> Outputs:
-    return (linear_attention(**inputs, implementation=implementation)[0],)
 
 
 def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
@@ -49,7 +59,7 @@ def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
     parts = {name: given.pop(name) for name in ("q", "k", "decay")}
     heads, key = parts["q"].shape[2:]
     model = ModelConfig(mixer="fem_gla", hidden_size=heads * key, num_attention_heads=heads)
-    prior = LinearPrior(FemShape.of(model, "gla"), OneProcess())
+    prior = LinearPrior(FemShape.of(model, GlaShape), OneProcess())
     with asked_for("linear_attention", implementation):
         return (prior(parts, given["v"], given.get("beta"), given.get("lam"), given.get("gate"), Context()),)
 
@@ -86,10 +96,6 @@ def _aft_inputs(draw: Draw, size: Size) -> Inputs:
     return {"k": draw.heads(size, size.value), **gated_read(draw, size)}
 
 
-def _aft(inputs: Inputs, implementation: str) -> Outputs:
-    return (aft_read(**inputs, implementation=implementation)[0],)
-
-
 def _ssm_inputs(draw: Draw, size: Size) -> Inputs:
     states = size.key
     rates = torch.arange(1, states + 1, device=draw.device)
@@ -102,17 +108,9 @@ def _ssm_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
-def _ssm(inputs: Inputs, implementation: str) -> Outputs:
-    return (ssm_read(**inputs, implementation=implementation)[0],)
-
-
 def _scan_inputs(draw: Draw, size: Size) -> Inputs:
     a, x, _ = draw.packed(size.tokens, size.batch, size.heads * size.value, parts=3)
     return {"a": a, "x": x}
-
-
-def _scan(inputs: Inputs, implementation: str) -> Outputs:
-    return (time_decay_scan(**inputs, softplus=True, implementation=implementation),)
 
 
 def _features_inputs(draw: Draw, size: Size) -> Inputs:
@@ -124,14 +122,6 @@ def _features_inputs(draw: Draw, size: Size) -> Inputs:
         "weight": draw.normal(channels),
         "eps": 1e-6,
     }
-
-
-def _features(inputs: Inputs, implementation: str) -> Outputs:
-    return (conditioner_features(**inputs, implementation=implementation),)
-
-
-def _symmetric_inputs(draw: Draw, size: Size) -> Inputs:
-    return {"z": draw.heads(size, size.key)}
 
 
 def _symmetric(inputs: Inputs, implementation: str) -> Outputs:
@@ -151,89 +141,63 @@ def _delta_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
-def _delta(inputs: Inputs, implementation: str) -> Outputs:
-    return (gated_delta_rule(**inputs, implementation=implementation)[0],)
-
+_ONCE, _BOTH = per_token(lambda size: 2 * size.key * size.value), per_token(lambda size: 4 * size.key * size.value)
+_WIDER = dict.fromkeys((PLAIN_GLA.name, FLA_GLA), lambda size: size.wider(2))
 
 SCANS = (
-    Workload(
-        name="FEM-GLA's read",
-        op="linear_attention",
-        about="FEM-GLA's read at 1.3B, with its features",
-        inputs=_fem_gla_inputs,
-        call=_fem_gla,
-        flops=per_token(lambda size: 4 * size.key * size.value),
-        baselines={PLAIN_GLA.name: lambda size: size.wider(2), "fla: chunk_simple_gla": lambda size: size.wider(2)},
-    ),
+    # FEM-GLA's read at 1.3B, with its features.
+    Workload("FEM-GLA's read", "linear_attention", _fem_gla_inputs, _fem_gla, _BOTH, baselines=_WIDER),
+    # Gated linear attention, a decay a head.
     Workload(
         name="linear_attention",
         op="linear_attention",
-        about="gated linear attention, a decay a head",
         inputs=decaying_inputs,
-        call=_gla,
-        flops=per_token(lambda size: 2 * size.key * size.value),
+        call=by_name(linear_attention),
+        flops=_ONCE,
         value=128,
         small=(2, 32, 32),
-        baselines={"fla: chunk_simple_gla": lambda size: size},
+        baselines={FLA_GLA: lambda size: size},
     ),
-    Workload(
-        name="aft_read",
-        op="aft_read",
-        about="FEM-AFT's read at 1.3B",
-        inputs=_aft_inputs,
-        call=_aft,
-        flops=no_products,
-        value=85,
-        small=(2, 32, 21),
-    ),
-    Workload(
-        name="ssm_read",
-        op="ssm_read",
-        about="FEM-Mamba's read at 1.3B, 96 states",
-        inputs=_ssm_inputs,
-        call=_ssm,
-        flops=no_products,
-        key=96,
-        small=(2, 8, 16),
-    ),
+    # FEM-AFT's read at 1.3B, and FEM-Mamba's of 96 states.
+    Workload("aft_read", "aft_read", _aft_inputs, by_name(aft_read), no_products, value=85, small=(2, 32, 21)),
+    Workload("ssm_read", "ssm_read", _ssm_inputs, by_name(ssm_read), no_products, key=96, small=(2, 8, 16)),
+    # The conditioner's scan at 1.3B, and what it reads off its state.
     Workload(
         name="time_decay_scan",
         op="time_decay_scan",
-        about="the conditioner's scan at 1.3B",
         inputs=_scan_inputs,
-        call=_scan,
+        call=by_name(partial(time_decay_scan, softplus=True)),
         flops=no_products,
         value=4,
         small=(2, 32, 4),
-        baselines={"fla: chunk_hgrn": lambda size: size},
+        baselines={FLA_HGRN: lambda size: size},
     ),
     Workload(
         name="conditioner_features",
         op="conditioner_features",
-        about="what the conditioner reads off its state, at 1.3B",
         inputs=_features_inputs,
-        call=_features,
+        call=by_name(conditioner_features),
         flops=no_products,
         value=4,
         small=(2, 32, 4),
     ),
+    # Hyper-SET's attention in linear time, which has one implementation.
     Workload(
         name="symmetric_linear_attention",
         op="symmetric_linear_attention",
-        about="Hyper-SET's attention in linear time",
-        inputs=_symmetric_inputs,
-        call=_symmetric,
+        inputs=lambda draw, size: {"z": draw.heads(size, size.key)},
+        call=lambda inputs, implementation: (symmetric_linear_attention(inputs["z"])[0],),
         flops=per_token(lambda size: 2 * size.key * size.key),
         key=64,
         value=64,
         small=(2, 32, 32),
     ),
+    # Gated DeltaNet's recurrence at 1.3B.
     Workload(
         name="gated_delta_rule",
         op="gated_delta_rule",
-        about="Gated DeltaNet's recurrence at 1.3B",
         inputs=_delta_inputs,
-        call=_delta,
+        call=by_name(gated_delta_rule),
         flops=per_token(lambda size: 3 * size.key * size.value),
         key=64,
         value=128,

@@ -52,9 +52,8 @@ def _compared(variant: VariantFit, baseline: VariantFit, method: str, ours: Fron
         for c, loss, v, column in zip(flops, reach, value[0], ratios.T, strict=True)
     ]
     overall = _estimate(float(np.exp(np.log(value[0]).mean())), np.exp(np.log(ratios).mean(axis=1)), interval)
-    between = f" ({overall.low:.2f}–{overall.high:.2f})" if overall.low is not None else ""
     words = (
-        f"{variant.name} reaches {baseline.name}'s loss with {overall.value:.2f}{between} of its FLOPs, by the {names[method]} "
+        f"{variant.name} reaches {baseline.name}'s loss with {overall.text('.2f')} of its FLOPs, by the {names[method]} "
         f"from {flops.min():.1e} to {flops.max():.1e} FLOPs"
     )
     if overall.low is None:

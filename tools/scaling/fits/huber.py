@@ -81,10 +81,10 @@ def objective(parameters: Array, data: Data, weights: Array, delta: float) -> tu
     return (weights * huber(residual, delta)).sum(axis=1), gradient
 
 
-def at_bound(parameters: Array, data: Data) -> NDArray[np.bool_]:
-    """Which parameter sets have a parameter on its bound ``[r]``."""
+def bounded(parameters: Array, data: Data) -> NDArray[np.bool_]:
+    """Which parameters of each set are on their bounds ``[r, 5]``."""
     lower, upper = data.bounds()
-    return np.asarray(((parameters <= lower + 1e-9) | (parameters >= upper - 1e-9)).any(axis=1))
+    return (parameters <= lower + 1e-9) | (parameters >= upper - 1e-9)
 
 
 def minimise(start: Array, data: Data, weights: Array, delta: float, iterations: int = 300) -> tuple[Array, NDArray[np.bool_]]:

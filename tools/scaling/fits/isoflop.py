@@ -4,7 +4,7 @@ Intervals are percentiles of a bootstrap of the runs' residuals about their budg
 drawn with replacement a third of the draws leave two or one, through which no parabola goes. A residual is relative to the loss,
 divided by ``sqrt(1 - leverage)``, which gives it a run's variance, and drawn from all budgets together. Of 12 runs in three budgets nine
 coefficients leave three residuals to tell the scatter by, so a draw is as much larger as Student's interval is than the normal one.
-Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_fits_isoflop.py): a 90% interval then holds an exponent in 90% and
+Simulated studies of that design, scatter 0.7% (tests/tools/scaling/test_laws.py): a 90% interval then holds an exponent in 90% and
 a compute multiplier in 94%; without, in 80 and 84%. Budgets with as many sizes as a parabola has coefficients leave nothing: then there is
 no interval, and a note says so.
 """
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fem_common.errors import ConfigError
+from tools.scaling.fits.points import student_over_normal
+from tools.scaling.study import FitConfig
 
-from ..laws import Estimate, PowerLaw, percentiles
+from ..laws import FEWEST_WITH_OFFSET, Estimate, PowerLaw, power_law, pure, with_offset
 from ..results import IsoFlopFit, Parabola
-from . import power
-from .bootstrap import student_over_normal
-from .config import FitConfig
 from .points import Array, NotIdentified, Points
 
 FEWEST_SIZES = 3  # a parabola's coefficients
@@ -83,9 +82,7 @@ def fit_isoflop(points: Points, config: FitConfig, rng: np.random.Generator) -> 
         notes.append(f"{sum(inside)} of {len(budgets)} budgets have a minimum inside their sizes, and a frontier needs {FEWEST_MINIMA}")
     n_opt, d_opt, loss = laws or (None, None, None)
     if loss is not None and loss.offset is None:
-        notes.append(
-            f"{sum(inside)} minima: the least loss is a power law of FLOPs without an offset, which takes {power.FEWEST_WITH_OFFSET}"
-        )
+        notes.append(f"{sum(inside)} minima: the least loss is a power law of FLOPs without an offset, which takes {FEWEST_WITH_OFFSET}")
     if failed > 0.05 * config.resamples:
         notes.append(f"{failed} of {config.resamples} resamples had no frontier; the intervals leave them out and are too narrow")
     return IsoFlopFit(parabolas, n_opt, d_opt, loss, config.resamples, failed, config.interval), notes
@@ -139,9 +136,7 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
     shifted = (c0 - c1 * budget.center + c2 * budget.center**2, c1 - 2 * c2 * budget.center, c2)
     estimates = []
     for value, draws in zip((n, d, loss), budget.minima(drawn)[:3], strict=True):
-        good = draws[np.isfinite(draws)]
-        low_high = percentiles(good, interval) if len(good) and len(good) >= power.FEWEST_DRAWS * len(draws) else ()
-        estimates.append(Estimate(value, *(float(side) for side in low_high)))
+        estimates.append(Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws)))
     return Parabola(budget.flops, shifted, estimates[0], estimates[1], estimates[2], inside, [str(run) for run in points.run]), note
 
 
@@ -157,12 +152,12 @@ def _frontier(
     draws = np.stack([np.stack(budget.minima(losses)[:3]) for budget, losses in zip(budgets, used, strict=True)], axis=2)  # [3, k, budgets]
     spans = np.array([[budget.points.n.min(), budget.points.n.max()] for budget in budgets])
     good = np.isfinite(draws).all(axis=(0, 2)) & ((draws[0] > spans[:, 0] / 10) & (draws[0] < spans[:, 1] * 10)).all(axis=1)
-    offset = len(budgets) >= power.FEWEST_WITH_OFFSET
+    offset = len(budgets) >= FEWEST_WITH_OFFSET
     laws = []
     for name, one, some in zip(("N_opt", "D_opt", "loss"), value, draws[:, good], strict=True):
-        fit = power.with_offset if offset and name == "loss" else power.pure
+        fit = with_offset if offset and name == "loss" else pure
         laws.append(
-            power.law(
+            power_law(
                 "FLOPs", name, fit(flops, one[None])[0], fit(flops, some), config.resamples, config.interval, offset and name == "loss"
             )
         )

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from scipy.interpolate import Akima1DInterpolator
 
-from ..laws import Array, Estimate, PowerLaw, percentiles
+from tools.scaling.study import FitConfig
+
+from ..laws import Array, Estimate, PowerLaw, power_law, pure
 from ..results import LearningRateFit, LearningRateOptimum
-from . import power
-from .config import FitConfig
 from .points import Points, by_rate, cells
 
 FEWEST_RATES = 4  # with fewer, an interpolation says no more than its points
@@ -44,14 +44,14 @@ def fit_learning_rates(points: Points, config: FitConfig, rng: np.random.Generat
     if not optima:
         return None, notes
     inner = [index for index, optimum in enumerate(optima) if not optimum.edge]
-    laws = []
-    for name, sizes in (("parameters", [one.parameters for one in optima]), ("width", [one.width for one in optima])):
-        laws.append(_law(name, sizes, inner, optima, drawn, config))
-    if laws[0] is None:
+    by_parameters, by_width = (
+        _law(name, [optima[index] for index in inner], [drawn[index] for index in inner], config) for name in ("parameters", "width")
+    )
+    if by_parameters is None:
         notes.append("learning rate: no power law: it needs inner optima of two sizes")
-    elif not laws[0].draws:
+    elif not by_parameters.draws:
         notes.append("learning rate: one seed a rate, so its power law has no interval")
-    return LearningRateFit(optima, laws[0], laws[1]), notes
+    return LearningRateFit(optima, by_parameters, by_width), notes
 
 
 def akima_minimum(rates: Array, losses: Array) -> tuple[float, float]:
@@ -71,13 +71,8 @@ def _optimum(
     means = np.array([float(some.mean()) for some in losses])
     rate, loss = akima_minimum(rates, means)
     several = all(len(some) > 1 for some in losses)
-    drawn = np.array(
-        [
-            akima_minimum(rates, np.array([rng.choice(some, len(some)).mean() for some in losses]))[0]
-            for _ in range(config.resamples * several)
-        ]
-    )
-    low_high = [float(side) for side in percentiles(drawn, config.interval)] if several else []
+    resampled = ([rng.choice(some, len(some)).mean() for some in losses] for _ in range(config.resamples * several))
+    drawn = np.array([akima_minimum(rates, np.array(some))[0] for some in resampled])
     x = np.linspace(np.log(rates[0]), np.log(rates[-1]), CURVE)
     curve = Akima1DInterpolator(np.log(rates), means)(x)
     width, budget = points.width[row], points.budget[row]
@@ -89,7 +84,7 @@ def _optimum(
             rates=[float(value) for value in rates],
             losses=means.tolist(),
             curve=[(float(np.exp(a)), float(b)) for a, b in zip(x, curve, strict=True)],
-            rate=Estimate(rate, *low_high),
+            rate=Estimate.of(rate, drawn, config.interval, len(drawn)),
             loss=loss,
             edge=rate in (rates[0], rates[-1]),
         ),
@@ -97,19 +92,14 @@ def _optimum(
     )
 
 
-def _law(
-    name: str,
-    sizes: list[float] | list[int | None] | list[float | int | None],
-    inner: list[int],
-    optima: list[LearningRateOptimum],
-    drawn: list[Array],
-    config: FitConfig,
-) -> PowerLaw | None:
-    known = [(float(size), index) for index, size in enumerate(sizes) if index in inner and size is not None]
-    if len({size for size, _ in known}) < 2:
+def _law(name: str, optima: list[LearningRateOptimum], drawn: list[Array], config: FitConfig) -> PowerLaw | None:
+    """The power law through the optima of at least two sizes, which are ``name`` of theirs."""
+    known = [
+        (float(size), optimum.rate.value, draws) for optimum, draws in zip(optima, drawn, strict=True) if (size := getattr(optimum, name))
+    ]
+    if len({size for size, _, _ in known}) < 2:
         return None
-    x = np.array([size for size, _ in known])
-    value = power.pure(x, np.array([[optima[index].rate.value for _, index in known]]))[0]
-    resampled = all(len(drawn[index]) for _, index in known)
-    draws = power.pure(x, np.stack([drawn[index] for _, index in known], axis=1)) if resampled else np.empty((0, 3))
-    return power.law(name, "learning rate", value, draws, config.resamples, config.interval, False)
+    x, rates = np.array([size for size, _, _ in known]), np.array([[rate for _, rate, _ in known]])
+    resampled = all(len(draws) for _, _, draws in known)
+    draws = pure(x, np.stack([draws for _, _, draws in known], axis=1)) if resampled else np.empty((0, 3))
+    return power_law(name, "learning rate", pure(x, rates)[0], draws, config.resamples, config.interval, False)

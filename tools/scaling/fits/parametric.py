@@ -14,14 +14,14 @@ runs gave 78 to 84%; with r/(r-p) in its place 35 runs gave up to 96%, as drawin
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize, nnls
 
-from ..laws import Estimate, percentiles, rounded
+from tools.scaling.fits.points import weights_of
+from tools.scaling.study import FitConfig
+
+from ..laws import Estimate, rounded
 from ..results import LeftOut, ParametricFit, Residual
 from . import huber
-from .bootstrap import weights_of
-from .config import FitConfig
 from .points import Array, NotConverged, NotIdentified, Points
 
 FEWEST_RUNS = 7  # five parameters, and something left to judge them by
@@ -47,13 +47,11 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
     weights = weights_of(points.strata, config.resamples, len(NAMES), config.interval, rng)
     drawn, converged = huber.minimise(np.repeat(best, config.resamples, axis=0), data, weights, config.huber_delta)
     draws = data.plain(drawn[converged])
-    kept = rounded(draws)
     phi, log_k = np.polyfit(np.log(points.n), np.log(points.c / points.d), 1)
-    enough = len(draws) >= config.resamples / 2
-    estimates = [_estimate(plain[i], draws[:, i], config.interval, enough) for i in range(5)]
+    estimates = [Estimate.of(plain[i], draws[:, i], config.interval, config.resamples) for i in range(5)]
     both = np.vstack([plain, draws])
     growth = both[:, [4, 3]] / (both[:, 3] + phi * both[:, 4])[:, None]
-    a, b = (_estimate(growth[0, i], growth[1:, i], config.interval, enough) for i in range(2))
+    a, b = (Estimate.of(growth[0, i], growth[1:, i], config.interval, config.resamples) for i in range(2))
     residual = huber.residuals(best, data)[0][0]
     return ParametricFit(
         **dict(zip(NAMES, estimates, strict=True)),
@@ -69,9 +67,9 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
         agreeing=agreeing,
         resamples=config.resamples,
         failed=int((~converged).sum()),
-        on_bound=int(huber.at_bound(drawn[converged], data).sum()),
+        on_bound=int(huber.bounded(drawn[converged], data).any(axis=1).sum()),
         interval=config.interval,
-        draws=kept,
+        draws=rounded(draws),
     )
 
 
@@ -169,17 +167,9 @@ def _enough(points: Points) -> None:
 
 
 def _check_inside(parameters: Array, data: huber.Data) -> None:
-    lower, upper = data.bounds()
-    outside: NDArray[np.bool_] = (parameters[0] <= lower + 1e-9) | (parameters[0] >= upper - 1e-9)
+    outside = huber.bounded(parameters, data)[0]
     if outside.any():
         names = ", ".join(name for name, out in zip(NAMES, outside, strict=True) if out)
         raise NotIdentified(
             f"the parametric law is not identified: {names} ran to the end of the range allowed; more sizes or budgets are needed"
         )
-
-
-def _estimate(value: float, draws: Array, interval: float, enough: bool) -> Estimate:
-    if not enough:
-        return Estimate(float(value))
-    low, high = percentiles(draws, interval)
-    return Estimate(float(value), float(low), float(high))

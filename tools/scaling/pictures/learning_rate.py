@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fem_common.plot import QUIET, colour_of, new_figure, ordered_colours, plain_axes
+from fem_common.text import count
+from tools.scaling.pictures.losses import size_words
+from tools.scaling.pictures.style import WIDEST, draw_law, error_bars, law_text, legend_below, log_ticks, marked
 from tools.scaling.results import LearningRateFit, LearningRateOptimum, StudyFit
-
-from .isoflop import size_words
-from .style import QUIET, WIDEST, colour_of, draw_law, law_text, legend_below, log_ticks, new_figure, ordered_colours, plain_axes, short
 
 
 def learning_rate(fit: StudyFit) -> Any | None:
@@ -67,10 +68,9 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
         look, entry = colour_of(number), shown[name]
         for optimum in entry.optima:
             face = {"markerfacecolor": "white"} if optimum.edge else {}
-            bars = None
-            if optimum.rate.low is not None and optimum.rate.high is not None:
-                bars = [[max(0.0, optimum.rate.value - optimum.rate.low)], [max(0.0, optimum.rate.high - optimum.rate.value)]]
-            axes.errorbar([optimum.parameters], [optimum.rate.value], yerr=bars, markersize=6.5, capsize=2, **look, **face)
+            axes.errorbar(
+                [optimum.parameters], [optimum.rate.value], yerr=error_bars([optimum.rate]), markersize=6.5, capsize=2, **look, **face
+            )
         words = f"{name}: {law_text('best rate', entry.by_parameters, 'N')}" if entry.by_parameters else f"{name}: no law"
         axes.plot([], [], linewidth=1.7, markersize=6.5, label=words, **look)
         if entry.by_parameters is not None:
@@ -88,11 +88,9 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
 
 
 def _legend(figure: Any, looks: dict[tuple[float, float], dict[str, Any]]) -> None:
-    from matplotlib.lines import Line2D
-
     several = len({budget for _, budget in looks}) > 1
-    handles = [Line2D([], [], linewidth=1.3, markersize=5, **look) for look in looks.values()]
-    labels = [f"{short(n)} parameters" + (f", {budget:.3g} FLOPs" if several and budget else "") for n, budget in looks]
-    handles.append(Line2D([], [], linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white"))
+    handles = [marked(linewidth=1.3, markersize=5, **look) for look in looks.values()]
+    labels = [f"{count(n)} parameters" + (f", {budget:.3g} FLOPs" if several and budget else "") for n, budget in looks]
+    handles.append(marked(linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white"))
     labels.append("optimum by Akima interpolation (open: on the edge of the rates, no optimum)")
     legend_below(figure, handles, labels, 3)

@@ -1,43 +1,21 @@
-"""What the pictures of a study share: colours and marks apart for every kind of colour vision, axes with ticks that can be read, numbers.
+"""What the pictures of a study share beside the style of all: panels, axes with ticks that can be read, laws with their bands, numbers.
 
 A variant has a colour of Okabe and Ito's and a marker of its own; budgets, which have an order, go from dark to light.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from fem_common.plot import new_figure, plain_axes
+from fem_common.text import count as count_text
 from tools.scaling.laws import Estimate, PowerLaw
 
-# Okabe and Ito's colours; the yellow, too faint for a line on white, left out.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
-QUIET, GRID = "#555555", "#e6e6e6"
-DPI = 150
 WIDEST = 3  # panels side by side
-_SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-
-
-def new_figure(size: tuple[float, float]) -> Any:
-    """A figure of so many inches that no window knows."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def png(figure: Any) -> bytes:
-    """The figure as a PNG file's content: the same bytes for the same figure."""
-    file = io.BytesIO()
-    figure.savefig(file, dpi=DPI, metadata={"Software": None})
-    return file.getvalue()
 
 
 def panels(count: int, title: str, panel: tuple[float, float] = (4.3, 3.6), below: float = 0.9) -> tuple[Any, list[Any]]:
@@ -60,28 +38,6 @@ def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
         plain_axes(axes, x if number + across >= len(grid) else "", y if number % across == 0 else "")
 
 
-def plain_axes(axes: Any, x: str, y: str) -> None:
-    """Axis labels, no box, a faint grid behind."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-
-
-def colour_of(number: int) -> dict[str, Any]:
-    """Colour and marker of the variant with this number."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-
-
-def ordered_colours(count: int) -> list[dict[str, Any]]:
-    """Colours and markers of ``count`` things that have an order, dark to light."""
-    from matplotlib import colormaps
-
-    shades = colormaps["viridis"](np.linspace(0.0, 0.85, count) if count > 1 else [0.3])
-    return [{"color": tuple(shade), "marker": MARKERS[number % len(MARKERS)]} for number, shade in enumerate(shades)]
-
-
 def log_ticks(axis: Any, low: float, high: float, kind: str) -> None:
     """Ticks between ``low`` and ``high`` of a logarithmic axis: decades, or 1-2-5 steps where there are few of them.
 
@@ -99,16 +55,8 @@ def log_ticks(axis: Any, low: float, high: float, kind: str) -> None:
     axis.set_major_locator(FixedLocator(inside))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
-    text = {"count": short, "flops": flops_text, "number": "{:.4g}".format}[kind]
+    text = {"count": count_text, "flops": flops_text, "number": "{:.4g}".format}[kind]
     axis.set_major_formatter(lambda value, _: text(value))
-
-
-def short(value: float) -> str:
-    """12M, 3.4B, 512."""
-    for size, suffix in _SUFFIXES:
-        if value >= size * 0.9995:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
 
 
 def flops_text(value: float) -> str:
@@ -121,12 +69,7 @@ def flops_text(value: float) -> str:
 
 def interval_text(estimate: Estimate, digits: str = ".2f") -> str:
     """0.49 (0.45–0.53), −0.35 (−0.37 to −0.33); the value alone where nothing was resampled."""
-    value, low, high = (
-        None if one is None else format(one, digits).replace("-", "−") for one in (estimate.value, estimate.low, estimate.high)
-    )
-    if low is None or high is None:
-        return str(value)
-    return f"{value} ({low}{' to ' if estimate.value < 0 else '–'}{high})"
+    return estimate.text(digits).replace("-", "−")
 
 
 def law_text(what: str, law: PowerLaw, of: str) -> str:
@@ -155,3 +98,10 @@ def error_bars(estimates: Sequence[Estimate]) -> Any:
 def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int) -> None:
     """One legend under all panels."""
     figure.legend(handles, labels, loc="outside lower left", ncols=max(1, min(columns, len(labels))), frameon=False, fontsize=9)
+
+
+def marked(**look: Any) -> Any:
+    """A legend's handle: a line, its marker or both."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **look)

@@ -1,0 +1,1 @@
+"""data_prep: rows into documents, documents into ids, in worker processes."""

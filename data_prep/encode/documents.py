@@ -1,0 +1,306 @@
+"""data_prep: rows into documents: what is dropped and why, and which split a document belongs to. Knows no file and no tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_prep.encode.encoders import MAX_DOCUMENT_BYTES
+from data_prep.encode.mask import load_mask
+from data_prep.encode.splits import Split, hash_ids
+from data_prep.sources import Columns, Rows
+from data_prep.sources.rows import BadRow, Drop, is_text
+from data_prep.store import records
+from fem_common.errors import UserError
+
+BAD_ROWS_LISTED = 100
+REASONS = tuple(Drop)
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides which rows are documents and where they go. ``mask_columns`` and ``mask_sha256`` are the mask's (see mask.Mask).
+
+    Raises UserError for values that make no sense.
+    """
+
+    text_column: str = "text"
+    id_column: str = "id"
+    score_column: str = "score"
+    language_column: str = "language"
+    min_score: float | None = None
+    languages: tuple[str, ...] = ()
+    min_bytes: int = 0
+    max_bytes: int = MAX_DOCUMENT_BYTES
+    mask: str | None = None
+    mask_sha256: str | None = None
+    mask_columns: tuple[str, ...] = ()
+    valid_percent: float = 2.0
+    test_percent: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("text_column", "id_column", "score_column", "language_column"):
+            if not getattr(self, name):
+                raise UserError(f"--{name.replace('_', '-')} is empty; name a column")
+        if self.min_score is not None and not math.isfinite(self.min_score):
+            raise UserError(f"--min-score is {self.min_score}; it must be a finite number")
+        if not all(self.languages):
+            raise UserError("--language is empty; name a language as the column writes it, such as en")
+        if self.min_bytes < 0:
+            raise UserError(f"--min-bytes is {self.min_bytes}; it must be at least 0")
+        if self.max_bytes < max(1, self.min_bytes):
+            least = f"--min-bytes, {self.min_bytes}" if self.min_bytes > 1 else "1"
+            raise UserError(f"--max-bytes is {self.max_bytes}; it must be at least {least}")
+        _ = self.split
+
+    @property
+    def columns(self) -> Columns:
+        """The columns to read."""
+        extra = [self.score_column] * (self.min_score is not None) + [self.language_column] * bool(self.languages) + list(self.mask_columns)
+        return Columns(
+            self.text_column, self.id_column, tuple(name for name in dict.fromkeys(extra) if name not in (self.text_column, self.id_column))
+        )
+
+    @property
+    def split(self) -> Split:
+        """How documents are divided."""
+        return Split(self.valid_percent, self.test_percent)
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as JSON."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def deciding(self) -> dict[str, Any]:
+        """Of ``as_json`` what decides the data: the mask's function and content, not where its file lies."""
+        return self.as_json() | {"mask": self.mask and self.mask.rpartition(":")[2]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Settings:
+        """The inverse of ``as_json``. Raises ValueError that says what is wrong with it, UserError for a value that makes no sense."""
+        settings: Settings = records.read(cls, value)
+        return settings
+
+
+def add_column_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that name columns and filter rows, for every verb that reads text."""
+    add, default = parser.add_argument, Settings()
+    add("--text-column", default=default.text_column, metavar="NAME", help="column of the text (default: text)")
+    add(
+        "--id-column",
+        default=default.id_column,
+        metavar="NAME",
+        help="column of the document id, which decides the split (default: id, or where there is none a document's file and place); "
+        "the text column splits by the text itself",
+    )
+    add("--paragraphs", action="store_true", help="a document is a paragraph of a .txt file, up to a blank line (default: the file)")
+    add("--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none")
+    add("--score-column", default=default.score_column, metavar="NAME", help="column of the score (default: score)")
+    add("--language", action="append", default=[], dest="languages", metavar="CODE", help="keep this language alone; repeat for more")
+    add("--language-column", default=default.language_column, metavar="NAME", help="column of the language (default: language)")
+    add("--min-bytes", type=int, default=default.min_bytes, metavar="N", help="leave out texts below N bytes of UTF-8 (default: 0)")
+    add(
+        "--max-bytes",
+        type=int,
+        default=default.max_bytes,
+        metavar="N",
+        help=f"leave out texts above N bytes (default: {default.max_bytes}); the longest may cost a worker 110 times its size in memory",
+    )
+    add(
+        "--mask",
+        metavar="FILE.py:FUNCTION",
+        help="a filter of your own, as for deduplication (see data_prep/encode/mask.py)",
+    )
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
+    """``add_column_arguments`` and the shares of the splits."""
+    add_column_arguments(parser)
+    for split in ("valid", "test"):
+        parser.add_argument(
+            f"--{split}-percent", type=float, default=2.0, metavar="P", help=f"share of the documents in {split}; 0: none (default: 2)"
+        )
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """The settings of a command line, the mask loaded once to learn its columns and hash. Raises UserError."""
+    given = {field.name: getattr(arguments, field.name) for field in fields(Settings) if hasattr(arguments, field.name)}
+    given["languages"] = tuple(dict.fromkeys(given.get("languages", ())))
+    if given.get("mask"):
+        mask = load_mask(given["mask"])
+        anywhere = f"{mask.file.absolute()}:{given['mask'].rpartition(':')[2]}"
+        given |= {"mask": anywhere, "mask_sha256": mask.sha256, "mask_columns": mask.columns}
+    return Settings(**given)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents [n] in the order of their rows: ``texts`` large_string without null, valid UTF-8; ``ids`` large_binary without null;
+    ``splits`` uint8, indices into splits.SPLITS; ``places`` int64 as in BadRow."""
+
+    texts: pa.LargeStringArray
+    ids: pa.LargeBinaryArray
+    splits: npt.NDArray[np.uint8]
+    places: npt.NDArray[np.int64]
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the texts."""
+        return int(pc.sum(pc.binary_length(self.texts)).as_py() or 0)
+
+
+class Selection:
+    """Rows to documents: each row is a document or has one reason not to be.
+
+    Raises UserError for a mask that changed or cannot be loaded.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.split = settings, settings.split
+        self.mask = load_mask(settings.mask) if settings.mask else None
+        if self.mask and self.mask.sha256 != settings.mask_sha256:
+            raise UserError(f"{self.mask.file} (--mask) or a file it names has changed since the plan was made; put it back or plan again")
+
+    def of(self, rows: Rows, path: str = "") -> tuple[Documents, Counter[Drop], list[BadRow]]:
+        """The documents of rows [n] of the file ``path``, the drops, and the first 100 bad rows.
+
+        A row counts for the first that holds: null_text, empty_text, invalid_utf8, null_id, above_max_bytes, below_min_bytes,
+        below_min_score (or no score), other_language (or none), masked.
+        Raises UserError for a column of the wrong type or a mask that fails.
+        """
+        settings, batch = self.settings, rows.batch
+        raw = _binary(batch.column(settings.text_column))
+        ids = raw if settings.id_column == settings.text_column else _binary(batch.column(settings.id_column))
+        texts, faults = _decoded(raw)
+        sizes = pc.fill_null(pc.binary_length(raw), -1).to_numpy(zero_copy_only=False)
+        verdict = np.zeros(len(sizes), np.uint8)  # 0: document; else 1 + index into REASONS
+
+        def drop(reason: Drop, condition: BoolArray) -> None:
+            verdict[(verdict == 0) & condition] = 1 + REASONS.index(reason)
+
+        drop(Drop.NULL_TEXT, sizes < 0)
+        drop(Drop.EMPTY_TEXT, sizes == 0)
+        if faults:
+            drop(Drop.INVALID_UTF8, np.isin(np.arange(len(sizes)), list(faults)))
+        if ids.null_count:
+            drop(Drop.NULL_ID, ids.is_null().to_numpy(zero_copy_only=False))
+        drop(Drop.ABOVE_MAX_BYTES, sizes > settings.max_bytes)
+        drop(Drop.BELOW_MIN_BYTES, sizes < settings.min_bytes)
+        self._filter(batch, drop)
+        if self.mask:
+            self._mask(rows, texts, ids, path, verdict)
+        return self._result(texts, ids, rows.places, verdict, faults)
+
+    def _filter(self, batch: pa.RecordBatch, drop: Callable[[Drop, BoolArray], None]) -> None:
+        settings = self.settings
+        if settings.min_score is not None:
+            scores = _numbers(batch.column(settings.score_column), settings.score_column)
+            drop(Drop.BELOW_MIN_SCORE, ~_filled(pc.greater_equal(scores, settings.min_score)))
+        if settings.languages:
+            column = batch.column(settings.language_column)
+            if pa.types.is_nested(column.type):
+                raise UserError(f"column {settings.language_column!r} is {column.type}, not text; name it with --language-column")
+            languages = _binary(column)
+            wanted = pa.array([name.encode() for name in settings.languages], pa.large_binary())
+            drop(Drop.OTHER_LANGUAGE, ~_filled(pc.is_in(languages, value_set=wanted)))
+
+    def _mask(self, rows: Rows, texts: pa.LargeStringArray, ids: pa.LargeBinaryArray, path: str, verdict: npt.NDArray[np.uint8]) -> None:
+        """Set the verdict of the rows that the mask leaves out, of those that are documents so far."""
+        assert self.mask
+        settings, kept = self.settings, np.flatnonzero(verdict == 0)
+        if not len(kept):
+            return
+        columns = {name: rows.batch.column(name) for name in self.mask.columns}
+        columns |= {settings.id_column: ids, settings.text_column: texts}
+        whole = len(kept) == len(verdict)
+        columns = {name: column if whole else column.take(pa.array(kept)) for name, column in columns.items()}
+        if settings.id_column != settings.text_column:
+            columns[settings.id_column] = _readable(columns[settings.id_column])
+        keep = self.mask.keep(pa.RecordBatch.from_pydict(columns), rows.places[kept], path)
+        verdict[kept[~keep]] = 1 + REASONS.index(Drop.MASKED)
+
+    def _result(
+        self,
+        texts: pa.LargeStringArray,
+        ids: pa.LargeBinaryArray,
+        places: npt.NDArray[np.int64],
+        verdict: npt.NDArray[np.uint8],
+        faults: dict[int, str],
+    ) -> tuple[Documents, Counter[Drop], list[BadRow]]:
+        dropped = Counter({REASONS[code - 1]: int(number) for code, number in enumerate(np.bincount(verdict)) if code and number})
+        bad: list[BadRow] = []
+        for row in np.flatnonzero(np.isin(verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for])):
+            if len(bad) == BAD_ROWS_LISTED:
+                break
+            bad.append(BadRow(int(places[row]), REASONS[verdict[row] - 1], faults.get(int(row), "")))
+        if dropped:
+            keep = verdict == 0
+            wanted = pa.array(keep)
+            texts, ids, places = texts.filter(wanted), ids.filter(wanted), places[keep]
+        return Documents(texts, ids, self.split.of_hashes(hash_ids(ids)), places), dropped, bad
+
+
+def _binary(column: pa.Array) -> pa.LargeBinaryArray:
+    """A column of text or bytes as large_binary; another (integers: their decimal digits) as it reads."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_null(column.type) or is_text(column.type):
+        return column.cast(pa.large_binary())
+    return column.cast(pa.large_string()).cast(pa.large_binary())
+
+
+def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
+    """A column of numbers as float64; of text, null where it is no number: a JSON line may hold anything."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if any(test(column.type) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)):
+        return column.cast(pa.float64(), safe=False)
+    if pa.types.is_boolean(column.type):
+        return pa.nulls(len(column), pa.float64())
+    if is_text(column.type):
+        return pa.array([_number(value) for value in column.to_pylist()], pa.float64())
+    raise UserError(f"column {name!r} is {column.type}, not a number; name the score's column with --score-column")
+
+
+def _number(value: str | bytes | None) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return None
+
+
+def _filled(condition: pa.BooleanArray) -> BoolArray:
+    return pc.fill_null(condition, False).to_numpy(zero_copy_only=False)
+
+
+def _decoded(raw: pa.LargeBinaryArray) -> tuple[pa.LargeStringArray, dict[int, str]]:
+    """The texts as strings, null where they are not UTF-8; row -> what is wrong with it."""
+    try:
+        return raw.cast(pa.large_string()), {}
+    except pa.ArrowInvalid:
+        pass
+    faults = {}
+    for row, text in enumerate(raw):
+        try:
+            str(text.as_buffer() or b"", "utf-8")
+        except UnicodeDecodeError as error:
+            faults[row] = f"byte {error.start}: {error.reason}"
+    bad = np.zeros(len(raw), np.bool_)
+    bad[list(faults)] = True
+    return pc.if_else(pa.array(bad), pa.scalar(None, pa.large_binary()), raw).cast(pa.large_string()), faults
+
+
+def _readable(ids: pa.LargeBinaryArray) -> pa.LargeStringArray:
+    try:
+        return ids.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        return pa.array([value.decode(errors="replace") for value in ids.to_pylist()], pa.large_string())

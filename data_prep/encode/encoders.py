@@ -1,0 +1,334 @@
+"""data_prep: text to ids, by gigatoken or by Hugging Face tokenizers, in one thread. Knows no file but the tokenizer's, and no split.
+
+Both give what Hugging Face's ``Tokenizer.encode`` gives for each document by itself, without BOS, EOD or truncation, and with special
+tokens taken out: the literal text of one is text. ``choose`` takes gigatoken only where a self-check finds no difference (see selfcheck).
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import json
+import os
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
+
+from data_prep.encode.tokenizer import TokenizerFolder
+from fem_common.errors import UserError
+from fem_common.text import one_line
+
+Kind = Literal["gigatoken", "hf"]
+
+# One limit for both encoders, because what is written must not depend on which of them runs. With it the worst text found (bytes that are
+# tokens of their own, a run of one letter) costs a process less than 1.5 GB and ten seconds; Common Crawl keeps no more of a page.
+MAX_DOCUMENT_BYTES = 5 * 2**20
+
+CACHE_BYTES = 300 * 10**6  # of a process's growth since gigatoken was loaded, looked at
+CACHE_EVERY = 32 * 10**6  # bytes of text
+BATCH_BYTES = 2**19  # of text in one call of tokenizers: its Encodings take up to 400 bytes for each
+WINDOW = 2**18  # characters of a long document that tokenizers sees at once, where its pieces allow
+MARGIN = 16  # characters, past the last that is not white space, that no piece of PIECES needs to see to end where it does
+PIECES = (  # GPT-2's, GPT-4's and Qwen's: each match depends on what follows its start alone, and looks no further than MARGIN
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of n documents, one after the other: those of document i are ``ids[offsets[i]:offsets[i + 1]]``."""
+
+    ids: npt.NDArray[np.uint32]
+    offsets: npt.NDArray[np.int64]
+
+
+class Encoder(Protocol):
+    """Text to ids; ``name`` says what does it, with its version."""
+
+    name: str
+
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
+        """The ids of each of n texts, which are valid UTF-8 without nulls. Raises UserError where the library breaks down."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which encoder runs, its name and version, and why this one."""
+
+    kind: Kind
+    name: str
+    why: str
+
+
+def choose(folder: TokenizerFolder, wanted: str, samples: Sequence[str]) -> Choice:
+    """gigatoken where it gives what Hugging Face gives on a battery of strings and on ``samples``, else Hugging Face tokenizers.
+
+    ``wanted`` is "auto", "hf" (nothing is checked) or "gigatoken". Raises UserError where gigatoken is wanted and differs or does not run.
+    """
+    from data_prep.encode.selfcheck import check
+
+    plain = f"tokenizers {tokenizers.__version__}"
+    if wanted == "hf":
+        return Choice("hf", plain, "asked for")
+    found = check(folder, samples)
+    if found.fault is None:
+        return Choice("gigatoken", found.name, f"equal to {plain} on {found.strings:,} strings")
+    if wanted == "gigatoken":
+        raise UserError(f"gigatoken cannot be used with {folder.path}: {found.fault}; give --encoder hf, or leave it out")
+    return Choice("hf", plain, f"not gigatoken: {found.fault}")
+
+
+def make(folder: TokenizerFolder, kind: str) -> Encoder:
+    """The encoder that ``choose`` named."""
+    return Gigatoken(folder) if kind == "gigatoken" else HuggingFace(folder)
+
+
+def encoding_spec(folder: TokenizerFolder) -> dict[str, Any]:
+    """tokenizer.json for encoding documents: no special tokens, truncation, padding or post-processor; other added tokens stay."""
+    spec: dict[str, Any] = json.loads(
+        Tokenizer.from_file(str(folder.path / "tokenizer.json")).to_str()
+    )  # with all that a file may leave out
+    added = [token for token in spec["added_tokens"] if not token["special"] and token["id"] != folder.eod_id]
+    return spec | {"added_tokens": added, "truncation": None, "padding": None, "post_processor": None}
+
+
+class Gigatoken:
+    """gigatoken, without a copy of the text, in the calling thread. Valid UTF-8 only: it crashes on anything else.
+
+    Documents with code points that are not settled (see settled) are left to Hugging Face tokenizers. gigatoken keeps every word it has
+    seen; when these take more than CACHE_BYTES it is loaded again. Raises UserError for a normalizer with which it may not be exact.
+    """
+
+    def __init__(self, folder: TokenizerFolder) -> None:
+        self.name = gigatoken_name()
+        self.folder = folder
+        self.spec = encoding_spec(folder)
+        steps = _steps(self.spec.get("normalizer"), "normalizers")
+        strange = [step["type"] for step in steps if step["type"] not in ("NFC", "Prepend") and "String" not in step.get("pattern", ())]
+        if strange:
+            raise UserError(f"its normalizer has a step {strange[0]}, with which it is not known to be exact")
+        self.unsettled = unsettled_points(any(step["type"] == "NFC" for step in steps))
+        self._load()
+
+    def _load(self) -> None:
+        import gigatoken
+
+        self.tokenizer = gigatoken.Tokenizer.from_json(json.dumps(self.spec))
+        self.seen, self.resident = 0, resident_bytes()
+
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
+        """The ids of each text. Raises UserError where gigatoken panics."""
+        if not len(texts):
+            return Encoded(np.zeros(0, np.uint32), np.zeros(1, np.int64))
+        offsets, data = text_buffers(texts)
+        encoded = self._encode(offsets, data)
+        numbers = unsettled_documents(offsets, data, self.unsettled)
+        self.seen += len(data)
+        if self.seen > CACHE_EVERY and resident_bytes() - self.resident > CACHE_BYTES:
+            self._load()
+        return replaced(encoded, numbers, self._exact.encode(texts.take(pa.array(numbers)))) if len(numbers) else encoded
+
+    @functools.cached_property
+    def _exact(self) -> HuggingFace:
+        return HuggingFace(self.folder)
+
+    def _encode(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> Encoded:
+        import awkward as ak
+
+        characters = ak.contents.NumpyArray(data, parameters={"__array__": "char"})
+        strings = ak.contents.ListOffsetArray(ak.index.Index64(offsets), characters, parameters={"__array__": "string"})
+        try:
+            layout = self.tokenizer.encode_batch(ak.Array(strings), parallel=False).layout
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a panic in Rust, which is no Exception
+                raise
+            raise UserError(f"gigatoken broke down ({one_line(error)}); give --encoder hf") from None
+        ends = np.asarray(layout.offsets.data, np.int64)
+        return Encoded(np.asarray(layout.content.data, np.uint32)[ends[0] : ends[-1]], ends - ends[0])
+
+
+def replaced(encoded: Encoded, numbers: npt.NDArray[np.int64], others: Encoded) -> Encoded:
+    """``encoded`` with the ids of the documents ``numbers``, ascending, taken from ``others``, which holds only these."""
+    parts, done = [], 0
+    lengths = np.diff(encoded.offsets)
+    lengths[numbers] = np.diff(others.offsets)
+    for place, number in enumerate(numbers.tolist()):
+        parts.append(encoded.ids[encoded.offsets[done] : encoded.offsets[number]])
+        parts.append(others.ids[others.offsets[place] : others.offsets[place + 1]])
+        done = number + 1
+    parts.append(encoded.ids[encoded.offsets[done] :])
+    return Encoded(np.concatenate(parts), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    with open("/proc/self/statm", "rb") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def gigatoken_name() -> str:
+    """gigatoken and its version. Raises importlib.metadata.PackageNotFoundError where it is not installed."""
+    from importlib.metadata import version
+
+    return f"gigatoken {version('gigatoken')}"
+
+
+def text_buffers(texts: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Offsets [n + 1], the first 0, and bytes of n >= 1 texts, which may be a slice; the bytes are not copied."""
+    _, offset_buffer, data_buffer = texts.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64, count=len(texts) + 1, offset=8 * texts.offset)
+    data = np.frombuffer(data_buffer, np.uint8) if data_buffer else np.zeros(0, np.uint8)
+    return offsets - offsets[0], data[offsets[0] : offsets[-1]]
+
+
+class HuggingFace:
+    """Hugging Face tokenizers, which runs every tokenizer. Switches off the threads that tokenizers would start in this process."""
+
+    def __init__(self, folder: TokenizerFolder) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self.name = f"tokenizers {tokenizers.__version__}"
+        spec = encoding_spec(folder)
+        self.tokenizer = Tokenizer.from_str(json.dumps(spec))
+        self.renumbered = _renumbered(folder, spec["added_tokens"], self.tokenizer)
+        self.has_windows = _has_windows(spec)
+
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
+        """The ids of each text."""
+        parts: list[npt.NDArray[np.uint32]] = []
+        for batch in _batches(texts):
+            if len(batch) == 1 and self.has_windows and batch.nbytes > 4 * WINDOW:
+                parts.append(self._long(batch[0].as_py()))
+            else:
+                parts += [_ids(encoding) for encoding in self.tokenizer.encode_batch_fast(batch.to_pylist(), add_special_tokens=False)]
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=offsets[1:])
+        ids = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+        return Encoded(ids if self.renumbered is None else self.renumbered[ids], offsets)
+
+    def _long(self, text: str) -> npt.NDArray[np.uint32]:
+        """The ids of a long document, window by window; each ends where a piece ends for certain and the next begins there."""
+        parts: list[npt.NDArray[np.uint32]] = []
+        start, size = 0, WINDOW
+        while start + size < len(text):
+            window = text[start : start + size]
+            encoding = self.tokenizer.encode_batch([window], add_special_tokens=False)[0]  # not the fast one, which knows no characters
+            tokens, characters = _certain(encoding, len(window.rstrip()) - MARGIN)
+            parts.append(_ids(encoding)[:tokens])
+            start += characters
+            size = WINDOW if tokens else 4 * size
+            del encoding
+        parts.append(_ids(self.tokenizer.encode_batch_fast([text[start:]], add_special_tokens=False)[0]))
+        return np.concatenate(parts)
+
+
+def _certain(encoding: tokenizers.Encoding, last: int) -> tuple[int, int]:
+    """How many tokens, of how many characters, lie before the last piece that begins at or before character ``last``."""
+    word = encoding.token_to_word(len(encoding) - 1) or 0
+    while word > 0:
+        characters, tokens = encoding.word_to_chars(word), encoding.word_to_tokens(word)
+        if characters and tokens and characters[0] <= last:
+            return tokens[0], characters[0]
+        word -= 1
+    return 0, 0
+
+
+def _ids(encoding: tokenizers.Encoding) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(array.array("I", encoding.ids), np.uint32)  # four times as fast as numpy's own conversion of a list
+
+
+def _batches(texts: pa.LargeStringArray) -> Iterator[pa.LargeStringArray]:
+    """Slices in order, each of at most BATCH_BYTES of text or of one document."""
+    if not len(texts):
+        return
+    offsets, _ = text_buffers(texts)
+    start = 0
+    while start < len(texts):
+        stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + BATCH_BYTES, side="right")) - 1)
+        yield texts.slice(start, stop - start)
+        start = stop
+
+
+def _renumbered(folder: TokenizerFolder, added: list[dict[str, Any]], without: Tokenizer) -> npt.NDArray[np.uint32] | None:
+    """A table from the ids of the tokenizer ``without`` special tokens to its own; None where each added token has the same in both."""
+    if not added:
+        return None
+    own = Tokenizer.from_file(str(folder.path / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    ids = without.get_vocab(with_added_tokens=True)
+    moved = [(ids[token["content"]], own[token["content"]]) for token in added if ids[token["content"]] != own[token["content"]]]
+    table = np.arange(1 + max(ids.values()), dtype=np.uint32)
+    for there, here in moved:
+        table[there] = here
+    return table if moved else None
+
+
+def _has_windows(spec: dict[str, Any]) -> bool:
+    """Whether the tokenizer cuts text as it is into PIECES and makes at least a token of each byte, so that ``_long`` is exact."""
+    model, steps = spec["model"], _steps(spec.get("pre_tokenizer"), "pretokenizers")
+    last = steps[-1] if steps else {}
+    if spec.get("normalizer") or spec["added_tokens"] or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return False
+    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if model["type"] != "BPE" or affixes or not set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys():
+        return False
+    if last.get("use_regex", True):
+        return len(steps) == 1
+    split = steps[0] if len(steps) == 2 and steps[0]["type"] == "Split" else {}
+    return split.get("pattern", {}).get("Regex") in PIECES and split.get("behavior") == "Isolated" and not split.get("invert")
+
+
+def _steps(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer: none, one, or those of a sequence, in which they have this ``name``."""
+    if part is None:
+        return []
+    return [inner for step in part[name] for inner in _steps(step, name)] if part["type"] == "Sequence" else [part]
+
+
+PLANES_IN_USE = (*range(0x40000), *range(0xE0000, 0xE1000), *range(0xF0000, 0x110000))
+HANGUL_VOWELS_AND_ENDS = slice(0x1161, 0x11C3)
+
+
+@functools.cache
+def unsettled_points(composed: bool) -> npt.NDArray[np.bool_]:
+    """[0x110000]: whether a code point is unassigned (surrogates are not: no text holds one).
+
+    ``composed``: for a tokenizer that brings text to NFC. Then those count too that NFC may change, join to others or put in another order.
+    """
+    points = np.ones(0x110000, dtype=bool)
+    letters = [chr(point) for point in PLANES_IN_USE]
+    points[list(PLANES_IN_USE)] = [unicodedata.category(letter) == "Cn" for letter in letters]
+    if composed:
+        points[HANGUL_VOWELS_AND_ENDS] = True
+        points[list(PLANES_IN_USE)] |= [
+            unicodedata.combining(letter) > 0 or not unicodedata.is_normalized("NFC", letter) for letter in letters
+        ]
+        parts = [unicodedata.decomposition(letter).split() for letter in letters]
+        points[[int(part[1], 16) for part in parts if len(part) == 2 and not part[0].startswith("<")]] = True
+    return points
+
+
+def unsettled_documents(
+    offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8], points: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """Numbers, ascending, of the documents that hold one of ``points``, none of which is ASCII.
+
+    Document i is the valid UTF-8 of ``data[offsets[i]:offsets[i + 1]]``, the first offset 0.
+    """
+    leads = np.flatnonzero(data >= 0xC0)
+    first = data[leads]
+    found = []
+    for size, lowest, highest in ((2, 0xC0, 0xDF), (3, 0xE0, 0xEF), (4, 0xF0, 0xFF)):
+        at = leads[(first >= lowest) & (first <= highest)]
+        here = data[at].astype(np.uint32) & (0x7F >> size)
+        for place in range(1, size):
+            here = here << 6 | (data[at + place] & 0x3F)
+        found.append(at[points[here]])
+    return np.unique(np.searchsorted(offsets, np.concatenate(found), side="right") - 1)

@@ -1,0 +1,95 @@
+"""data_prep: which split a document belongs to, by its id alone. Knows no file and no text."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from fem_common.errors import UserError
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Shares of the documents held out, in percent; a document's split depends on its id alone.
+
+    h = blake2b(id), 8 bytes read big-endian: below test's share of 2^64 it is test, below test's and valid's it is valid, else train.
+    """
+
+    valid_percent: float
+    test_percent: float
+
+    def __post_init__(self) -> None:
+        for name, percent in (("--valid-percent", self.valid_percent), ("--test-percent", self.test_percent)):
+            if not math.isfinite(percent) or not 0 <= percent < 100:
+                raise UserError(f"{name} is {percent}; it must be at least 0 and below 100")
+        if self.valid_percent + self.test_percent >= 100:
+            shares = f"--valid-percent {self.valid_percent} and --test-percent {self.test_percent}"
+            raise UserError(f"{shares} leave nothing to train on; their sum must be below 100")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The splits that are written: train, and those with a share."""
+        return ("train",) + ("valid",) * (self.valid_percent > 0) + ("test",) * (self.test_percent > 0)
+
+    def of(self, document_id: bytes) -> str:
+        """The split of a document."""
+        share = 100 * hash64(document_id) / 2**64
+        if share < self.test_percent:
+            return "test"
+        return "valid" if share < self.test_percent + self.valid_percent else "train"
+
+    def of_hashes(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+        """The splits of documents whose ids hash to ``hashes`` [n], as indices into SPLITS [n]; the same as ``of`` gives."""
+        starts = [_first_hash(self.test_percent), _first_hash(self.test_percent + self.valid_percent)]
+        order = np.array([SPLITS.index("test"), SPLITS.index("valid"), SPLITS.index("train")], np.uint8)
+        return order[np.searchsorted(np.array(starts, np.uint64), hashes, side="right")]
+
+
+def _first_hash(percent: float) -> int:
+    """The first hash at or past a share below 100, with the arithmetic of ``Split.of`` so that no rounding differs."""
+    low, high = 0, 2**64 - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if 100 * middle / 2**64 >= percent else (middle + 1, high)
+    return low
+
+
+def hash64(document_id: bytes, purpose: bytes = b"") -> int:
+    """A 64-bit hash of a document's id, the same on every machine; ``purpose`` makes independent ones."""
+    return int.from_bytes(hashlib.blake2b(document_id, digest_size=8, person=purpose).digest(), "big")
+
+
+def hash_ids(ids: pa.LargeBinaryArray, purpose: bytes = b"") -> npt.NDArray[np.uint64]:
+    """``hash64`` of each id; [n] without nulls -> uint64 [n]."""
+    _, offset_buffer, data = ids.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64)[ids.offset : ids.offset + len(ids) + 1].tolist() if len(ids) else [0]
+    view, blake2b = memoryview(data if data is not None else b""), hashlib.blake2b
+    digests = [
+        blake2b(view[start:stop], digest_size=8, person=purpose).digest() for start, stop in zip(offsets[:-1], offsets[1:], strict=True)
+    ]
+    return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
+
+
+def fitting(split: Split, hashes: npt.NDArray[np.uint64]) -> Split | None:
+    """The nearest larger shares, test's first, with which no split of documents with these ``hashes`` [n] is empty; None without such."""
+
+    def filled(split: Split) -> set[str]:
+        return {SPLITS[number] for number in np.unique(split.of_hashes(hashes))}
+
+    shares = [factor * 10.0**exponent for exponent in (-3, -2, -1) for factor in range(1, 10)] + [float(share) for share in range(1, 100)]
+    tests = [split.test_percent, *(share for share in shares if share > split.test_percent)] if split.test_percent else [0.0]
+    test = next((share for share in tests if not share or "test" in filled(Split(0.0, share))), None)
+    if test is None:
+        return None
+    valids = [split.valid_percent, *(share for share in shares if share > split.valid_percent)] if split.valid_percent else [0.0]
+    for valid in valids:
+        if valid + test < 100 and filled(wanted := Split(valid, test)) >= set(wanted.names):
+            return wanted
+    return None

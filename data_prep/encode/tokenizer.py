@@ -1,0 +1,129 @@
+"""data_prep: a Hugging Face tokenizer folder, checked. Encodes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Tokenizer
+
+from data_prep.sources.hub_client import SHORT_WAITS, Repository, patiently
+from data_prep.store.staging import existing_folder
+from fem_common.errors import UserError
+from fem_common.files import sha256
+from fem_common.text import nearest, one_line
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """A tokenizer on disk: its EOD (the folder's eos_token), ``vocab_size`` = largest id + 1, and the hash of tokenizer.json."""
+
+    path: Path
+    eod_token: str
+    eod_id: int
+    vocab_size: int
+    sha256: str
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that make up the tokenizer."""
+        return tuple(name for name in TOKENIZER_FILES if (self.path / name).is_file())
+
+
+def load_folder(path: Path) -> TokenizerFolder:
+    """Read and check a tokenizer folder. Raises UserError where it is none, names no EOD, or encodes at random (dropout)."""
+    existing_folder(path, "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer")
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"no tokenizer.json in {path}; make a tokenizer with: python -m data_prep train-tokenizer")
+    try:
+        vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises nothing narrower than Exception
+        raise UserError(
+            f"{file} is not a tokenizer that this version of tokenizers ({tokenizers.__version__}) can read ({one_line(error)})"
+        ) from None
+    if dropout := json.loads(file.read_bytes())["model"].get("dropout"):
+        raise UserError(f"{file}: its model has a dropout of {dropout}, so that ids would be random; set it to null")
+    eod = _eod_token(path)
+    if eod not in vocabulary:
+        raise UserError(f"{path}: the EOD token {eod!r} that tokenizer_config.json names as eos_token is not in tokenizer.json")
+    return TokenizerFolder(path, eod, vocabulary[eod], max(vocabulary.values()) + 1, sha256(file))
+
+
+def _eod_token(path: Path) -> str:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = path / name
+        if not file.is_file():
+            continue
+        try:
+            token = json.loads(file.read_bytes()).get("eos_token")
+        except (ValueError, AttributeError):
+            raise UserError(f"{file} is not a JSON object") from None
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    raise UserError(
+        f"the tokenizer {path} has no EOD: set eos_token in its tokenizer_config.json (documents could not be told apart without it)"
+    )
+
+
+_NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[^@]+))?")
+_HUB = ("hf://models/", "hf://")
+WHAT = "a Hugging Face tokenizer; make one with: python -m data_prep train-tokenizer"
+
+
+def find_tokenizer(name_or_path: str) -> Path:
+    """The folder of a tokenizer: a folder as it is, ``ORG/NAME[@REVISION]`` from the Hub into huggingface_hub's cache.
+
+    A name whose first part is a folder here is a path; with ``hf://`` before it, it is the Hub's in any case. What the cache holds is found
+    without network too. Raises UserError where there is no such folder or repository, no access, or no tokenizer.json in it.
+    """
+    path = Path(name_or_path).expanduser()
+    name = next((name_or_path.removeprefix(prefix) for prefix in _HUB if name_or_path.startswith(prefix)), name_or_path)
+    match = _NAME.fullmatch(name)
+    if match is not None and (name != name_or_path or not (path.exists() or path.parent.is_dir())):
+        return _fetch(Repository("model", match["id"], match["revision"]))
+    if name != name_or_path:
+        raise UserError(f"{name_or_path} is not of the form hf://ORG/NAME[@REVISION]")
+    if not path.exists():
+        raise UserError(f"no such folder: {name_or_path} ({_hint(path)})")
+    return existing_folder(path, WHAT)
+
+
+def _hint(path: Path) -> str:
+    beside = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    near = nearest(path.name, beside)
+    return f"did you mean {path.parent / near}?" if near else f"{WHAT}, or name one on the Hugging Face Hub: hf://ORG/NAME"
+
+
+def _fetch(repository: Repository) -> Path:
+    from huggingface_hub import snapshot_download
+
+    def fetch() -> str:
+        return snapshot_download(repository.id, revision=repository.revision, allow_patterns=list(TOKENIZER_FILES))
+
+    try:
+        folder = Path(patiently(fetch, repository, SHORT_WAITS))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{repository} cannot be fetched ({one_line(error)})") from None
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"{repository} has no tokenizer.json; convert it with transformers: "
+            f"AutoTokenizer.from_pretrained({repository.id!r}).save_pretrained('DIR'), and give DIR"
+        )
+    return folder

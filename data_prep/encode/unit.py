@@ -1,0 +1,176 @@
+"""data_prep: one unit of a plan: rows to documents to ids to shards that are whole or absent. Knows no other unit, process or task."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from data_prep.encode.documents import Documents, Selection
+from data_prep.encode.encoders import Encoded, Encoder
+from data_prep.encode.splits import SPLITS
+from data_prep.sources import Rows, Span, read_span
+from data_prep.sources.rows import BadRow, Drop, Tally
+from data_prep.store.indexed import IndexedWriter, dtype_name
+from data_prep.store.layout import SHARDS, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.store.manifest import PLACES_KEPT, SplitEntry, UnitEntry
+from fem_common.errors import UserError
+from fem_common.files import json_bytes, sync_folder, temporary, write_whole
+
+Report = Callable[[int, Tally], None]
+
+
+class Engine:
+    """Does units of a plan, one after the other: what a worker is made of.
+
+    ``encoder`` gives the ids; the settings' mask is loaded here. Raises UserError where it cannot be.
+    """
+
+    def __init__(self, out: Path, plan: Plan, encoder: Encoder) -> None:
+        self.out, self.plan, self.encoder = out, plan, encoder
+        self.settings = plan.settings
+        self.selection = Selection(self.settings)
+
+    def encode_unit(self, unit: Unit, report: Report) -> UnitEntry:
+        """Write a unit's shards, then its entry; ``report(bytes of text read, tally so far)`` is called after every batch.
+
+        Raises UserError where the input is gone or not what was planned, OSError where the disk does not take the output.
+        """
+        file = self.plan.files[unit.file]
+        span = Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
+        work = _Work(self, file.path, temporary(self.out / SHARDS / unit.name))
+        with work:
+            read = 0
+            for part in read_span(file, span, self.settings.columns):
+                if isinstance(part, Rows):
+                    read += part.batch.column(self.settings.text_column).nbytes
+                    work.add(part)
+                else:
+                    work.drop(Counter({part.reason: part.rows}), [BadRow(part.place, part.reason, part.message)], part.rows)
+                report(read, work.tally)
+            if unit.rows not in (None, work.tally.rows):
+                raise UserError(f"{file.path} has changed since it was planned; make the data again with --overwrite")
+            return work.publish(unit)
+
+
+class _Work:
+    """A unit's writers, in a folder of their own until they are published, and what they have been given."""
+
+    def __init__(self, engine: Engine, path: str, folder: Path) -> None:
+        self.engine, self.path, self.folder = engine, path, folder
+        self.eod = engine.plan.tokenizer.eod_id
+        self.dtype = dtype_name(engine.plan.tokenizer.vocab_size)
+        self.tally = Tally()
+        self.bad: list[BadRow] = []
+        self.writers: dict[str, IndexedWriter] = {}
+        self.text_bytes: Counter[str] = Counter()
+
+    def __enter__(self) -> _Work:
+        self.folder.parent.mkdir(exist_ok=True)
+        self._stack = ExitStack()
+        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def drop(self, dropped: Counter[Drop], bad: list[BadRow], rows: int = 0) -> None:
+        """Count drops, among ``rows`` rows that were not counted yet, and keep the first places."""
+        self.tally.rows += rows
+        self.tally.dropped += dropped
+        self.bad += sorted(bad, key=lambda row: row.place)[: PLACES_KEPT - len(self.bad)]
+
+    def add(self, rows: Rows) -> None:
+        """Encode the documents of a batch and append each to its split."""
+        documents, dropped, bad = self.engine.selection.of(rows, self.path)
+        if not len(documents.splits):
+            self.drop(dropped, bad, rows.batch.num_rows)
+            return
+        encoded = self.engine.encoder.encode(documents.texts)
+        reasons = unwritable(encoded, self.eod)
+        for reason, which in reasons.items():
+            dropped[reason] += len(which)
+            bad = bad + [BadRow(int(place), reason) for place in documents.places[which[:PLACES_KEPT]]]
+        self.drop(dropped, bad, rows.batch.num_rows)
+        kept = np.ones(len(documents.splits), dtype=bool)
+        for which in reasons.values():
+            kept[which] = False
+        self._write(documents, encoded, kept)
+
+    def _write(self, documents: Documents, encoded: Encoded, kept: npt.NDArray[np.bool_]) -> None:
+        ids, lengths = with_eod(encoded, self.eod, np.dtype(self.dtype).newbyteorder("<"))
+        sizes = pc.binary_length(documents.texts).to_numpy()
+        for number, name in enumerate(SPLITS):
+            chosen = kept & (documents.splits == number)
+            if not chosen.any():
+                continue
+            part = ids if chosen.all() else ids[np.repeat(chosen, lengths)]
+            text_bytes = int(sizes[chosen].sum())
+            self._writer(name).add(part, lengths[chosen])
+            self.text_bytes[name] += text_bytes
+            self.tally.documents += int(chosen.sum())
+            self.tally.tokens += len(part)
+            self.tally.text_bytes += text_bytes
+
+    def _writer(self, name: str) -> IndexedWriter:
+        if name not in self.writers:
+            self.writers[name] = self._stack.enter_context(closing(IndexedWriter(self.folder / name, self.dtype)))
+        return self.writers[name]
+
+    def publish(self, unit: Unit) -> UnitEntry:
+        """Finish the files, give them their names, and write the entry last."""
+        out, plan, tally = self.engine.out, self.engine.plan, self.tally
+        if tally.rows != tally.documents + tally.dropped.total():
+            raise RuntimeError(f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents and {tally.dropped}")
+        splits = {
+            name: SplitEntry(text_bytes=self.text_bytes[name], **asdict(self.writers[name].finish()))
+            for name in SPLITS
+            if name in self.writers
+        }
+        dropped = {str(reason): tally.dropped[reason] for reason in Drop if tally.dropped[reason]}
+        entry = UnitEntry(
+            unit.number,
+            plan.fingerprint,
+            tally.rows,
+            dropped,
+            tuple(sorted(self.bad, key=lambda row: row.place)),
+            splits,
+            self.engine.encoder.name,
+        )
+        if read_plan(out).fingerprint != plan.fingerprint:
+            raise UserError(f"{out} was planned anew while this run worked on it; give the command again")
+        for name in splits:
+            for kind in ("bin", "idx"):
+                final = shard_prefix(out, unit, name)
+                os.replace(self.folder / f"{name}.{kind}", final.with_name(f"{final.name}.{kind}"))
+        sync_folder(out / SHARDS)
+        write_whole(entry_path(out, unit), json_bytes(entry.as_json()))
+        return entry
+
+
+def unwritable(encoded: Encoded, eod: int) -> dict[Drop, npt.NDArray[np.int64]]:
+    """Reason -> numbers of the documents that cannot be written: no tokens, or EOD among them."""
+    empty = np.flatnonzero(np.diff(encoded.offsets) == 0)
+    found = np.flatnonzero(encoded.ids == eod)
+    ending = np.unique(np.searchsorted(encoded.offsets, found, side="right") - 1)
+    return {reason: which for reason, which in ((Drop.NO_TOKENS, empty), (Drop.CONTAINS_EOD, ending)) if len(which)}
+
+
+def with_eod(encoded: Encoded, eod: int, dtype: np.dtype[np.generic]) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
+    """All ids [total + n] as ``dtype``, EOD after each document, and the documents' lengths [n] with it."""
+    lengths = np.diff(encoded.offsets) + 1
+    ids = np.empty(len(encoded.ids) + len(lengths), dtype=dtype)
+    last = np.zeros(len(ids), dtype=bool)
+    last[np.cumsum(lengths) - 1] = True
+    ids[last] = eod
+    ids[~last] = encoded.ids
+    return ids, lengths

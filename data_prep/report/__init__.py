@@ -1,0 +1,1 @@
+"""data_prep: what is said of inputs and of a data folder."""

@@ -1,0 +1,382 @@
+"""data_prep: the verb ``inspect``: what inputs hold, and what encoding them will take, before it is begun. Writes nothing.
+
+    python -m data_prep inspect INPUT... [--tokenizer DIR] [filters]
+
+Files and rows are counted from footers and sizes. The rest is measured on a sample, read from up to 8 places spread over the inputs, and
+scaled to all the text; the last lines say from how much. Speeds are those of one core of this machine; downloads are not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_prep.encode.documents import Documents, Selection, Settings, add_column_arguments, settings_of
+from data_prep.encode.encoders import Encoder, choose, make
+from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_folder
+from data_prep.report.progress import Reading
+from data_prep.sources import Rows, SourceFile, Span, jsonl, open_files, read_span, spans
+from data_prep.sources.rows import Drop
+from data_prep.sources.streams import open_input
+from data_prep.store.indexed import dtype_name
+from fem_common.errors import UserError
+from fem_common.text import count, counted, duration, size
+
+PLACES = 8
+EXAMPLES, EXAMPLE_CHARACTERS = 3, 160
+TIMED_BYTES = 8 << 20
+CHECKED_DOCUMENTS, CHECKED_BYTES = 64, 1_000_000
+IDX_BYTES = 20  # of a document in the .idx: length, pointer, document number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME")
+    add("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
+    add("--tokenizer", metavar="DIR|NAME", help="estimate tokens, disk and hours with this one: a folder, or ORG/NAME on the Hub")
+    add("--encoder", choices=("auto", "gigatoken", "hf"), default="auto", help="default: gigatoken where it is exact")
+    add_column_arguments(parser)
+    add("--sample-mb", type=float, default=8.0, metavar="MB", help="read about this much text (default: 8)")
+    add("--workers", type=int, metavar="W", help="processes that the hours are for (default: one a core)")
+    add("--json", action="store_true", help="print one JSON object instead")
+
+
+@dataclass
+class Sample:
+    """What was read: everything (``whole``), or from so many ``places``; rows, the bytes of their texts, drops, documents."""
+
+    whole: bool
+    files: int = 0
+    places: int = 0
+    rows: int = 0
+    read_bytes: int = 0
+    mb_per_second: float | None = None
+    dropped: Counter[Drop] = field(default_factory=Counter)
+    batches: list[Documents] = field(default_factory=list)
+
+    @property
+    def documents(self) -> int:
+        """Rows that pass."""
+        return sum(len(batch.places) for batch in self.batches)
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the documents."""
+        return sum(batch.text_bytes for batch in self.batches)
+
+
+def evenly(number: int, most: int) -> list[int]:
+    """At most ``most`` of range(number), spread evenly: the middle of each of as many parts."""
+    taken = min(number, most)
+    return [(2 * i + 1) * number // (2 * taken) for i in range(taken)]
+
+
+def draw(files: list[SourceFile], settings: Settings, sample_bytes: float) -> Sample:
+    """Read the sample: everything where it is no more than asked for, else about the same from each place. Raises UserError."""
+    total = sum(file.text_bytes for file in files)
+    sample, selection = Sample(whole=total <= sample_bytes), Selection(settings)
+    chosen = files if sample.whole else [files[number] for number in evenly(len(files), PLACES)]
+    with Reading("sampling", int(min(total, sample_bytes))) as reading:
+        for number, file in enumerate(chosen):
+            share = (sample_bytes - sample.read_bytes) / (len(chosen) - number)
+            sample.files += 1
+            _draw_from(file, selection, math.inf if sample.whole else share, sample, reading)
+    sample.mb_per_second = _speed(chosen[-1], selection)
+    return sample
+
+
+def _draw_from(file: SourceFile, selection: Selection, share: float, sample: Sample, reading: Reading) -> None:
+    """Add about ``share`` bytes of a file's text to the sample, from up to 8 of its spans, or from more where these are small."""
+    columns, started = selection.settings.columns, sample.read_bytes
+    cuts = spans(file, columns, max(1, round(min(share, file.text_bytes) / PLACES)))
+    order = range(len(cuts)) if sample.whole else dict.fromkeys([*evenly(len(cuts), PLACES), *range(len(cuts))])
+    for number, place in enumerate(order):
+        left = share - (sample.read_bytes - started)
+        if left <= 0:
+            return
+        sample.places += 1
+        _draw_span(file, cuts[place], selection, left / max(1, min(PLACES, len(cuts)) - number), sample, reading)
+
+
+def _draw_span(file: SourceFile, span: Span, selection: Selection, most: float, sample: Sample, reading: Reading) -> None:
+    taken = 0
+    for part in read_span(file, span, selection.settings.columns):
+        if isinstance(part, Rows):
+            texts = part.batch.column(selection.settings.text_column)
+            part = _beginning(part, texts, most - taken)
+            documents, dropped, _ = selection.of(part, file.path)
+            size = int(pc.sum(pc.binary_length(part.batch.column(selection.settings.text_column))).as_py() or 0)
+            if len(documents.splits):
+                sample.batches.append(documents)
+            sample.dropped += dropped
+            sample.rows += part.batch.num_rows
+            sample.read_bytes += size
+            taken += size
+            reading.advance(size)
+        else:
+            sample.dropped[part.reason] += part.rows
+            sample.rows += part.rows
+        if taken >= most:
+            break
+
+
+def _speed(file: SourceFile, selection: Selection) -> float | None:
+    """MB of text a second of CPU that reading and selecting take, at the beginning of a file, where whole row groups are read."""
+    clock, done = time.process_time(), 0
+    for span in spans(file, selection.settings.columns, TIMED_BYTES)[:1]:
+        for part in read_span(file, span, selection.settings.columns):
+            if isinstance(part, Rows):
+                selection.of(part, file.path)
+                done += part.batch.column(selection.settings.text_column).nbytes
+            if done >= TIMED_BYTES:
+                break
+    return done / 1e6 / max(time.process_time() - clock, 1e-9) if done else None
+
+
+def _beginning(rows: Rows, texts: pa.Array, most: float) -> Rows:
+    """As many of the first rows as hold ``most`` bytes of text, at least one."""
+    sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).cumsum()
+    number = int(np.searchsorted(sizes, most)) + 1
+    return rows if number >= len(sizes) else Rows(rows.places[:number], rows.batch.slice(0, number))
+
+
+def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
+    """What footers and sizes tell; ``columns`` are those of the first file."""
+    return {
+        "kinds": dict(sum((Counter({file.kind: len(file.parts) or 1}) for file in files), Counter())),
+        "bytes": sum(file.bytes for file in files),
+        "rows": sum(file.rows or 0 for file in files) if all(file.rows is not None for file in files) else None,
+        "text_bytes": sum(file.text_bytes for file in files),
+        "list": [{"path": file.path, "kind": file.kind, "bytes": file.bytes, "rows": file.rows} for file in files],
+        "first": first_file(files[0]),
+    }
+
+
+def first_file(file: SourceFile) -> dict[str, Any]:
+    """Columns with their types, and the row groups of a parquet file; of JSONL the keys of its first line; of .txt files none."""
+    if file.parts:
+        return {"columns": {}, "row_groups": None}
+    with open_input(file.path) as stream:
+        if file.kind == "parquet":
+            with pq.ParquetFile(stream) as parquet:
+                schema, groups = parquet.schema_arrow, parquet.metadata.num_row_groups
+            return {"columns": {column.name: str(column.type) for column in schema}, "row_groups": groups}
+        first = jsonl.first_object(stream, file.kind)
+    return {"columns": {name: _json_type(value) for name, value in first.items()}, "row_groups": None}
+
+
+def _json_type(value: object) -> str:
+    names = {str: "string", bool: "bool", jsonl.Integer: "number", float: "number", list: "list", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def facts_of_sample(sample: Sample) -> dict[str, Any]:
+    """Rows, drops, sizes of the documents, and the first words of a few."""
+    lengths = np.concatenate([np.empty(0, np.int64), *(pc.binary_length(batch.texts).to_numpy() for batch in sample.batches)])
+    sizes = {"mean": float(lengths.mean()), "median": float(np.median(lengths)), "largest": int(lengths.max())} if len(lengths) else None
+    return {
+        "whole": sample.whole,
+        "files": sample.files,
+        "places": sample.places,
+        "rows": sample.rows,
+        "read_bytes": sample.read_bytes,
+        "documents": sample.documents,
+        "text_bytes": sample.text_bytes,
+        "dropped": {str(reason): sample.dropped[reason] for reason in Drop if sample.dropped[reason]},
+        "document_bytes": sizes,
+        "read_mb_per_second": sample.mb_per_second,
+        "examples": _examples(sample),
+    }
+
+
+def _examples(sample: Sample) -> list[dict[str, str]]:
+    """Documents from the first, the middle and the last batch, each on one line, cut."""
+    full = [batch for batch in sample.batches if len(batch.places)]
+    found = []
+    for index in evenly(len(full), EXAMPLES):
+        found.append({"id": _one_line(full[index].ids[0]), "text": _one_line(full[index].texts[0])})
+    return found
+
+
+def _one_line(value: pa.Scalar) -> str:
+    """The beginning of a text, its white space and control characters as single spaces."""
+    text = value.as_buffer()[: 16 * EXAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())[:EXAMPLE_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What an encoder did with the sample; ``seconds`` of CPU for ``timed_bytes`` of it."""
+
+    tokens: int
+    timed_bytes: int
+    seconds: float
+
+
+def measure(encoder: Encoder, batches: list[Documents]) -> Speed:
+    """Encode the sample; the first half warms up and is not timed, but the last batch always is."""
+    total, done = sum(batch.text_bytes for batch in batches), 0
+    tokens = timed_bytes = 0
+    seconds = 0.0
+    for number, batch in enumerate(batches, 1):
+        clock = time.process_time()
+        tokens += len(encoder.encode(batch.texts).ids)
+        if done >= total / 2 or number == len(batches):
+            seconds += time.process_time() - clock
+            timed_bytes += batch.text_bytes
+        done += batch.text_bytes
+    return Speed(tokens, timed_bytes, seconds)
+
+
+def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> dict[str, Any]:
+    """The tokenizer, the encoder that would run, and what it does with the sample. Raises UserError."""
+    texts: list[str] = []
+    for batch in batches:
+        texts += batch.texts[: CHECKED_DOCUMENTS - len(texts)].to_pylist()
+    while len(texts) > 1 and sum(map(len, texts)) > CHECKED_BYTES:
+        texts.pop()
+    choice = choose(folder, wanted, texts)
+    speed = measure(make(folder, choice.kind), batches)
+    text_bytes = sum(batch.text_bytes for batch in batches)
+    return {
+        "path": str(folder.path),
+        "vocab_size": folder.vocab_size,
+        "eod": folder.eod_token,
+        "dtype": dtype_name(folder.vocab_size),
+        "encoder": choice.name,
+        "why": choice.why,
+        "tokens": speed.tokens,
+        "bytes_per_token": text_bytes / max(speed.tokens, 1),
+        "mb_per_second": speed.timed_bytes / 1e6 / max(speed.seconds, 1e-9),
+    }
+
+
+def estimate(files: dict[str, Any], sample: dict[str, Any], encoder: dict[str, Any] | None, workers: int) -> dict[str, Any]:
+    """The whole from the sample: rows, documents, and with an encoder tokens (EOD included), bytes on disk, hours."""
+    by_text = 1.0 if sample["whole"] else files["text_bytes"] / max(sample["read_bytes"], 1)
+    by_rows = by_text if files["rows"] is None or sample["whole"] else files["rows"] / max(sample["rows"], 1)
+    documents, text_bytes = sample["documents"] * by_rows, sample["text_bytes"] * by_text
+    found: dict[str, Any] = {
+        "share_of_text": min(1 / by_text, 1.0),
+        "rows": round(sample["rows"] * by_rows),
+        "documents": round(documents),
+        "text_bytes": round(text_bytes),
+    }
+    if encoder:
+        tokens = encoder["tokens"] * by_text + documents
+        seconds = text_bytes / 1e6 / encoder["mb_per_second"] + sample["read_bytes"] * by_text / 1e6 / (
+            sample["read_mb_per_second"] or math.inf
+        )
+        found |= {
+            "tokens": round(tokens),
+            "bin_bytes": round(tokens * np.dtype(encoder["dtype"]).itemsize),
+            "idx_bytes": round(documents * IDX_BYTES),
+            "core_hours": seconds / 3600,
+            "workers": workers,
+            "hours": seconds / 3600 / workers,
+        }
+    return found
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print what the inputs hold and will take. Raises UserError."""
+    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
+    if workers < 1:
+        raise UserError(f"--workers is {workers}; it must be at least 1")
+    if not (math.isfinite(arguments.sample_mb) and arguments.sample_mb > 0):
+        raise UserError(f"--sample-mb is {arguments.sample_mb:g}; it must be a number above 0")
+    settings = settings_of(arguments)
+    folder = load_folder(find_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
+    files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
+    sample = draw(files, settings, arguments.sample_mb * 1e6)
+    report: dict[str, Any] = {"files": facts_of_files(files), "columns": asdict(settings.columns), "sample": facts_of_sample(sample)}
+    report["encoding"] = encoding(folder, arguments.encoder, sample.batches) if folder and sample.documents else None
+    report["estimate"] = estimate(report["files"], report["sample"], report["encoding"], workers)
+    if arguments.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        print(*lines(report), sep="\n")
+    return 0
+
+
+FILES_SHOWN = 8
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report of inspection.main, line by line."""
+    files, sample, encoder, whole = report["files"], report["sample"], report["encoding"], report["estimate"]
+    yield from _files(files)
+    yield from _sample(sample)
+    if encoder:
+        dtype = f"{encoder['dtype']} ids, EOD {encoder['eod']!r}"
+        yield f"tokenizer: {encoder['path']}: {encoder['vocab_size']:,} entries, {dtype}"
+        rates = f"{encoder['bytes_per_token']:.2f} bytes a token, {encoder['mb_per_second']:.1f} MB/s a core"
+        yield f"encoder: {encoder['encoder']} ({encoder['why']}): {rates}"
+    yield from _estimate(files, sample, whole)
+
+
+def _files(files: dict[str, Any]) -> Iterator[str]:
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in files["kinds"].items())
+    rows = counted(files["rows"], "row") if files["rows"] is not None else "rows not counted"
+    yield f"files: {kinds}; {size(files['bytes'])}; {rows}; about {size(files['text_bytes'])} of text"
+    for file in files["list"][:FILES_SHOWN]:
+        rows = "" if file["rows"] is None else f" · {counted(file['rows'], 'row')}"
+        yield f"  {file['path']} · {file['kind']} · {size(file['bytes'])}{rows}"
+    if len(files["list"]) > FILES_SHOWN:
+        yield f"  and {len(files['list']) - FILES_SHOWN:,} more"
+    first = files["first"]
+    columns = ", ".join(f"{name} {kind}" for name, kind in first["columns"].items()) or "none"
+    groups = f"; {counted(first['row_groups'], 'row group')}" if first["row_groups"] is not None else ""
+    yield f"columns of the first file: {columns}{groups}"
+
+
+def _sample(sample: dict[str, Any]) -> Iterator[str]:
+    places = f"{counted(sample['places'], 'place')} of {counted(sample['files'], 'file')}"
+    rate = f"; read at {sample['read_mb_per_second']:,.0f} MB/s a core" if sample["read_mb_per_second"] else ""
+    yield f"sample: {counted(sample['rows'], 'row')}, {size(sample['read_bytes'])} of text, from {places}{rate}"
+    share = 100 * sample["documents"] / max(sample["rows"], 1)
+    dropped = (
+        ", ".join(f"{100 * number / max(sample['rows'], 1):.3g}% {reason}" for reason, number in sample["dropped"].items()) or "nothing"
+    )
+    yield f"  documents: {sample['documents']:,} ({share:.4g}% of the rows); left out: {dropped}"
+    sizes = sample["document_bytes"]
+    if sizes:
+        yield f"  bytes a document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} in the middle, {sizes['largest']:,} at most"
+    for example in sample["examples"]:
+        yield f"  {example['text']}" if example["id"] == example["text"] else f"  {example['id']}: {example['text']}"
+
+
+def _estimate(files: dict[str, Any], sample: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
+    share = whole["share_of_text"]
+    basis = "read to the end" if sample["whole"] else f"estimated from {100 * share:.3g}% of the text"
+    rows = "" if files["rows"] is not None else f"{count(whole['rows'])} rows, "
+    tokens = f", {count(whole['tokens'])} tokens with EOD" if "tokens" in whole else ""
+    about = "" if sample["whole"] else "about "
+    yield f"all ({basis}): {about}{rows}{count(whole['documents'])} documents, {size(whole['text_bytes'])} of text{tokens}"
+    if "tokens" in whole:
+        disk = size(whole["bin_bytes"] + whole["idx_bytes"])
+        yield f"  disk: {size(whole['bin_bytes'])} .bin and {size(whole['idx_bytes'])} .idx; until it is merged twice that ({disk} more)"
+        wall = duration(3600 * whole["hours"])
+        workers = counted(whole["workers"], "worker")
+        yield f"  time: {_hours(whole['core_hours'])} on this machine's cores: {wall} with {workers}, downloads and writing not counted"
+    elif sample["documents"]:
+        yield "  tokens, disk and time: name a --tokenizer"
+    else:
+        yield "  no row of the sample is a document: see what is left out"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.3g} core-hours" if hours >= 0.1 else f"{3600 * hours:.3g} core-seconds"

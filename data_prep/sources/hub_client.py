@@ -1,0 +1,136 @@
+"""data_prep: patience with the Hugging Face Hub, and its failures as one line. Knows no dataset's files and no tokenizer.
+
+huggingface_hub is the only client and is imported inside functions: whoever reads local files does not wait for it. HF_ENDPOINT, HF_TOKEN,
+HF_HOME and HF_HUB_OFFLINE act as in any program that uses it; the token is sent by it, and nothing here reads, prints or writes it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fem_common.errors import Fault, UserError
+from fem_common.text import one_line
+
+SHORT_WAITS = (0.5, 1.0, 2.0)  # seconds between attempts while a person waits for an answer
+LONG_WAITS = (15.0, 30.0, 60.0, 60.0)  # in the middle of hours of work, after half a minute of huggingface_hub's own attempts
+SAID_FROM = 10.0  # a wait as long as this is no stutter: one line says why nothing happens
+LONGEST_ASKED = 600.0  # a server that asks for a longer pause than this is given up
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A dataset or a model on the Hub, at a branch, tag or commit (None: its main branch)."""
+
+    kind: str
+    id: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def download(self) -> str:
+        """The command that brings it into a folder."""
+        return f"hf download {self.id}{' --repo-type dataset' if self.kind == 'dataset' else ''} --local-dir DIR"
+
+
+def patiently(call: Callable[[], Answer], repository: Repository, waits: tuple[float, ...]) -> Answer:
+    """What ``call`` returns; after a broken connection, 408, 429 or 5xx again, after each of ``waits`` [s] or as long as the server asks.
+
+    Raises Fault where it goes on failing, UserError where it fails in a way that waiting does not mend.
+    """
+    failures = hub_failures()
+    for wait in (*waits, None):
+        try:
+            return call()
+        except failures as error:
+            asked = _seconds_asked(error)
+            if wait is None or not _passes(error) or asked > LONGEST_ASKED:
+                raise explain(error, repository) from None
+            seconds = max(asked, wait * random.uniform(0.7, 1.3))  # not all workers at the same moment
+            if seconds >= SAID_FROM:
+                print(f"data_prep: {explain(error, repository)} (trying again in {seconds:.0f} s)", file=sys.stderr, flush=True)
+            time.sleep(seconds)
+    raise AssertionError("the last round returns or raises")
+
+
+def hub_failures() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises where the Hub or the way to it fails: its own errors and those of the HTTP library under it."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # its attempts are no news, and its last failure becomes one line
+    http_error = HfHubHTTPError.__mro__[1]  # httpx.HTTPError or httpx2.HTTPError, whichever this version of huggingface_hub brings
+    assert issubclass(http_error, Exception)
+    return (http_error, OfflineModeIsEnabled, FileNotFoundError)
+
+
+def _status(error: Exception) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same request may do better later."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, HfHubHTTPError):
+        return _status(error) in (408, 429, 500, 502, 503, 504)
+    if isinstance(error, FileNotFoundError):
+        return isinstance(error.__cause__, Exception) and _passes(error.__cause__)
+    return not isinstance(error, OfflineModeIsEnabled)
+
+
+def _seconds_asked(error: Exception) -> float:
+    """The pause that a 429 or 503 asks for, 0 where it names none."""
+    response = getattr(error, "response", None)
+    if response is None:
+        return 0.0
+    after = response.headers.get("retry-after", "").strip()
+    if after.isdigit():
+        return float(after)
+    limit = re.search(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)", response.headers.get("ratelimit", ""))
+    return float(limit[1]) + 1.0 if limit is not None and _status(error) == 429 else 0.0
+
+
+def explain(error: Exception, repository: Repository) -> UserError | Fault:
+    """The failure as one line that names the repository and the nearest fix."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name, server, status = f"{repository.kind} {repository.id}", constants.ENDPOINT, _status(error)
+    first, nor = f"first {repository.download}", " and no such folder here" if repository.kind == "model" else ""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, hub_failures()):
+        return explain(error.__cause__, repository)
+    if isinstance(error, OfflineModeIsEnabled):
+        return UserError(f"{name}: HF_HUB_OFFLINE is set; unset it, or where there is network: {repository.download}, and give the folder")
+    if isinstance(error, GatedRepoError):
+        return UserError(f"{name} is gated: accept its terms on {server} and set HF_TOKEN to a token of that account")
+    if isinstance(error, RevisionNotFoundError):
+        return UserError(f"{name} has no revision {repository.revision!r}; name a branch, a tag or a whole commit hash")
+    if isinstance(error, EntryNotFoundError | FileNotFoundError):
+        return UserError(f"{repository} has no such file on {server} ({one_line(error)})")
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+        return UserError(
+            f"no {name} on {server}{nor}: check the spelling, or set HF_TOKEN where it is private (a wrong one looks the same)"
+        )
+    if status == 403:
+        return UserError(f"{name}: {server} refuses access (403); set HF_TOKEN to a token that may read it")
+    if status == 429:
+        return Fault(f"{name}: {server} limits the rate of requests (429); set HF_TOKEN, use fewer workers, or {first}")
+    if status is not None:
+        return Fault(f"{name}: {server} answers {status}; try again later, or {first}")
+    return Fault(f"{name}: no answer from {server} ({one_line(error)}); check the network, set HF_ENDPOINT to a mirror, or {first}")

@@ -1,0 +1,206 @@
+"""data_prep: what the readers take and give. Knows no file format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from data_prep.store.records import read
+from fem_common.cli import is_want_of_memory
+from fem_common.errors import UserError
+from fem_common.text import nearest, one_line
+
+ID = "id"  # the id column that a file may lack; one of another name must be there
+BATCH_BYTES = 4 << 20  # in a batch, where no single row is larger
+ROW_BYTES = 100  # that a row counts for beside its text: rows of empty texts fill a batch too
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns that are read; ``extra`` are those that filters and the mask need beside text and id.
+
+    ``a.b`` is the field b of the column a, unless there is a column of that very name.
+    """
+
+    text: str = "text"
+    id: str = ID
+    extra: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every name once: text, id, then the others."""
+        return tuple(dict.fromkeys((self.text, self.id, *self.extra)))
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file, or the .txt files of one input.
+
+    ``path``: local path, or ``hf://…@COMMIT/…``; ``kind``: parquet, jsonl, jsonl.gz, jsonl.zst, or of .txt files what is a document: txt (a
+    file) or paragraphs; ``bytes``: its size; ``rows``: from a parquet footer, None where only reading tells; ``text_bytes``: about how much
+    text it holds; ``fingerprint``: identity of its content that takes milliseconds: size and footer of parquet, size and blocks spread over
+    other files, size and the Hub's hash of a remote file.
+    ``id_prefix``: the file's name, where its rows have no id: their ids are this and their place, ``NAME:PLACE``.
+    ``parts``: name below ``path`` and size of each .txt file.
+    """
+
+    path: str
+    kind: str
+    bytes: int
+    rows: int | None
+    text_bytes: int
+    fingerprint: str
+    id_prefix: str | None = None
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """What of it decides the rows: its fingerprint, and names where they are in ids."""
+        return (self.fingerprint, *filter(None, (self.id_prefix,)), *(name for name, _ in self.parts))
+
+    def as_json(self) -> dict[str, Any]:
+        """The file as JSON, without what it does not have."""
+        value = asdict(self) | {"parts": [list(part) for part in self.parts]}
+        return {name: item for name, item in value.items() if item or name not in ("id_prefix", "parts")}
+
+    @staticmethod
+    def from_json(value: Any) -> SourceFile:
+        """The inverse of ``as_json``. Raises ValueError that says what is wrong with it."""
+        file: SourceFile = read(SourceFile, {"id_prefix": None, "parts": []} | value if isinstance(value, dict) else value)
+        return file
+
+
+@dataclass(frozen=True)
+class Span:
+    """Part of a file: row groups [start, stop) of parquet; lines of plain JSONL that start at bytes [start, stop); [0, 1), all, if packed;
+    documents of .txt files that start at places [start, stop).
+
+    ``rows``: None where only reading tells; ``text_bytes``: about how much text it holds.
+    """
+
+    start: int
+    stop: int
+    rows: int | None
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive readable rows [n]. ``places`` int64 [n] as in BadRow; ``batch`` has a column for each of Columns.all.
+
+    Text and id are large_binary with null where the row has none, an integer id as its decimal digits; text need not be UTF-8. The others
+    are as stored, of JSON: float64, bool or large_string, null where a line lacks them.
+    """
+
+    places: npt.NDArray[np.int64]
+    batch: pa.RecordBatch
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """``rows`` rows from ``place`` on that could not be read; reason is UNREADABLE or MALFORMED."""
+
+    place: int
+    rows: int
+    reason: Drop
+    message: str
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text, or bytes that may be text."""
+    types = pa.types
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(test(kind) for test in tests)
+
+
+NAMED = 20
+
+
+def missing_column(path: str, name: str, columns: Columns, names: Sequence[str], where: str) -> UserError:
+    """The error for a column that is not among ``names``: with the nearest of them, or the option. ``where``: " in its first line"."""
+    near = nearest(name, names)
+    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    hints = [f"did you mean {near!r}?"] if near else []
+    if name == columns.text:
+        hints = hints or ["name it with --text-column"]
+    elif name == columns.id:
+        hints += [f"name it with --id-column, or --id-column {columns.text} to split by the text itself"]
+    else:
+        hints = hints or ["a filter or the mask asks for it"]
+    return UserError(f"{path} has no column {name!r}{where} (it has: {listed}); {' '.join(hints)}")
+
+
+class Drop(StrEnum):
+    """Why a row was not written: first what is wrong with it, then what the settings asked to leave out."""
+
+    NULL_TEXT = "null_text"
+    EMPTY_TEXT = "empty_text"
+    INVALID_UTF8 = "invalid_utf8"  # lone surrogates too
+    NULL_ID = "null_id"
+    NO_TOKENS = "no_tokens"
+    CONTAINS_EOD = "contains_eod"  # a tokenizer that makes EOD from plain text
+    UNREADABLE = "unreadable"  # the rest of a damaged row group
+    CUT_OFF = "cut_off"  # the rest of a truncated or damaged stream: one for all its rows, whose number nothing tells
+    MALFORMED = "malformed"  # a line that is no JSON object with these columns
+    ABOVE_MAX_BYTES = "above_max_bytes"
+    BELOW_MIN_BYTES = "below_min_bytes"
+    BELOW_MIN_SCORE = "below_min_score"
+    OTHER_LANGUAGE = "other_language"
+    MASKED = "masked"
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether a filter left the row out, rather than a fault of the row: these do not count against ``--max-bad``."""
+        return self in FILTERED
+
+
+FILTERED = (Drop.ABOVE_MAX_BYTES, Drop.BELOW_MIN_BYTES, Drop.BELOW_MIN_SCORE, Drop.OTHER_LANGUAGE, Drop.MASKED)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A bad row: ``place`` is its row number in a parquet file, or the byte its line starts at in (uncompressed) JSONL."""
+
+    place: int
+    reason: Drop
+    message: str = ""
+
+
+@dataclass
+class Tally:
+    """Rows read, documents and tokens (EOD included) written, UTF-8 bytes of the documents written, rows dropped by reason.
+
+    ``rows == documents + dropped.total()`` once a unit is done.
+    """
+
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    dropped: Counter[Drop] = field(default_factory=Counter)
+
+    @property
+    def bad(self) -> int:
+        """Rows dropped for a fault of theirs."""
+        return sum(number for reason, number in self.dropped.items() if not reason.asked_for)
+
+    def __iadd__(self, other: Tally) -> Tally:
+        self.rows += other.rows
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.text_bytes += other.text_bytes
+        self.dropped += other.dropped
+        return self
+
+
+def raise_if_memory(error: Exception) -> None:
+    """Raises MemoryError where that is what a library's error means: what counts as damaged must not depend on the machine."""
+    if is_want_of_memory(error):
+        raise MemoryError(one_line(error)) from None

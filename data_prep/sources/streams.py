@@ -1,0 +1,248 @@
+"""data_prep: an input as bytes, local or on the Hugging Face Hub, packed or not, and its identity. Knows neither rows nor columns."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from data_prep.sources import hub
+from data_prep.sources.rows import raise_if_memory
+from fem_common.errors import CommandError, UserError, told
+from fem_common.text import one_line
+
+CHUNK_BYTES = 1 << 20
+SAMPLE_BYTES, SAMPLES = 1 << 16, 64
+
+
+class LocalFile(io.FileIO):
+    """A file whose reads raise UserError or StorageError, never OSError: a reader must not take a failing disk for a damaged file."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            super().__init__(path)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """At most ``size`` bytes, none at the end."""
+        try:
+            return super().read(-1 if size is None else size) or b""
+        except OSError as error:
+            raise _unreadable(str(self.name), error) from None
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill ``buffer`` as far as one read goes; the number of bytes."""
+        try:
+            return super().readinto(buffer) or 0
+        except OSError as error:
+            raise _unreadable(str(self.name), error) from None
+
+    def readall(self) -> bytes:
+        """All bytes to the end."""
+        try:
+            return super().readall() or b""
+        except OSError as error:
+            raise _unreadable(str(self.name), error) from None
+
+
+def _unreadable(path: str, error: OSError) -> CommandError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"no such file: {path}")
+    return told(OSError(error.errno, error.strerror), f"{path} cannot be read (", ")")
+
+
+def open_input(path: str, *, ahead: bool = False) -> BinaryIO:
+    """A local file or an ``hf://`` one, for reading at any place. Opening and reading raise CommandError where the bytes do not come."""
+    return hub.open_remote(path, ahead=ahead) if hub.is_hub(path) else cast(BinaryIO, LocalFile(path))
+
+
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file, which is then at its beginning."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
+
+
+def chunks(file: BinaryIO, kind: str) -> Iterator[bytes]:
+    """The bytes from where ``file`` stands on, unpacked as its kind (jsonl, jsonl.gz, jsonl.zst) says, in chunks of 1 MiB at most.
+
+    Several members or frames in a row are one stream. Raises DamagedStream after what could be unpacked.
+    """
+    if kind.endswith(".gz"):
+        yield from gunzip(file)
+    elif kind.endswith(".zst"):
+        yield from unzstd(file)
+    else:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def sampled(file: BinaryIO) -> str:
+    """``sample:SIZE:SHA256`` over 64 blocks of 64 KiB spread evenly over a file: milliseconds. A change between the blocks goes unseen."""
+    size, digest = size_of(file), hashlib.sha256()
+    for number in range(SAMPLES):
+        file.seek(max(number * SAMPLE_BYTES, number * (size - SAMPLE_BYTES) // (SAMPLES - 1)))
+        digest.update(file.read(SAMPLE_BYTES))
+    file.seek(0)
+    return f"sample:{size}:{digest.hexdigest()}"
+
+
+def parquet_footer(file: BinaryIO) -> str:
+    """``footer:SIZE:SHA256`` of a parquet file's size and footer: schema, row counts, places, sizes and statistics of all column chunks.
+
+    Unseen: another content of the pages with the same sizes and statistics, such as a flipped bit.
+    """
+    size = size_of(file)
+    file.seek(max(0, size - 8))
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(max(0, size - 8 - length))
+    footer = file.read(length + 8)
+    file.seek(0)
+    return f"footer:{size}:{hashlib.sha256(footer).hexdigest()}"
+
+
+CHUNK_BYTES = 1 << 20  # unpacked by zlib at once, at most
+PACKED_BYTES = 1 << 16  # fed to zlib at once: what is lost where it finds damage
+READ_BYTES = 1 << 12  # asked of Arrow at once: what is lost where it finds damage, beside the damaged block
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+class DamagedStream(Exception):
+    """A packed stream that ends early or cannot be unpacked further."""
+
+
+def is_skippable(begin: bytes) -> bool:
+    """Whether a frame of a zstd file that begins so is one that is skipped."""
+    return begin[1:4] == b"\x2a\x4d\x18" and 0x50 <= begin[0] <= 0x5F
+
+
+def gunzip(file: BinaryIO) -> Iterator[bytes]:
+    """The content of all members, zeros between and behind them left out. Raises DamagedStream after what could be unpacked."""
+    packed, member, members = b"", None, 0
+    while True:
+        packed = packed or file.read(PACKED_BYTES)
+        ended = not packed
+        if member is None:
+            packed = packed.lstrip(b"\0") if members else packed  # some tools pad
+            if not packed:
+                if ended:
+                    return
+                continue
+            member, members = zlib.decompressobj(zlib.MAX_WBITS | 16), members + 1
+        try:
+            chunk = member.decompress(packed, CHUNK_BYTES)
+        except zlib.error as error:
+            raise_if_memory(error)
+            raise DamagedStream(one_line(error)) from None
+        packed = member.unconsumed_tail
+        if chunk:
+            yield chunk
+        if member.eof:
+            packed, member = member.unused_data, None
+        elif ended and not chunk:
+            raise DamagedStream("the gzip stream ends early")
+
+
+def unzstd(file: BinaryIO) -> Iterator[bytes]:
+    """The content of all frames, zeros between and behind them left out. Raises DamagedStream after what could be unpacked."""
+    with pa.CompressedInputStream(_Pieces(_frames(_Source(file))), "zstd") as stream:
+        while True:
+            try:
+                chunk = stream.read(READ_BYTES)
+            except OSError as error:
+                raise_if_memory(error)
+                raise DamagedStream(one_line(error)) from None
+            if not chunk:
+                return
+            yield chunk
+
+
+class _Source:
+    """A file by the few bytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._held, self._at = file, b"", 0
+
+    def take(self, size: int) -> bytes:
+        """The next ``size`` bytes, fewer at the end."""
+        while len(self._held) - self._at < size and self._more():
+            pass
+        taken = self._held[self._at : self._at + size]
+        self._at += len(taken)
+        return taken
+
+    def skip_zeros(self) -> None:
+        """Go on to the next byte that is not 0."""
+        while True:
+            self._held, self._at = self._held[self._at :].lstrip(b"\0"), 0
+            if self._held or not self._more():
+                return
+
+    def _more(self) -> bool:
+        more = self._file.read(PACKED_BYTES)
+        self._held, self._at = self._held[self._at :] + more, 0
+        return bool(more)
+
+
+def _frames(source: _Source) -> Iterator[bytes]:
+    """The bytes of a zstd file (RFC 8878), each block apart, without zeros between its frames; from a fault on just the bytes."""
+    while begin := source.take(4):
+        if begin == ZSTD:
+            yield begin
+            yield from _blocks(source)
+        elif is_skippable(begin):
+            size = source.take(4)
+            yield begin + size
+            yield from _pass(source, int.from_bytes(size, "little"))
+        else:
+            yield begin
+            while rest := source.take(PACKED_BYTES):
+                yield rest
+        source.skip_zeros()
+
+
+def _blocks(source: _Source) -> Iterator[bytes]:
+    flags = source.take(1)
+    number = int.from_bytes(flags, "little")
+    single = number >> 5 & 1
+    yield flags + source.take((1 - single) + (0, 1, 2, 4)[number & 3] + (single, 2, 4, 8)[number >> 6])  # window, dictionary, size
+    last = False
+    while not last:
+        head = source.take(3)
+        block = int.from_bytes(head, "little")
+        last = bool(block & 1) or len(head) < 3
+        yield head + source.take(1 if block >> 1 & 3 == 1 else block >> 3)
+    yield source.take(number & 4)  # a checksum, or nothing
+
+
+def _pass(source: _Source, size: int) -> Iterator[bytes]:
+    while size > 0 and (some := source.take(min(size, PACKED_BYTES))):
+        size -= len(some)
+        yield some
+
+
+class _Pieces(io.RawIOBase):
+    """Pieces as a file that Arrow may read, none of its reads from two of them: what Arrow unpacks at once is lost where it is damaged."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        super().__init__()
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size

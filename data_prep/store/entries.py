@@ -1,0 +1,209 @@
+"""data_prep: the entries of a plan's units taken together: which are missing, and what they say of the whole.
+
+Reads entries and units.jsonl; no shard and no input is opened here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.sources import locate
+from data_prep.sources.rows import Drop
+from data_prep.store.indexed import dtype_name
+from data_prep.store.layout import BAD_ROWS, TOKENIZER, UNITS, Plan, Unit, entry_path
+from data_prep.store.manifest import Input, Manifest, MergedEntry, Source, TokenizerEntry, UnitEntry, UnitsEntry, read_entry
+from fem_common.errors import UserError
+from fem_common.files import write_whole
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as people write them: ``1, 3-5, 9``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def shortened(text: str, longest: int = 200) -> str:
+    """A list as text, cut between two of its members where it is longer than a line bears."""
+    return text if len(text) <= longest else text[: text.rindex(", ", 0, longest)] + ", ..."
+
+
+def entry_fault(out: Path, plan: Plan, unit: Unit, entry: UnitEntry) -> str | None:
+    """Why an entry is not the one that the plan asks of a unit, with the fix; None where it is."""
+    path = entry_path(out, unit)
+    again = f"remove it and do the unit again with: python -m data_prep run --out {out}"
+    if entry.plan != plan.fingerprint:
+        return f"{path} belongs to another plan; {again}"
+    if entry.unit != unit.number:
+        return f"{path} is the entry of unit {entry.unit}; {again}"
+    if unit.rows is not None and entry.rows != unit.rows:
+        return f"{path} accounts for {entry.rows} rows, the plan for {unit.rows}; {again}"
+    return None
+
+
+def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
+    """A unit's entry. Raises FileNotFoundError where it is not done, UserError where it is not the entry that the plan asks for."""
+    entry = read_entry(entry_path(out, unit))
+    if fault := entry_fault(out, plan, unit, entry):
+        raise UserError(fault)
+    return entry
+
+
+def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEntry]:
+    """The entries of all units, in order. Raises UserError where one is missing (and names its task of so many ``tasks``) or another's."""
+    entries, missing = [], []
+    for unit in plan.units:
+        try:
+            entries.append(sound_entry(out, plan, unit))
+        except FileNotFoundError:
+            missing.append(unit.number)
+    if missing:
+        raise UserError(missing_units(out, plan, missing, tasks))
+    return entries
+
+
+def missing_units(out: Path, plan: Plan, missing: Sequence[int], tasks: int | None = None) -> str:
+    """What to say of units that are not done, and how to do them."""
+    whose = f" (of {tasks} tasks, those of {ranges({number % tasks for number in missing})})" if tasks else ""
+    total = len(plan.units)
+    how = f"do them with: python -m data_prep run --out {out}"
+    return f"{out}: {len(missing)} of {total} units are not done: {shortened(ranges(missing))}{whose}; {how}"
+
+
+def units_bytes(entries: Iterable[UnitEntry]) -> bytes:
+    """units.jsonl: an entry a line, in the units' order."""
+    return "".join(json.dumps(entry.as_json()) + "\n" for entry in entries).encode()
+
+
+def read_units(folder: Path, manifest: Manifest) -> list[UnitEntry]:
+    """DIR/units.jsonl. Raises UserError where it is missing, damaged or not the manifest's."""
+    path = folder / manifest.units.file
+    if not path.is_file():
+        raise UserError(f"{path} is missing")
+    raw = path.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != manifest.units.sha256:
+        raise UserError(f"{path}: content differs from the manifest's hash")
+    try:
+        entries = [UnitEntry.from_json(json.loads(line)) for line in raw.splitlines()]
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error})") from None
+    if [entry.unit for entry in entries] != list(range(manifest.units.count)):
+        raise UserError(f"{path}: not the entries of units 0 to {manifest.units.count - 1}, one a line")
+    return entries
+
+
+def dropped_rows(entries: Iterable[UnitEntry]) -> dict[str, int]:
+    """Rows dropped, by reason, in the reasons' fixed order."""
+    total: Counter[str] = Counter()
+    for entry in entries:
+        total.update(entry.dropped)
+    return {str(reason): total[reason] for reason in Drop if total[reason]}
+
+
+def manifest_of(plan: Plan, entries: Sequence[UnitEntry], splits: dict[str, MergedEntry]) -> Manifest:
+    """The manifest of merged units. A file's rows are those that its units read."""
+    rows: Counter[int] = Counter()
+    for unit, entry in zip(plan.units, entries, strict=True):
+        rows[unit.file] += entry.rows
+    files = [Input(file.path, file.kind, file.bytes, rows[number], file.fingerprint) for number, file in enumerate(plan.files)]
+    tokenizer = TokenizerEntry(TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256)
+    encoders = ", ".join(sorted({entry.encoder for entry in entries}))
+    source = Source(files, rows.total(), dropped_rows(entries), plan.settings.as_json(), encoders, plan.fingerprint)
+    units = UnitsEntry(UNITS, len(entries), hashlib.sha256(units_bytes(entries)).hexdigest())
+    return Manifest(tokenizer, dtype_name(tokenizer.vocab_size), splits, source, units)
+
+
+DEFAULT = "0.1%"
+PRINTED = 20
+
+
+@dataclass(frozen=True)
+class MaxBad:
+    """Bad rows that are still accepted: ``number`` of them, or percent of all rows where ``percent``."""
+
+    number: float
+    percent: bool
+
+    def allows(self, dropped: Counter[Drop], rows: int) -> bool:
+        """Whether these bad rows of so many are accepted; at the limit they are. What was cut off may be any number: it takes 100%."""
+        if self.percent and self.number == 100:
+            return True
+        return not dropped[Drop.CUT_OFF] and dropped.total() <= (self.number * rows / 100 if self.percent else self.number)
+
+
+def parse_max_bad(text: str) -> MaxBad:
+    """``12`` (rows) or ``0.1%`` (of all rows). Raises UserError."""
+    percent = text.endswith("%")
+    try:
+        number = float(text[:-1]) if percent else int(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf or (percent and number > 100):
+        raise UserError(f"--max-bad is {text!r}; give a number of rows, such as 100, or a share of them, such as 0.1%")
+    return MaxBad(number, percent)
+
+
+def add_max_bad_argument(parser: argparse.ArgumentParser) -> None:
+    """``--max-bad``, for the verbs that end a job."""
+    parser.add_argument(
+        "--max-bad",
+        default=DEFAULT,
+        metavar="N|N%",
+        help="end with exit code 1 and their places where more rows than this are bad: null, not UTF-8, unreadable ... (default: 0.1%%); "
+        "a truncated stream, of which nothing tells how many rows it lost, passes at 100%% alone",
+    )
+
+
+def accept_bad_rows(out: Path, plan: Plan, entries: Iterable[UnitEntry], max_bad: str) -> bool:
+    """Write the bad rows' places to OUT/bad_rows.jsonl (no such file where there are none); whether there are few enough.
+
+    Where there are not, says so on stderr with the first places. Raises UserError where ``max_bad`` is neither a number nor a share.
+    """
+    limit = parse_max_bad(max_bad)
+    rows, dropped, places = 0, Counter[Drop](), []
+    for entry in entries:
+        rows += entry.rows
+        dropped.update({Drop(reason): number for reason, number in entry.dropped.items() if not Drop(reason).asked_for})
+        places += list(_places(plan, entry))
+    path = out / BAD_ROWS
+    if not dropped:
+        path.unlink(missing_ok=True)
+        return True
+    write_whole(path, "".join(json.dumps(place, ensure_ascii=False) + "\n" for place in places).encode("utf-8", "backslashreplace"))
+    if limit.allows(dropped, rows):
+        return True
+    reasons = ", ".join(f"{dropped[reason]:,} {reason}" for reason in Drop if dropped[reason])
+    verdict = f"{dropped.total():,} of {rows:,} rows are bad ({reasons})"
+    if dropped[Drop.CUT_OFF]:
+        verdict += ", and how many more were cut off with a damaged stream nothing tells: fetch it again, or accept all with --max-bad 100%"
+    else:
+        verdict += f", more than --max-bad {max_bad} allows: mend the inputs, or give the command again with a higher --max-bad"
+    print(f"data_prep: error: {verdict}; their places are in {path}", file=sys.stderr)
+    places.sort(key=lambda place: place["reason"] != Drop.CUT_OFF)
+    for place in places[:PRINTED]:
+        message = f" ({place['message']})" if place["message"] else ""
+        print(f"  {place['file']}, {place['at']} {place['place']}: {place['reason']}{message}", file=sys.stderr)
+    if len(places) > PRINTED:
+        print(f"  ... and {len(places) - PRINTED:,} more in {path}", file=sys.stderr)
+    return False
+
+
+def _places(plan: Plan, entry: UnitEntry) -> Iterator[dict[str, Any]]:
+    file = plan.files[plan.units[entry.unit].file]
+    at = "row" if file.kind == "parquet" else "byte"
+    for row in entry.bad:
+        path, place = locate(file, row.place) if file.parts else (file.path, row.place)
+        yield {"file": path, "at": at, "place": place, "reason": str(row.reason), "message": row.message, "unit": entry.unit}

@@ -1,0 +1,206 @@
+"""data_prep: Megatron's indexed format, byte for byte that of megatron.core.datasets.indexed_dataset, in numpy alone.
+
+``.bin``: the ids of all documents, one after the other. ``.idx``, little-endian: ``MMIDIDX\\0\\0``, version u64 = 1, dtype code u8,
+sequences u64, documents + 1 u64, lengths int32 [n] (ids), pointers int64 [n] (bytes into .bin), document indices int64 [n + 1].
+Here a document is one sequence. Knows nothing of splits, units or manifests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from fem_common.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES = {"uint16": 8, "int32": 4}
+UINT16_BELOW = 65500  # Megatron's DType.optimal_dtype
+LONGEST = 2**31 - 1  # lengths are int32
+DOCUMENTS_AT_ONCE = 1 << 20
+
+
+class FormatError(ValueError):
+    """An .idx file that Megatron would not read, or would read wrongly."""
+
+
+def dtype_name(vocab_size: int) -> str:
+    """Megatron's choice of id width: uint16 where the vocabulary is below 65500 entries, else int32."""
+    return "uint16" if vocab_size < UINT16_BELOW else "int32"
+
+
+def with_ending(prefix: Path, kind: str) -> Path:
+    """``PREFIX.bin`` or ``PREFIX.idx``, whatever dots the prefix has."""
+    return prefix.with_name(f"{prefix.name}.{kind}")
+
+
+def index_bytes_of(documents: int) -> int:
+    """Size of the .idx file of so many documents."""
+    return HEADER.size + 20 * documents + 8
+
+
+def index_parts(documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]) -> Iterator[bytes]:
+    """The .idx file in parts of at most 8 MB; ``lengths()`` gives the documents' lengths (ids) in order, in parts, and is called twice."""
+    yield HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], documents, documents + 1)
+    for part in _cut(lengths()):
+        yield part.astype("<i4").tobytes()
+    end = 0
+    for part in _cut(lengths()):
+        ends = end + np.cumsum(part, dtype=np.int64)
+        pointers = np.empty(len(part), dtype="<i8")
+        pointers[0], pointers[1:], end = end, ends[:-1], int(ends[-1])
+        pointers *= np.dtype(dtype).itemsize
+        yield pointers.tobytes()
+    for start in range(0, documents + 1, DOCUMENTS_AT_ONCE):
+        yield np.arange(start, min(start + DOCUMENTS_AT_ONCE, documents + 1), dtype="<i8").tobytes()
+
+
+def _cut(parts: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
+    for part in parts:
+        for start in range(0, len(part), DOCUMENTS_AT_ONCE):
+            yield part[start : start + DOCUMENTS_AT_ONCE]
+
+
+def index_bytes(lengths: npt.NDArray[Any], dtype: str) -> bytes:
+    """The whole .idx file of documents with these lengths [n] (ids)."""
+    return b"".join(index_parts(len(lengths), dtype, lambda: (lengths,)))
+
+
+def write_index(path: Path, documents: int, dtype: str, lengths: Callable[[], Iterable[npt.NDArray[Any]]]) -> tuple[int, str]:
+    """Write an .idx file as ``index_parts`` makes it, in a few MB of memory, and wait until it is on the disk: its size and SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with path.open("wb") as stream:
+            for part in index_parts(documents, dtype, lengths):
+                stream.write(part)
+                digest.update(part)
+                size += len(part)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return size, digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Index:
+    """An .idx file, mapped: id type, lengths int32 [n] (ids), pointers int64 [n] (bytes), document indices int64 [documents + 1]."""
+
+    dtype: str
+    lengths: npt.NDArray[np.int32]
+    pointers: npt.NDArray[np.int64]
+    document_indices: npt.NDArray[np.int64]
+
+
+def read_index(path: Path) -> Index:
+    """Map an .idx file; nothing but its header is read here. Raises FormatError where header or size is wrong."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(HEADER.size)
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise FormatError("is not a Megatron index (bad magic)")
+    _, version, code, sequences, documents = HEADER.unpack(head)
+    names = {code: name for name, code in DTYPE_CODES.items()}
+    if version != VERSION or code not in names:
+        raise FormatError(f"has version {version} and dtype code {code}, expected {VERSION} and one of {sorted(names)}")
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if size != expected:
+        raise FormatError(f"is {size} bytes, its header says {expected}")
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    pointers_at = HEADER.size + 4 * sequences
+    return Index(
+        names[code],
+        _mapped(raw, "<i4", sequences, HEADER.size),
+        _mapped(raw, "<i8", sequences, pointers_at),
+        _mapped(raw, "<i8", documents, pointers_at + 8 * sequences),
+    )
+
+
+def _mapped(raw: npt.NDArray[np.uint8], dtype: str, number: int, at: int) -> npt.NDArray[Any]:
+    return np.frombuffer(raw, dtype, number, at) if number else np.zeros(0, dtype)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished pair: documents, tokens (ids, EOD included), and size and hash of both files."""
+
+    documents: int
+    tokens: int
+    bin_bytes: int
+    bin_sha256: str
+    idx_bytes: int
+    idx_sha256: str
+
+
+class IndexedWriter:
+    """Writes one ``PREFIX.bin`` as documents come, and ``PREFIX.idx`` at the end; remembers four bytes a document."""
+
+    def __init__(self, prefix: Path, dtype: str) -> None:
+        self.prefix = prefix
+        self.dtype = dtype
+        self.tokens = 0
+        self.documents = 0
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._hash = hashlib.sha256()
+        self._stream: BinaryIO = with_ending(prefix, "bin").open("wb", buffering=0)
+
+    def add(self, ids: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> None:
+        """Append documents: their ids, EOD in place [sum of lengths], integer; and each one's length in ids, EOD included [n].
+
+        Raises ValueError where an id does not fit the files' type or lengths and ids disagree, UserError for a document over 2^31 ids.
+        """
+        if not len(lengths):
+            return
+        if int(lengths.min()) < 1 or int(lengths.sum(dtype=np.int64)) != len(ids):
+            raise ValueError(f"{len(ids)} ids for documents of {int(lengths.sum(dtype=np.int64))}, the shortest of {int(lengths.min())}")
+        if int(lengths.max()) > LONGEST:
+            raise UserError(f"{with_ending(self.prefix, 'idx')}: a document of {int(lengths.max())} ids, more than the format's {LONGEST}")
+        limits = np.iinfo(self.dtype)
+        if int(ids.min()) < 0 or int(ids.max()) > limits.max:
+            raise ValueError(f"ids from {int(ids.min())} to {int(ids.max())} do not fit {self.dtype}")
+        raw = np.ascontiguousarray(ids, dtype=np.dtype(self.dtype).newbyteorder("<")).data.cast("B")
+        self._hash.update(raw)
+        try:
+            while raw:
+                raw = raw[self._stream.write(raw) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._stream.name) from None
+        self._lengths.append(lengths.astype(np.int32))
+        self.tokens += len(ids)
+        self.documents += len(lengths)
+
+    def close(self) -> None:
+        """Close .bin; nothing more is written."""
+        self._stream.close()
+
+    def finish(self) -> Written:
+        """Write .idx, wait until both files are on the disk, and say what they hold."""
+        os.fsync(self._stream.fileno())
+        self.close()
+        idx_bytes, idx_sha256 = write_index(with_ending(self.prefix, "idx"), self.documents, self.dtype, lambda: self._lengths)
+        width = np.dtype(self.dtype).itemsize
+        return Written(self.documents, self.tokens, self.tokens * width, self._hash.hexdigest(), idx_bytes, idx_sha256)
+
+
+BLOCK_BYTES = 1 << 16
+BLOCKS = 64
+
+
+def sample_digest(path: Path) -> str:
+    """``SIZE:SHA256`` of a file's size and 64 blocks of 64 KiB spread evenly over it (all of it up to 4 MiB); the same after a copy."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        for number in range(BLOCKS):
+            stream.seek(number * max(BLOCK_BYTES, (size - BLOCK_BYTES) // (BLOCKS - 1)))
+            digest.update(stream.read(BLOCK_BYTES))
+    return f"{size}:{digest.hexdigest()}"

@@ -1,0 +1,158 @@
+"""data_prep: the names in a data folder, and the plan that says what is done in it. Reads no input and knows no tokenizer.
+
+OUT/plan.json                      inputs, settings, units and their fingerprint: written first
+OUT/tokenizer/                     a copy of the tokenizer
+OUT/shards/00007.json              what unit 7 wrote; there only when its files are
+OUT/shards/00007-train.{bin,idx}   until they are merged
+OUT/{train,valid,test}.{bin,idx}   the merged pairs
+OUT/units.jsonl                    the units' entries, in order
+OUT/bad_rows.jsonl                 where the bad rows are, if there are any
+OUT/manifest.json                  written last: the data is complete
+OUT/.lock                          empty: who works here holds it
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.encode.documents import Settings
+from data_prep.sources import SourceFile
+from data_prep.store.records import read, sha256_json
+from fem_common.errors import UserError
+from fem_common.files import write_whole
+from fem_common.text import one_line
+
+FORMAT = 2
+PLAN = "plan.json"
+TOKENIZER = "tokenizer"
+SHARDS = "shards"
+UNITS = "units.jsonl"
+BAD_ROWS = "bad_rows.jsonl"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is done, and done again after a kill, as a whole: span [start, stop) of file number ``file`` of the plan (see sources.Span)."""
+
+    number: int
+    file: int
+    start: int
+    stop: int
+    rows: int | None
+    text_bytes: int
+
+    @property
+    def name(self) -> str:
+        """How its files begin."""
+        return f"{self.number:05d}"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What of a tokenizer decides the bytes; ``sha256`` is that of tokenizer.json."""
+
+    vocab_size: int
+    eod_id: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be made.
+
+    ``fingerprint`` identifies all that decides the bytes; ``unit_bytes``: UTF-8 bytes of text a unit was cut for.
+    """
+
+    fingerprint: str
+    settings: Settings
+    tokenizer: Identity
+    files: tuple[SourceFile, ...]
+    units: tuple[Unit, ...]
+    unit_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """As plan.json holds it; of a unit all but its number."""
+
+    fingerprint: str
+    settings: Any
+    tokenizer: Identity
+    files: list[Any]
+    units: list[tuple[int, int, int, int | None, int]]
+    unit_bytes: int
+
+
+def entry_path(out: Path, unit: Unit) -> Path:
+    """Where a unit's entry is, once its files are there."""
+    return out / SHARDS / f"{unit.name}.json"
+
+
+def shard_prefix(out: Path, unit: Unit, split: str) -> Path:
+    """A unit's part of a split, without .bin and .idx."""
+    return out / SHARDS / f"{unit.name}-{split}"
+
+
+def fingerprint_of(plan: Plan) -> str:
+    """Of all that decides the bytes: the files in their order, where they are cut, settings, tokenizer."""
+    return sha256_json(
+        {
+            "format": FORMAT,
+            "files": [(file.kind, *file.content) for file in plan.files],
+            "units": [(unit.file, unit.start, unit.stop) for unit in plan.units],
+            "settings": plan.settings.deciding(),
+            "tokenizer": asdict(plan.tokenizer),
+        }
+    )
+
+
+def write_plan(out: Path, plan: Plan) -> None:
+    """Write OUT/plan.json, whole or not at all; a file and a unit take a line each."""
+    units = [list(asdict(unit).values())[1:] for unit in plan.units]
+    files = [file.as_json() for file in plan.files]
+    fields = {"format": FORMAT, **asdict(plan), "settings": plan.settings.as_json(), "files": files, "units": units}
+    lines = ",\n".join(f"  {json.dumps(name)}: {_lines(value)}" for name, value in fields.items())
+    write_whole(out / PLAN, f"{{\n{lines}\n}}\n".encode("utf-8", "backslashreplace"))
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False)
+    return "[\n" + ",\n".join(f"    {json.dumps(item, ensure_ascii=False)}" for item in value) + "\n  ]"
+
+
+def read_plan(out: Path) -> Plan:
+    """OUT/plan.json. Raises UserError where it is absent, damaged, altered or of another format."""
+    path = out / PLAN
+    if not path.is_file():
+        raise UserError(f"no {PLAN} in {out}; make it with: python -m data_prep plan INPUT... --tokenizer DIR --out {out}")
+    try:
+        raw = json.loads(path.read_bytes())
+        if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
+            raise UserError(f"{path} has format {raw['format']!r}; this data_prep reads format {FORMAT}")
+        plan = _plan(raw)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({one_line(error)}); put it back, or plan again with --overwrite") from None
+    if fingerprint_of(plan) != plan.fingerprint:
+        what = f"what it says does not have the fingerprint {plan.fingerprint[:12]!r}"
+        raise UserError(f"{path} was altered: {what}; put it back, or plan again with --overwrite")
+    return plan
+
+
+def _plan(raw: Any) -> Plan:
+    if "format" not in read(dict[str, Any], raw):
+        raise ValueError("lacks 'format'")
+    plain: _Plan = read(_Plan, {name: value for name, value in raw.items() if name != "format"})
+    try:
+        settings = Settings.from_json(plain.settings)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    files = tuple(map(SourceFile.from_json, plain.files))
+    units = tuple(Unit(number, *unit) for number, unit in enumerate(plain.units))
+    if any(unit.file >= len(files) for unit in units) or not units:
+        raise ValueError("units: none, or one of a file that it does not name")
+    return Plan(plain.fingerprint, settings, plain.tokenizer, files, units, plain.unit_bytes)

@@ -1,0 +1,70 @@
+"""data_prep: JSON read strictly into dataclasses, by the types of their fields: every field is there, nothing else is. Knows no record."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
+
+LARGEST = 2**63 - 1  # of a number: what numpy and the file system can hold
+
+
+def read(kind: Any, value: Any) -> Any:
+    """A JSON value as what a type says: a dataclass or an enum, text, int (a count), float, Any; tuples, lists, dicts of them, or None.
+
+    Raises ValueError that says what is wrong with the value.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (tuple, list):
+        items = _checked(value, list, "not a list")
+        if origin is tuple and inner[-1] is not ...:
+            if len(items) != len(inner):
+                raise ValueError(f"not a list of {len(inner)}")
+            return tuple(map(read, inner, items))
+        return origin(read(inner[0], item) for item in items)
+    if origin is dict:
+        return {key: read(inner[1], item) for key, item in _checked(value, dict, "not an object").items()}
+    if inner:  # X | None
+        return None if value is None else read(inner[0], value)
+    if is_dataclass(kind):
+        return _record(kind, value)
+    if kind in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (kind is float and isinstance(value, float))) or abs(value) > LARGEST or (kind is int and value < 0):
+            raise ValueError(f"{value!r} is not a {'count' if kind is int else 'number'}")
+        return kind(value)
+    if kind is str:
+        return _checked(value, str, f"{value!r} is not text")
+    return kind(value) if isinstance(kind, type) and issubclass(kind, Enum) else value
+
+
+def _checked(value: Any, kind: type, fault: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(fault)
+    return value
+
+
+_types = functools.cache(get_type_hints)
+
+
+def _record(cls: Any, raw: Any) -> Any:
+    kinds = _types(cls)
+    _checked(raw, dict, f"{type(raw).__name__} where an object belongs")
+    for said, differing in (("lacks", kinds.keys() - raw.keys()), ("has an unknown", raw.keys() - kinds.keys())):
+        if differing:
+            raise ValueError(f"{said} {min(differing)!r}")
+    values = {}
+    for name, kind in kinds.items():
+        try:
+            values[name] = read(kind, raw[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return cls(**values)
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of a JSON value, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""data_prep: the verbs of the command line that make something, a file each."""

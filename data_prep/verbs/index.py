@@ -1,0 +1,43 @@
+"""data_prep: the verb ``index``: prebuild the index cache of a run, so that no GPU waits for it.
+
+It starts ``python -m pretrain RUN.yaml [section.key=value ...] --index`` with this Python and passes on what that says: which samples a run
+reads in which order is the trainer's business. Give the same settings as for the training. Needs no GPU; run it where the data is
+visible under the path that the training will use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from fem_common.errors import UserError
+from fem_common.signals import signal_name
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("config", metavar="RUN.yaml", help="a run of pretrain, such as configs/run/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the run's settings, as for python -m pretrain")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Build the run's index cache: the exit code of ``pretrain``. Raises UserError where that is not installed, or was killed."""
+    for module, package in (("pretrain", "this project"), ("megatron", "megatron-core"), ("torch", "torch")):
+        if find_spec(module) is None:
+            raise UserError(
+                f"index needs {package}, which {sys.executable} does not find; install it with: pip install -c constraints.txt -e . "
+                "(or start from the project's folder)"
+            )
+    with subprocess.Popen([sys.executable, "-m", "pretrain", arguments.config, *arguments.overrides, "--index"]) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.terminate()  # it removes what it has half built
+            raise
+    if code < 0:
+        reason = "; the memory it needs: about 37 bytes a document" if -code == signal.SIGKILL else ""
+        raise UserError(f"the index was not built: pretrain was ended by {signal_name(-code)}{reason}")
+    return code

@@ -1,0 +1,221 @@
+"""data_prep: the verb ``merge``: the units' shards, in order, become one pair a split; manifest.json is written last.
+
+Every shard is compared with its entry's hash while it is copied. A merge that was killed is done again from the start by the same command;
+until it is through, no final name is there that is not whole, and the shards stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.encode.splits import SPLITS
+from data_prep.report.progress import Reading
+from data_prep.store.entries import accept_bad_rows, add_max_bad_argument, manifest_of, read_entries, units_bytes
+from data_prep.store.indexed import FormatError, dtype_name, index_bytes_of, read_index, sample_digest, with_ending, write_index
+from data_prep.store.layout import MANIFEST, SHARDS, UNITS, Plan, entry_path, read_plan, shard_prefix
+from data_prep.store.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest, size_fault
+from data_prep.store.staging import Staging, existing_folder
+from fem_common.errors import StorageError, UserError
+from fem_common.files import json_bytes, sha256, write_synced
+from fem_common.text import count, counted, size
+
+COPY_BYTES = 1 << 22
+OURS = re.compile(rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.(bin|idx))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+")  # in OUT/shards
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder whose units are all done")
+    parser.add_argument("--tasks", type=int, metavar="M", help="name the tasks, of M, whose units are missing")
+    add_max_bad_argument(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Merge a folder: 0, or 1 with too many bad rows. Raises UserError."""
+    folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
+    if arguments.tasks is not None and arguments.tasks < 1:
+        raise UserError(f"--tasks is {arguments.tasks}; it must be at least 1")
+    return merge_folder(folder, max_bad=arguments.max_bad, tasks=arguments.tasks)
+
+
+def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
+    """Merge a folder whose units are all done: 0, or 1 where it has more bad rows than ``max_bad``. Takes the folder's lock.
+
+    A folder that is merged stays as it is, but for shards left from a kill. Raises UserError: units are missing (``tasks``: of which of so
+    many tasks), a shard is damaged, a split is empty, the disk is too small.
+    """
+    plan = read_plan(out)
+    with Staging(out) as staging:
+        if is_merged(out, plan):
+            remove_shards(out)
+            print(f"{out}: unchanged; all units are merged (check it with: python -m data_prep verify {out})")
+            return 0
+        entries = read_entries(out, plan, tasks)
+        if not accept_bad_rows(out, plan, entries, max_bad):
+            return 1
+        names = _splits(plan, entries)
+        _check_space(out, entries)
+        with Reading(f"merging {counted(len(entries), 'unit')}", _bin_bytes(entries)) as reading:
+            merger = Merger(out, plan, entries, reading)
+            splits = {name: merger.merge(name, staging.path / name) for name in names}
+        manifest = manifest_of(plan, entries, splits)
+        write_synced(staging.path / UNITS, units_bytes(entries))
+        write_synced(staging.path / MANIFEST, json_bytes(manifest.as_json()))
+        pairs = {f"{name}.{kind}" for name in SPLITS for kind in ("bin", "idx")}
+        merged = [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
+        staging.publish([*merged, UNITS], seal=MANIFEST, stale=sorted(pairs.difference(merged)))
+        remove_shards(out)
+    _report(out, manifest)
+    return 0
+
+
+def is_merged(out: Path, plan: Plan) -> bool:
+    """Whether OUT holds the merged data of this plan. Raises UserError where it does and a file is missing or of another size."""
+    if not (out / MANIFEST).is_file():
+        return False
+    manifest = read_manifest(out)
+    if manifest.source.fingerprint != plan.fingerprint:
+        return False
+    if fault := size_fault(out, manifest):
+        raise UserError(f"{fault}; remove {out / MANIFEST} and make it again with: python -m data_prep run --out {out}")
+    return True
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Concatenates the shards of one split after another; ``reading`` hears of bytes copied."""
+
+    out: Path
+    plan: Plan
+    entries: Sequence[UnitEntry]
+    reading: Reading
+
+    @property
+    def dtype(self) -> str:
+        """The type of the ids."""
+        return dtype_name(self.plan.tokenizer.vocab_size)
+
+    def merge(self, split: str, target: Path) -> MergedEntry:
+        """Write the pair ``target``.bin/.idx of a split and wait until it is on the disk. Raises UserError naming a damaged shard."""
+        parts = [(unit, entry.splits[split]) for unit, entry in zip(self.plan.units, self.entries, strict=True) if split in entry.splits]
+        shards = [(shard_prefix(self.out, unit, split), entry_path(self.out, unit), part) for unit, part in parts]
+        digest = hashlib.sha256()
+        binary, index = with_ending(target, "bin"), with_ending(target, "idx")
+        with binary.open("wb", buffering=0) as stream:
+            for prefix, entry, part in shards:
+                try:
+                    self._check_index(with_ending(prefix, "idx"), part)
+                    for block in self._blocks(with_ending(prefix, "bin"), part):
+                        digest.update(block)
+                        _write(stream.fileno(), block, binary)
+                except (FormatError, FileNotFoundError) as error:
+                    again = f"remove {entry} and do the unit again with: python -m data_prep run --out {self.out}"
+                    what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
+                    raise UserError(f"{what}; {again}") from None
+            os.fsync(stream.fileno())
+        documents, tokens, text_bytes = (sum(getattr(part, name) for _, part in parts) for name in ("documents", "tokens", "text_bytes"))
+
+        def lengths() -> Iterator[npt.NDArray[Any]]:
+            for prefix, _, _ in shards:
+                yield read_index(with_ending(prefix, "idx")).lengths
+
+        idx_bytes, idx_sha256 = write_index(index, documents, self.dtype, lengths)
+        return MergedEntry(
+            documents=documents,
+            tokens=tokens,
+            text_bytes=text_bytes,
+            bin_sha256=digest.hexdigest(),
+            idx_sha256=idx_sha256,
+            bin_bytes=binary.stat().st_size,
+            idx_bytes=idx_bytes,
+            bin_sample=sample_digest(binary),
+        )
+
+    def _check_index(self, path: Path, part: SplitEntry) -> None:
+        if path.stat().st_size != part.idx_bytes or sha256(path) != part.idx_sha256:
+            raise FormatError(f"{path} is damaged: not the {part.idx_bytes} bytes of its entry")
+        try:
+            index = read_index(path)
+        except FormatError as error:
+            raise FormatError(f"{path} {error}") from None
+        documents, tokens = len(index.lengths), int(index.lengths.sum(dtype=np.int64))
+        described = tokens * np.dtype(index.dtype).itemsize
+        if (index.dtype, documents, tokens, described) != (self.dtype, part.documents, part.tokens, part.bin_bytes):
+            raise FormatError(f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says")
+
+    def _blocks(self, path: Path, part: SplitEntry) -> Iterator[memoryview]:
+        """A shard's .bin in blocks. Raises FormatError at its end where it is not what its entry says."""
+        digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
+        with path.open("rb", buffering=0) as stream:
+            while number := stream.readinto(buffer):
+                digest.update(buffer[:number])
+                copied += number
+                yield buffer[:number]
+                self.reading.advance(number)
+        if copied != part.bin_bytes or digest.hexdigest() != part.bin_sha256:
+            raise FormatError(f"{path} is damaged: not the {part.bin_bytes} bytes of its entry")
+
+
+def _write(descriptor: int, block: memoryview, path: Path) -> None:
+    try:
+        while block:
+            block = block[os.write(descriptor, block) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _splits(plan: Plan, entries: Sequence[UnitEntry]) -> tuple[str, ...]:
+    names = plan.settings.split.names
+    for name in names:
+        if not any(name in entry.splits for entry in entries):
+            share = "" if name == "train" else f"plan again with a higher --{name}-percent, with 0, or "
+            raise UserError(f"the split {name!r} would be empty; {share}give more documents")
+    return names
+
+
+def _bin_bytes(entries: Sequence[UnitEntry]) -> int:
+    return sum(part.bin_bytes for entry in entries for part in entry.splits.values())
+
+
+def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
+    wanted = _bin_bytes(entries) + index_bytes_of(sum(entry.documents for entry in entries))
+    free = shutil.disk_usage(out).free
+    if wanted > free:
+        sizes = f"merging takes {size(wanted)} beside the shards and {size(free)} are free"
+        raise StorageError(f"{out}: {sizes}; make room and merge again with: python -m data_prep merge {out}")
+
+
+def remove_shards(out: Path) -> None:
+    """Remove what units have written, finished or not, entries first, and OUT/shards with it where nothing else is in it."""
+    with suppress(FileNotFoundError):
+        ours = [path for path in (out / SHARDS).iterdir() if OURS.fullmatch(path.name)]
+        for path in sorted(ours, key=lambda path: (path.suffix != ".json", path.name)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    with suppress(OSError):
+        (out / SHARDS).rmdir()
+
+
+def _report(out: Path, manifest: Manifest) -> None:
+    """What was written, and that every row is accounted for."""
+    for name, entry in manifest.splits.items():
+        tokens = f"{count(entry.tokens)} tokens, {size(entry.text_bytes)} of text"
+        print(f"{out / name}: {entry.documents:,} documents, {tokens} ({entry.text_bytes / entry.tokens:.2f} bytes a token)")
+    written = sum(entry.documents for entry in manifest.splits.values())
+    drops = ", ".join(f"{number:,} {reason}" for reason, number in manifest.source.dropped.items()) or "none"
+    rows = manifest.source.rows
+    print(f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); {manifest.source.encoder}")

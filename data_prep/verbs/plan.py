@@ -1,0 +1,303 @@
+"""data_prep: the verb ``plan``: what is to be read, how, and the units it is cut into; run and merge follow it.
+
+    python -m data_prep plan INPUT... --tokenizer DIR --out OUT
+
+The same inputs, tokenizer and settings give the same plan.json, and leave one that is there alone. Nothing is encoded here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.encode.documents import Selection, add_settings_arguments, settings_of
+from data_prep.encode.splits import SPLITS, Split, fitting, hash_ids
+from data_prep.encode.tokenizer import TOKENIZER_FILES, TokenizerFolder, find_tokenizer, load_folder
+from data_prep.sources import Rows, SourceFile, Span, open_found, read_span, spans
+from data_prep.sources.finding import Found, find_files
+from data_prep.sources.hub import is_hub
+from data_prep.sources.rows import ID
+from data_prep.store.indexed import dtype_name
+from data_prep.store.layout import (
+    BAD_ROWS,
+    MANIFEST,
+    PLAN,
+    SHARDS,
+    TOKENIZER,
+    UNITS,
+    Identity,
+    Plan,
+    Unit,
+    fingerprint_of,
+    read_plan,
+    write_plan,
+)
+from data_prep.store.staging import UNFINISHED, Lock
+from data_prep.verbs.merge import remove_shards
+from fem_common.errors import UserError
+from fem_common.files import write_whole
+from fem_common.text import count, counted, size
+
+UNIT_MB = 256.0
+BYTES_PER_TOKEN = 4  # of text, about; what the disk's estimate rests on
+PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
+OWN = (PLAN, MANIFEST, *PAIRS, UNITS, BAD_ROWS)
+OPTIONS = {"languages": "language"}
+AGAIN = "choose another --out or add --overwrite"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    add_plan_arguments(parser, required=True)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """What a plan is made from; ``run`` has the same options, none of them ``required``."""
+    what = "parquet, JSONL (also .gz, .zst) or .txt file, folder, glob, or hf://datasets/ORG/NAME"
+    parser.add_argument("inputs", nargs="+" if required else "*", metavar="INPUT", help=what)
+    tokenizer = "Hugging Face tokenizer with an eos_token, used as EOD: a folder, or ORG/NAME on the Hub"
+    parser.add_argument("--tokenizer", required=required, metavar="DIR|NAME", help=tokenizer)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
+    add_settings_arguments(parser)
+    parser.add_argument("--unit-mb", type=float, default=UNIT_MB, metavar="MB", help="text in a unit of work, about (default: 256)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the data in --out")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write OUT/plan.json and the tokenizer's copy, and print what is ahead. Raises UserError."""
+    plan, tokenizer = make_plan(arguments)
+    with Lock(arguments.out, shared=not arguments.overwrite):
+        unchanged = settle(arguments.out, plan, tokenizer, overwrite=arguments.overwrite)
+    for line in (*describe(arguments.out, plan, unchanged=unchanged), *notes(plan)):
+        print(line)
+    return 0
+
+
+def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
+    """The plan of a command line, and the tokenizer it uses; nothing is written. Raises UserError."""
+    if not (math.isfinite(arguments.unit_mb) and arguments.unit_mb >= 0.001):
+        raise UserError(f"--unit-mb is {arguments.unit_mb:g}; it must be at least 0.001")
+    if not arguments.tokenizer:
+        raise UserError("inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub")
+    settings = settings_of(arguments)
+    tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
+    files = [_from_anywhere(file) for file in open_found(_inputs(arguments), settings.columns, paragraphs=arguments.paragraphs)]
+    unit_bytes = round(arguments.unit_mb * 1e6)
+    cuts = ((number, span) for number, file in enumerate(files) for span in spans(file, settings.columns, unit_bytes))
+    units = tuple(Unit(number, file, span.start, span.stop, span.rows, span.text_bytes) for number, (file, span) in enumerate(cuts))
+    if all(unit.rows == 0 for unit in units):
+        raise UserError(f"no rows in {files[0].path if len(files) == 1 else f'any of the {len(files)} input files'}")
+    plan = Plan("", settings, identity(tokenizer), tuple(files), units, unit_bytes)
+    check_splits(plan)
+    return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
+
+
+def check_splits(plan: Plan) -> None:
+    """Read documents, without encoding them, until each split has one. Raises UserError where all are read and one has none.
+
+    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly. A mask is not asked: it
+    is the user's code, which may be slow or fail, and runs in the workers.
+    """
+    settings, selection = plan.settings, Selection(replace(plan.settings, mask=None))
+    wanted = {SPLITS.index(name) for name in settings.split.names}
+    hashes: list[npt.NDArray[np.uint64]] = []
+    for unit in plan.units:
+        file = plan.files[unit.file]
+        for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
+            if isinstance(rows, Rows):
+                documents, _, _ = selection.of(rows, file.path)
+                hashes.append(hash_ids(documents.ids))
+                wanted -= set(documents.splits.tolist())
+            if not wanted:
+                return
+    if any(map(len, hashes)):  # where all rows are bad, run says where they are
+        raise UserError(_empty(settings.split, wanted, np.concatenate(hashes), plan))
+
+
+def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: Plan) -> str:
+    """That splits would be empty, and shares with which they would not be."""
+    names = " and ".join(SPLITS[number] for number in sorted(empty))
+    wishes = (split, Split(split.valid_percent, 0.0), Split(0.0, 0.0))
+    fits = next(filter(None, (fitting(wish, hashes) for wish in wishes)))
+    advice = f"give --valid-percent {fits.valid_percent:g} --test-percent {fits.test_percent:g}"
+    if any(file.kind == "txt" for file in plan.files):
+        advice += ", or --paragraphs for a document of each paragraph"
+    return f"{names} would be empty: {counted(len(hashes), 'document')} in all; {advice}"
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """What a person may not expect of the inputs, a line each."""
+    unnamed = [file for file in plan.files if file.id_prefix is not None]
+    if unnamed and plan.settings.id_column != plan.settings.text_column:
+        which = f"{unnamed[0].path} has" if len(unnamed) == 1 else f"{unnamed[0].path} and {len(unnamed) - 1:,} more have"
+        yield f"{which} no column {ID!r}: a document's id, which decides its split, is its file and place there (see --id-column)"
+    large = [name for file in plan.files if file.kind == "txt" for name, size in file.parts if size > plan.settings.max_bytes]
+    if large:
+        yield f"{counted(len(large), '.txt file')} above --max-bytes left out, {large[0]} first; --paragraphs makes documents of paragraphs"
+
+
+def _inputs(arguments: argparse.Namespace) -> list[Found]:
+    """The inputs' files, without what data_prep itself has written into an OUT that lies in an input folder or glob.
+
+    Raises UserError for a file in a place that data_prep writes in OUT.
+    """
+    out = arguments.out
+    own, folders = ([(out / name).resolve() for name in names] for names in (OWN, (SHARDS, TOKENIZER, UNFINISHED)))
+    found: list[Found] = []
+    for name, group in itertools.groupby(find_files(arguments.inputs, arguments.subset), lambda file: file.given):
+        files = list(group)
+        if not is_hub(name):
+            listed = [file.path for file in files] != [str(Path(name))] and (out / PLAN).is_file()
+            files = [file for file in files if not (listed and _lies_at(file.path, own))]
+            if not files:
+                raise UserError(f"{name} holds only what data_prep has written into {out}; name the inputs")
+            for file in files:
+                if _lies_at(file.path, [*own, *folders]):
+                    raise UserError(f"the input {file.path} lies where data_prep writes in --out {out}; move it, or choose another --out")
+        found += files
+    return found
+
+
+def _lies_at(file: str, places: Iterable[Path]) -> bool:
+    """Whether a file, or what it links to, is at one of these places or below."""
+    path = Path(file)
+    return any(lies.is_relative_to(place) for lies in {path.parent.resolve() / path.name, path.resolve()} for place in places)
+
+
+def identity(tokenizer: TokenizerFolder) -> Identity:
+    """What of a tokenizer decides the bytes, as the plan has it."""
+    return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
+
+
+def _from_anywhere(file: SourceFile) -> SourceFile:
+    """The file by a path that holds in any working directory."""
+    return file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
+
+
+def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
+    """Make ``plan`` the plan of OUT, with a copy of the tokenizer; whether it was that before.
+
+    Of the same plan only the files' paths are brought up to date, where they are still to be read. Raises UserError where OUT holds data of
+    another plan, or of none. With ``overwrite`` such data goes, and also complete data of the same plan; what a killed run of the same plan
+    has finished stays.
+    """
+    taken = [] if overwrite else _taken(out, tokenizer)  # before the plan is looked for: another task may be writing both
+    old = _old_plan(out, overwrite)
+    if old and old.fingerprint == plan.fingerprint and not (overwrite and (out / MANIFEST).exists()):
+        if old != plan and not (out / MANIFEST).exists():
+            write_plan(out, plan)
+        return True
+    if overwrite:
+        _clear(out)
+    elif old:
+        raise UserError(f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}")
+    elif taken:
+        raise UserError(f"{taken[0]} exists and no {PLAN} says what it is; {AGAIN}")
+    _copy_tokenizer(tokenizer, out)
+    write_plan(out, plan)
+    return False
+
+
+def _old_plan(out: Path, overwrite: bool) -> Plan | None:
+    if not (out / PLAN).exists():
+        return None
+    try:
+        return read_plan(out)
+    except UserError:
+        if overwrite:
+            return None
+        raise
+
+
+def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
+    """Names in OUT that a plan would write to, other than a tokenizer of the same content."""
+    copy = out / TOKENIZER
+    foreign = [copy / name for name in TOKENIZER_FILES if (copy / name).exists() and not _same_file(tokenizer.path / name, copy / name)]
+    return [path for path in (*(out / name for name in (MANIFEST, *PAIRS, UNITS, SHARDS)), *foreign) if path.exists()]
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and (one.samefile(other) or one.read_bytes() == other.read_bytes())
+
+
+def _clear(out: Path) -> None:
+    """Remove the data in OUT, what vouches for it first."""
+    for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):
+        (out / name).unlink(missing_ok=True)
+    remove_shards(out)
+
+
+def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:
+    """Make OUT/tokenizer the tokenizer, file by file, each whole; other files there stay."""
+    copy = out / TOKENIZER
+    if copy.exists() and copy.samefile(tokenizer.path):
+        return
+    copy.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if name in tokenizer.files:
+            write_whole(copy / name, (tokenizer.path / name).read_bytes())
+        else:
+            (copy / name).unlink(missing_ok=True)
+
+
+def differences(old: Plan, new: Plan) -> Iterator[str]:
+    """What makes ``old`` another plan than ``new``, each as a person reads it."""
+    contents = [[(file.kind, *file.content) for file in plan.files] for plan in (old, new)]
+    if len(old.files) != len(new.files):
+        yield f"other inputs ({len(old.files)} there, {len(new.files)} now)"
+    elif sorted(contents[0]) == sorted(contents[1]) and contents[0] != contents[1]:
+        yield "the same inputs in another order"
+    elif {file.kind for file in old.files} ^ {file.kind for file in new.files} == {"txt", "paragraphs"}:
+        yield "another --paragraphs"
+    elif contents[0] != contents[1]:
+        number = next(i for i, (one, other) in enumerate(zip(*contents, strict=True)) if one != other)
+        yield f"other inputs ({old.files[number].path} there, {new.files[number].path} now)"
+    if old.tokenizer != new.tokenizer:
+        yield "another tokenizer"
+    there, now = (plan.settings.deciding() for plan in (old, new))
+    differing = [name for name in now if there.get(name) != now[name]]
+    for name in differing:
+        if not name.startswith("mask"):
+            option = OPTIONS.get(name, name).replace("_", "-")
+            yield f"another --{option} ({_shown(there.get(name))} there, {_shown(now[name])} now)"
+    if any(name.startswith("mask") for name in differing):
+        yield "another --mask"
+    if old.unit_bytes != new.unit_bytes:
+        yield f"another --unit-mb ({old.unit_bytes / 1e6:g} there, {new.unit_bytes / 1e6:g} now)"
+    if contents[0] == contents[1] and old.unit_bytes == new.unit_bytes and old.units != new.units:
+        yield "other cuts of the same inputs, by another version of data_prep"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) or "none" if isinstance(value, list) else "none" if value is None else str(value)
+
+
+def disk_bytes(plan: Plan, text_bytes: int) -> int:
+    """About how much disk the ids of so much text take."""
+    return text_bytes // BYTES_PER_TOKEN * np.dtype(dtype_name(plan.tokenizer.vocab_size)).itemsize
+
+
+def describe(out: Path, plan: Plan, *, unchanged: bool) -> Iterator[str]:
+    """What is ahead, for people: files, rows, text, units, shards and disk."""
+    text = sum(file.text_bytes for file in plan.files)
+    rows = [file.rows for file in plan.files]
+    known = f"{sum(filter(None, rows)):,} rows" + (" and those that only reading tells" if None in rows else "")
+    names, longest = plan.settings.split.names, max(unit.text_bytes for unit in plan.units)
+    tokens, disk = text / BYTES_PER_TOKEN, disk_bytes(plan, text)
+    yield f"{out / PLAN}: {'unchanged' if unchanged else 'written'} ({plan.fingerprint[:12]})"
+    files = sum(len(file.parts) or 1 for file in plan.files)
+    yield f"  {files:,} files, {size(sum(file.bytes for file in plan.files))}: {known}, about {size(text)} of text"
+    yield f"  {counted(len(plan.units), 'unit')} of about {size(plan.unit_bytes)} of text, the largest {size(longest)}"
+    yield f"  {len(plan.units) * len(names):,} shards ({', '.join(names)}), merged into {len(names)} pairs of .bin and .idx"
+    yield f"  about {count(tokens)} tokens at {BYTES_PER_TOKEN} bytes of text each: {size(disk)} of disk, twice that while they are merged"
+    yield f"do it with: python -m data_prep run --out {out}"

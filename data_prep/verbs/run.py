@@ -1,0 +1,210 @@
+"""data_prep: the verb ``run``: text into train/valid/test .bin/.idx, in as many processes as there are cores, through kills and bad rows.
+
+    python -m data_prep run INPUT... --tokenizer DIR --out OUT          plan, encode and merge
+    python -m data_prep run --out OUT                                   go on with the plan in OUT
+    python -m data_prep run --out OUT --task-id 3 --tasks 8             the units whose number leaves 3 when divided by 8; merge afterwards
+
+In a Slurm job array (SLURM_ARRAY_TASK_ID) a task takes its share without being told. Units that are done are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+
+from data_prep.encode.documents import Selection, Settings, settings_of
+from data_prep.encode.encoders import choose
+from data_prep.encode.tokenizer import find_tokenizer, load_folder
+from data_prep.encode.workers import run_units
+from data_prep.report.progress import Board
+from data_prep.sources import Rows, Span, read_span, unchanged
+from data_prep.store.entries import add_max_bad_argument, parse_max_bad, sound_entry
+from data_prep.store.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.store.manifest import UnitEntry
+from data_prep.store.staging import UNFINISHED, Lock
+from data_prep.verbs.merge import is_merged, merge_folder
+from data_prep.verbs.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle
+from fem_common.errors import UserError
+from fem_common.files import remove_leftovers
+from fem_common.text import counted, size
+
+SAMPLE_DOCUMENTS = 64
+SAMPLE_BYTES = 1_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    add_plan_arguments(parser, required=False)
+    add_max_bad_argument(parser)
+    parser.add_argument("--workers", type=int, metavar="W", help="processes (default: one a core)")
+    parser.add_argument("--encoder", choices=("auto", "gigatoken", "hf"), default="auto", help="default: gigatoken where it is exact")
+    parser.add_argument("--task-id", type=int, metavar="N", help="which of --tasks this is, from 0")
+    parser.add_argument("--tasks", type=int, metavar="M", help="tasks that share the work, each with the same command but for its number")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Of ``tasks`` that share the units, number ``index``, from 0; ``told_by``: where that was read."""
+
+    index: int
+    tasks: int
+    told_by: str
+
+    def has(self, unit: Unit) -> bool:
+        """Whether a unit is this task's."""
+        return unit.number % self.tasks == self.index
+
+
+def task_of(index: int | None, tasks: int | None, environment: Mapping[str, str]) -> Task | None:
+    """The task that the command line, or else Slurm's environment, names; None where neither does. Raises UserError."""
+    slurm = environment.get("SLURM_ARRAY_TASK_ID")
+    if index is not None or (tasks is not None and not slurm):
+        if index is None or tasks is None:
+            raise UserError("--task-id and --tasks go together; give both")
+        return _checked(index, tasks, "--task-id")
+    if not slurm:
+        return None
+    try:
+        number = int(slurm)
+        if tasks is not None:
+            return _checked(number, tasks, "SLURM_ARRAY_TASK_ID")
+        first, step = (int(environment.get(f"SLURM_ARRAY_TASK_{name}") or default) for name, default in (("MIN", 0), ("STEP", 1)))
+        whole = int(environment["SLURM_ARRAY_TASK_COUNT"])
+    except (KeyError, ValueError):
+        raise UserError("SLURM_ARRAY_TASK_ID is set and SLURM_ARRAY_TASK_COUNT is not; give --task-id and --tasks") from None
+    index, rest = divmod(number - first, max(step, 1))
+    if rest or not 0 <= index < whole:
+        raise UserError(
+            f"SLURM_ARRAY_TASK_ID is {number}, not one of {whole} tasks from {first} in steps of {step}: of an array with gaps give --tasks"
+        )
+    return Task(index, whole, "SLURM_ARRAY_TASK_ID")
+
+
+def _checked(index: int, tasks: int, told_by: str) -> Task:
+    if tasks < 1:
+        raise UserError(f"--tasks is {tasks}; it must be at least 1")
+    if not 0 <= index < tasks:
+        raise UserError(f"{told_by} is {index}; of {tasks} tasks it must be 0 to {tasks - 1}")
+    return Task(index, tasks, told_by)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Do what is left of the plan, and merge unless this is one task of several: 0, or 1 with too many bad rows. Raises UserError."""
+    out, task = arguments.out, task_of(arguments.task_id, arguments.tasks, os.environ)
+    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
+    if workers < 1:
+        raise UserError(f"--workers is {workers}; it must be at least 1")
+    parse_max_bad(arguments.max_bad)
+    if task and arguments.overwrite:
+        raise UserError("--overwrite is not for one task of several; plan with --overwrite first, then start the tasks without it")
+    made = make_plan(arguments) if arguments.inputs else None
+    plan = made[0] if made else _continued(arguments)
+    with Lock(out, shared=task is not None):
+        if made:
+            settle(out, *made, overwrite=arguments.overwrite)
+            for line in notes(plan):
+                print(line)
+        merged, cut_short = is_merged(out, plan), (out / UNFINISHED).exists()
+        if merged and not cut_short:
+            print(f"{out}: unchanged; made from the same inputs, tokenizer and settings (check it with: python -m data_prep verify {out})")
+            return 0
+        if not merged:
+            encode(out, plan, task, workers, arguments.encoder, checked=made is not None)
+    if task:
+        print(f"merge when all {task.tasks} tasks are done: python -m data_prep merge {out}")
+        return 0
+    return merge_folder(out, max_bad=arguments.max_bad)
+
+
+def _continued(arguments: argparse.Namespace) -> Plan:
+    """The plan in OUT. Raises UserError for options that belong to a plan and differ from it."""
+    plan = read_plan(arguments.out)
+    given, planned = settings_of(arguments), plan.settings
+    other = [name for name, value in given.deciding().items() if value not in (planned.deciding()[name], Settings().deciding()[name])]
+    other += ["subset"] * bool(arguments.subset) + ["overwrite"] * arguments.overwrite
+    other += ["paragraphs"] * (arguments.paragraphs and not any(file.kind == "paragraphs" for file in plan.files))
+    other += ["unit_mb"] * (round(arguments.unit_mb * 1e6) not in (plan.unit_bytes, round(UNIT_MB * 1e6)))
+    if arguments.tokenizer and identity(load_folder(find_tokenizer(arguments.tokenizer))) != plan.tokenizer:
+        other.append("tokenizer")
+    if other:
+        name = "mask" if other[0].startswith("mask") else OPTIONS.get(other[0], other[0]).replace("_", "-")
+        raise UserError(f"--{name} is not that of the plan in {arguments.out}; name the inputs too, or leave it out to go on with the plan")
+    return plan
+
+
+def encode(out: Path, plan: Plan, task: Task | None, workers: int, encoder: str, *, checked: bool) -> None:
+    """Do the units that are not done, all or one task's; ``checked``: the inputs were looked at a moment ago. Raises UserError."""
+    mine = [unit for unit in plan.units if task is None or task.has(unit)]
+    whose = f"task {task.index} of {task.tasks} ({task.told_by}), " if task else ""
+    (out / SHARDS).mkdir(exist_ok=True)
+    for folder in (out, out / SHARDS):
+        remove_leftovers(folder)
+    done = {unit: entry for unit in mine if (entry := finished(out, plan, unit))}
+    waiting = [unit for unit in mine if unit not in done]
+    if not waiting:
+        why = f"done before: {counted(len(mine), 'unit')}" if mine else "the other tasks have all units"
+        print(f"{out}: {whose}nothing to do: {why}")
+        return
+    if not checked:
+        check_inputs(plan, waiting)
+    choice = choose(load_folder(out / TOKENIZER), encoder, samples(plan, waiting[0]) if encoder != "hf" else [])
+    print(f"encoder: {choice.name} ({choice.why})")
+    workers = min(workers, len(waiting))
+    print(f"{out}: {whose}{len(waiting):,} of {counted(len(mine), 'unit')} to do, {counted(workers, 'worker')}", flush=True)
+    needed, free = disk_bytes(plan, sum(unit.text_bytes for unit in (*waiting, *(() if task else mine)))), shutil.disk_usage(out).free
+    if needed > free:
+        print(f"{out}: about {size(needed)} of disk are needed and {size(free)} are free", flush=True)
+    board = Board(done, mine)
+    try:
+        run_units(out, plan, choice.kind, waiting, workers, board)
+    finally:
+        board.line.close()
+    print(board.result())
+
+
+def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
+    """The entry of a unit that is done. One that is damaged, of another plan or without its files goes: the unit is done again."""
+    path = entry_path(out, unit)
+    try:
+        entry = sound_entry(out, plan, unit)
+        sound = all(
+            shard_prefix(out, unit, f"{name}.{kind}").stat().st_size == size
+            for name, split in entry.splits.items()
+            for kind, size in (("bin", split.bin_bytes), ("idx", split.idx_bytes))
+        )
+    except (FileNotFoundError, UserError):
+        sound = False
+    if sound:
+        return entry
+    path.unlink(missing_ok=True)
+    return None
+
+
+def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
+    """Whether the local inputs of these units are what was planned; those on the Hub are named by their commit. Raises UserError."""
+    columns = plan.settings.columns
+    for number in sorted({unit.file for unit in units}):
+        file = plan.files[number]
+        if not unchanged(file, columns):
+            raise UserError(f"{file.path} has changed since it was planned; plan again with --overwrite")
+
+
+def samples(plan: Plan, unit: Unit) -> list[str]:
+    """The first documents of a unit, up to 64 or 1 MB, unmasked: what the encoders are tried on."""
+    settings = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=())
+    selection = Selection(settings)
+    file = plan.files[unit.file]
+    for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
+        if isinstance(rows, Rows):
+            texts = selection.of(rows, file.path)[0].texts.slice(0, SAMPLE_DOCUMENTS)
+            ends = np.cumsum(pc.binary_length(texts).to_numpy())
+            if len(texts):
+                return texts.slice(0, max(1, int(np.searchsorted(ends, SAMPLE_BYTES)))).to_pylist()
+    return []

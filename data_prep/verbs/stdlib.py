@@ -1,0 +1,110 @@
+"""data_prep: the verb ``stdlib``: the running Python's standard library as a parquet file in FineWeb-Edu's schema.
+
+A real corpus of about 11 MB that every machine has. The library's own tests and lib2to3 stay out (with them it is 31 MB), as does what
+is not its source: installed packages, links that lead elsewhere, and the build's settings (config-*, _sysconfigdata*), which name the
+machine's folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fem_common.errors import UserError, told
+from fem_common.files import make_folder, sha256, sync_file, sync_folder
+
+SCHEMA = pa.schema(
+    [
+        ("text", pa.string()),
+        ("id", pa.string()),
+        ("dump", pa.string()),
+        ("url", pa.string()),
+        ("file_path", pa.string()),
+        ("language", pa.string()),
+        ("language_score", pa.float64()),
+        ("token_count", pa.int64()),
+        ("score", pa.float64()),
+        ("int_score", pa.int64()),
+    ]
+)
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+ROWS_PER_GROUP = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT.parquet where it holds something else")
+
+
+def source_files(root: Path) -> Iterator[str]:
+    """Paths of the library's sources relative to ``root``, with forward slashes, sorted within each folder."""
+    real_root = root.resolve()
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name not in SKIPPED_FOLDERS and not name.startswith("config-"))
+        for name in sorted(files):
+            path = Path(folder, name)
+            if path.suffix == ".py" and not name.startswith("_sysconfigdata") and path.resolve().is_relative_to(real_root):
+                yield path.relative_to(root).as_posix()
+
+
+def collect(root: Path) -> tuple[pa.Table, Counter[str]]:
+    """The library as a table, and what was left out by reason (empty, duplicate, not UTF-8)."""
+    version = platform.python_version()
+    rows: list[dict[str, str]] = []
+    seen: set[bytes] = set()
+    dropped: Counter[str] = Counter()
+    for name in source_files(root):
+        raw = (root / name).read_bytes()
+        digest = hashlib.blake2b(raw).digest()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            dropped["not UTF-8"] += 1
+            continue
+        if not text.strip() or digest in seen:
+            dropped["duplicate" if text.strip() else "empty"] += 1
+            continue
+        seen.add(digest)
+        url = f"https://github.com/python/cpython/blob/v{version}/Lib/{name}"
+        rows.append({"text": text, "id": f"stdlib/{name}", "dump": f"cpython-{version}", "url": url, "file_path": name, "language": "en"})
+    return pa.Table.from_pylist(rows, schema=SCHEMA), dropped
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Gather the library and write it; a file that already holds the same is left alone. Raises UserError."""
+    root, out = Path(sysconfig.get_path("stdlib")), arguments.out
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; name the file to write, such as {out / 'stdlib.parquet'}")
+    table, dropped = collect(root)
+    if not table.num_rows:
+        raise UserError(f"this Python keeps no standard library sources in {root}; run data_prep with another Python")
+    make_folder(out.parent)
+    temporary = out.with_name(f".{out.name}.unfinished")
+    try:
+        pq.write_table(table, temporary, row_group_size=ROWS_PER_GROUP, compression="zstd", write_page_checksum=True)
+        sync_file(temporary)
+        same = out.exists() and sha256(temporary) == sha256(out)
+        if out.exists() and not same and not arguments.overwrite:
+            raise UserError(f"{out} exists and holds something else; choose another name or add --overwrite")
+        os.replace(temporary, out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise told(error, f"cannot write {out} (", ")") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    text_bytes = sum(len(text.encode()) for text in table.column("text").to_pylist())
+    left_out = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items())) or "none"
+    state = "unchanged" if same else "written"
+    size = f"{table.num_rows} documents, {text_bytes / 1e6:.1f} MB of text"
+    print(f"{out}: {state}; {size} (Python {platform.python_version()}); left out: {left_out}")
+    return 0

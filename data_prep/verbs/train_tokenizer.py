@@ -1,0 +1,321 @@
+"""data_prep: the verb ``train-tokenizer``: a BPE trained on the inputs' text, as a folder that transformers.AutoTokenizer loads.
+
+    gpt     byte-level, GPT-4's pieces, <|endoftext|> (id 0) as EOD; every UTF-8 text comes back exactly
+    llama   LLaMA-2's layout: <unk> <s> </s>, 256 bytes, characters and merges; digits one by one; </s> as EOD. Every UTF-8 text comes back
+            exactly but for the sign U+2581, which comes back as a space
+
+Trained on at most about --sample-mb of text: the documents whose ids have the smallest hashes. So the same documents give the same
+tokenizer, however they are cut into files, in whatever order and on however many threads.
+All inputs are read; memory is a few times the sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import re
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from data_prep.encode.documents import Documents, Selection, Settings, add_column_arguments, settings_of
+from data_prep.encode.splits import hash_ids
+from data_prep.report.progress import Reading
+from data_prep.sources import Rows, SourceFile, open_files, read_span, spans
+from data_prep.sources.rows import Drop
+from data_prep.store.records import sha256_json
+from data_prep.store.staging import Staging
+from fem_common.errors import UserError
+from fem_common.files import json_bytes, sha256, write_synced
+
+SEAL = "training.json"
+SPAN_BYTES = 64 * 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="parquet, JSONL or .txt file, folder, glob or hf:// address")
+    parser.add_argument("--subset", metavar="NAME", help="of a dataset on the Hub, such as sample-10BT")
+    parser.add_argument("--style", choices=list(STYLES), default="gpt", help="the tokenizer's kind (default: gpt)")
+    parser.add_argument("--vocab-size", type=int, default=32000, metavar="N", help="entries, special ones included (default: 32000)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--sample-mb",
+        type=float,
+        default=64.0,
+        metavar="MB",
+        help="train on about this much text, chosen by a hash of the document id (default: 64)",
+    )
+    add_column_arguments(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace the tokenizer in --out")
+
+
+class Sample:
+    """The documents with the smallest hashes of their ids, as few as hold ``wanted_bytes``, or all; their order makes no difference."""
+
+    def __init__(self, wanted_bytes: float) -> None:
+        self.wanted_bytes = wanted_bytes
+        self.text_bytes = 0
+        self._heap: list[tuple[int, bytes]] = []  # (complement of the hash, text): the first is the next to go
+
+    @property
+    def texts(self) -> list[bytes]:
+        """The texts by hash."""
+        return [text for _, text in sorted(self._heap, reverse=True)]
+
+    def add(self, documents: Documents) -> None:
+        """Take what belongs to the sample and let go what does no longer."""
+        keys = ~hash_ids(documents.ids, b"tokenizer")
+        full = self.text_bytes >= self.wanted_bytes
+        candidates = np.flatnonzero(keys >= np.uint64(self._heap[0][0] if full else 0))
+        for index in candidates.tolist():
+            text = documents.texts[index].as_buffer().to_pybytes()
+            heapq.heappush(self._heap, (int(keys[index]), text))
+            self.text_bytes += len(text)
+            while self.text_bytes - len(self._heap[0][1]) >= self.wanted_bytes:
+                self.text_bytes -= len(heapq.heappop(self._heap)[1])
+
+
+def gather(files: list[SourceFile], settings: Settings, sample_mb: float) -> tuple[Sample, Counter[Drop]]:
+    """Read all files: the sample and the rows dropped. Raises UserError for a part that cannot be read."""
+    sample, dropped = Sample(sample_mb * 1e6), Counter[Drop]()
+    selection, columns = Selection(settings), settings.columns
+    with Reading("sampling", sum(file.text_bytes for file in files)) as reading:
+        for file in files:
+            for span in spans(file, columns, SPAN_BYTES):
+                for part in read_span(file, span, columns):
+                    if isinstance(part, Rows):
+                        chosen, reasons, _ = selection.of(part, file.path)
+                        dropped += reasons
+                        sample.add(chosen)
+                        reading.advance(part.batch.column(columns.text).nbytes)
+                    elif part.reason is Drop.UNREADABLE:
+                        raise UserError(f"{part.message}; fetch or write the file again")
+                    else:
+                        dropped[part.reason] += part.rows
+    return sample, dropped
+
+
+def _already_there(out: Path, fingerprint: str, overwrite: bool) -> bool:
+    seal, file = out / SEAL, out / "tokenizer.json"
+    try:
+        made = json.loads(seal.read_bytes())
+        if (
+            made["fingerprint"] == fingerprint
+            and file.is_file()
+            and made["sha256"] == sha256(file)
+            and (out / "tokenizer_config.json").is_file()
+        ):
+            return True
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        pass
+    interrupted = not seal.exists() and (out / ".unfinished").exists()
+    if file.exists() and not overwrite and not interrupted:
+        raise UserError(f"{out} holds another tokenizer; choose another --out or add --overwrite")
+    return False
+
+
+def _wanted(arguments: argparse.Namespace, settings: Settings, files: list[SourceFile]) -> dict[str, Any]:
+    """All that decides the tokenizer."""
+    style: Style = STYLES[arguments.style]
+    return {
+        "inputs": [part for file in files for part in file.content],
+        "style": [style.name, style.rules],
+        "vocab_size": arguments.vocab_size,
+        "sample_mb": arguments.sample_mb,
+        "settings": settings.deciding(),
+    }
+
+
+def _seal(sample: Sample, dropped: Counter[Drop], files: list[SourceFile], tokenizer: Tokenizer) -> dict[str, Any]:
+    """What training.json says of how the tokenizer was made."""
+    return {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "documents": len(sample.texts),
+        "text_bytes": sample.text_bytes,
+        "dropped": {str(reason): dropped[reason] for reason in Drop if dropped[reason]},
+        "encoder": f"tokenizers {tokenizers.__version__}",
+        "inputs": [asdict(file) for file in files],
+    }
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Train and write the tokenizer; one made from the same text and settings is left alone. Raises UserError."""
+    vocab_size, out, sample_mb = arguments.vocab_size, arguments.out, arguments.sample_mb
+    style, settings = STYLES[arguments.style], settings_of(arguments)
+    if vocab_size < style.smallest:
+        raise UserError(f"--vocab-size is {vocab_size}; the smallest is {style.smallest} ({style.contents})")
+    if not sample_mb > 0:
+        raise UserError(f"--sample-mb is {sample_mb}; it must be above 0")
+    files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
+    fingerprint = sha256_json(_wanted(arguments, settings, files))
+    if _already_there(out, fingerprint, arguments.overwrite):
+        print(f"{out}: unchanged; made from the same text and settings")
+        return 0
+    with Staging(out) as staging:
+        sample, dropped = gather(files, settings, sample_mb)
+        texts = sample.texts
+        if not texts:
+            raise UserError(f"no document to train on in {', '.join(arguments.inputs)}{_because(dropped)}")
+        read = f"{len(texts):,} documents, {sample.text_bytes / 1e6:.1f} MB of text in the sample{_because(dropped)}"
+        print(f"{read}; learning merges", file=sys.stderr, flush=True)
+        tokenizer = style.train(texts, vocab_size, sys.stderr.isatty())
+        write_synced(staging.path / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+        write_synced(staging.path / "tokenizer_config.json", json_bytes(style.config))
+        seal = {"fingerprint": fingerprint, "sha256": sha256(staging.path / "tokenizer.json")}
+        write_synced(staging.path / SEAL, json_bytes(seal | _seal(sample, dropped, files, tokenizer)))
+        staging.publish(["tokenizer.json", "tokenizer_config.json"], seal=SEAL)
+    size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(style.eod)
+    print(f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on {sample.text_bytes / 1e6:.1f} MB of text")
+    if size < vocab_size:
+        print(f"data_prep: this text yields {size} entries, fewer than --vocab-size {vocab_size}; give more text for more", file=sys.stderr)
+    return 0
+
+
+def _because(dropped: Counter[Drop]) -> str:
+    listed = ", ".join(f"{dropped[reason]} {reason}" for reason in Drop if dropped[reason])
+    return f" (left out: {listed})" if listed else ""
+
+
+BATCH_BYTES = 1 << 20
+GPT_EOD = "<|endoftext|>"
+# GPT-4's pieces: contractions, words with one leading non-letter, up to three digits, punctuation, line ends, runs of spaces.
+GPT_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+SPACE = "▁"  # what a space becomes
+LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+PRINTABLE = SPACE + "".join(map(chr, range(0x21, 0x7F)))
+# Within what merges are learnt: runs of spaces, words and punctuation with at most one leading space; digits and line ends stand alone.
+LLAMA_PIECES = rf"{SPACE}{{2,}}|{SPACE}?\p{{L}}[\p{{L}}\p{{M}}]*|{SPACE}?[^{SPACE}\s\p{{L}}\p{{N}}]+|[\s\S]"
+LLAMA_COVERAGE = 0.99995  # share of the characters that get an entry; the rest is written as bytes
+LLAMA_LONGEST = 16  # characters of an entry
+
+
+@dataclass(frozen=True)
+class Style:
+    """``train(texts, vocab_size, show)`` gives a tokenizer of at most ``vocab_size`` entries, the same for the same texts in any order;
+    ``rules`` identifies what it does with them; ``config`` is tokenizer_config.json."""
+
+    name: str
+    eod: str
+    smallest: int
+    contents: str
+    rules: str
+    config: dict[str, Any]
+    train: Callable[[Sequence[bytes], int, bool], Tokenizer]
+
+
+def batches(texts: Sequence[bytes]) -> Iterator[list[str]]:
+    """UTF-8 texts as strings, about a megabyte at a time."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text.decode())
+        size += len(text)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def train_gpt(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
+    """A byte-level BPE: EOD is entry 0, the 256 bytes follow, so every UTF-8 text comes back exactly."""
+    tokenizer = Tokenizer(models.BPE())
+    pieces = pre_tokenizers.Split(Regex(GPT_PIECES), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[GPT_EOD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=show,
+    )
+    tokenizer.train_from_iterator(batches(texts), trainer)
+    return tokenizer
+
+
+def alphabet(texts: Sequence[bytes], most: int) -> tuple[str, str]:
+    """(characters that get an entry of their own, the others that occur).
+
+    Printable ASCII and the space's sign always; then the most frequent, ties by code point, until LLAMA_COVERAGE of all characters are
+    covered or ``most`` are taken. Control characters, line ends and tabs stay bytes.
+    """
+    counts = np.zeros(0x110000, np.int64)
+    for batch in batches(texts):
+        counts += np.bincount(np.frombuffer("".join(batch).encode("utf-32-le"), "<u4"), minlength=len(counts))
+    occurring = [point for point in np.flatnonzero(counts).tolist() if chr(point) != " "]
+    others = [point for point in occurring if chr(point) not in PRINTABLE and unicodedata.category(chr(point)) != "Cc"]
+    others.sort(key=lambda point: (-int(counts[point]), point))
+    missing = int(counts[others].sum()) - (1 - LLAMA_COVERAGE) * int(counts.sum())
+    taken = []
+    for point in others[:most]:
+        if missing <= 0:
+            break
+        taken.append(point)
+        missing -= int(counts[point])
+    chosen = PRINTABLE + "".join(map(chr, taken))
+    return chosen, "".join(chr(point) for point in occurring if chr(point) not in set(chosen))
+
+
+def train_llama(texts: Sequence[bytes], vocab_size: int, show: bool) -> Tokenizer:
+    """A BPE of LLaMA-2's layout: <unk> <s> </s>, the 256 bytes from entry 3 on, characters and merges; no pre-tokenizer when it encodes.
+
+    Every UTF-8 text comes back exactly, but for the sign U+2581 itself, which comes back as the space it stands for.
+    """
+    letters, rare = alphabet(texts, most=(vocab_size - LLAMA.smallest) // 4)
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(LLAMA_PIECES), behavior="isolated")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*LLAMA_SPECIAL, *BYTES],
+        initial_alphabet=list(letters),
+        limit_alphabet=len(letters),
+        max_token_length=LLAMA_LONGEST,
+        show_progress=show,
+    )
+    # A character without an entry is skipped in training, which would join its neighbours: a line end keeps them apart.
+    apart = re.compile(f"[{re.escape(rare)}]+") if rare else re.compile("\n")
+    tokenizer.train_from_iterator(([apart.sub("\n", text) for text in batch] for batch in batches(texts)), trainer)
+    spec = json.loads(tokenizer.to_str())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in LLAMA_SPECIAL]
+    spec["pre_tokenizer"] = None
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
+    )
+    return tokenizer
+
+
+def _config(special: dict[str, str]) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+    }
+
+
+GPT = Style("gpt", GPT_EOD, 257, "256 bytes and EOD", GPT_PIECES, _config({"eos_token": GPT_EOD}), train_gpt)
+LLAMA = Style(
+    "llama",
+    "</s>",
+    len(LLAMA_SPECIAL) + len(BYTES) + len(PRINTABLE),
+    f"{', '.join(LLAMA_SPECIAL)}, 256 bytes and {len(PRINTABLE)} characters",
+    f"{LLAMA_PIECES} {LLAMA_COVERAGE} {LLAMA_LONGEST}",
+    _config({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
+    train_llama,
+)
+STYLES = {style.name: style for style in (GPT, LLAMA)}

@@ -1,0 +1,274 @@
+"""data_prep: the verb ``verify``: a data folder against all that is said of it.
+
+A merged folder: sizes and hashes of every file, manifest against units and plan, each .idx against its .bin, EOD at the end of every
+document and nowhere else, ids within the vocabulary, the tokenizer. One that is not merged: each shard against its unit's entry. And a
+sample of the documents, read again from the inputs and encoded by Hugging Face tokenizers. Leaves with 1 and a line a fault, or with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from data_prep.encode.splits import SPLITS
+from data_prep.encode.tokenizer import load_folder
+from data_prep.report.progress import Reading
+from data_prep.store.entries import manifest_of, missing_units, ranges, read_units, shortened, sound_entry
+from data_prep.store.indexed import dtype_name, index_bytes_of
+from data_prep.store.layout import MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_manifest
+from data_prep.store.staging import existing_folder
+from data_prep.verify.cache import cache_bytes, check_caches
+from data_prep.verify.pairs import Ids, pair_faults
+from data_prep.verify.sample import check_sample
+from fem_common.errors import UserError
+from fem_common.text import count
+
+SAMPLE = 100
+PUT_BACK = "put it back, or plan and run again with --overwrite"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder that run wrote")
+    parser.add_argument(
+        "--sample", type=int, default=SAMPLE, metavar="N", help=f"documents to read and encode again; 0: none (default: {SAMPLE})"
+    )
+    parser.add_argument("--index-cache", type=Path, metavar="FOLDER", help="check the index caches in FOLDER against this data too")
+
+
+@dataclass
+class Report:
+    """Faults, what was not checked, and what was found whole."""
+
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    agree: list[str] = field(default_factory=list)
+
+    def add(self, faults: Iterator[str] | list[str], fix: str = "") -> bool:
+        """Take faults in; whether there were none."""
+        found = [f"{fault}; {fix}" if fix else fault for fault in faults]
+        self.faults += found
+        return not found
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Check a data folder: 0 and a summary when it is whole, 1 and a line a fault when it is not. Raises UserError where there is none."""
+    folder = existing_folder(arguments.folder, "a folder that python -m data_prep run wrote")
+    if arguments.sample < 0:
+        raise UserError(f"--sample is {arguments.sample}; it must be at least 0")
+    if (folder / MANIFEST).is_file() or not (folder / PLAN).is_file():
+        manifest = read_manifest(folder)
+        report = verify_merged(folder, manifest, arguments.sample, arguments.index_cache)
+        done = ", ".join(f"{name} {count(entry.tokens)} tokens" for name, entry in manifest.splits.items())
+    elif arguments.index_cache:
+        raise UserError(f"{folder} is not merged, so no index cache can belong to it; merge it with: python -m data_prep merge {folder}")
+    else:
+        report = verify_units(folder, arguments.sample)
+        done = f"not merged yet; go on with: python -m data_prep merge {folder}"
+    for note in report.notes:
+        print(f"not checked: {note}")
+    for fault in report.faults:
+        print(f"fault: {fault}")
+    if report.faults:
+        print(f"{folder}: {len(report.faults)} fault{'s' if len(report.faults) > 1 else ''}")
+        return 1
+    print(f"{folder}: whole; {done}; {', '.join(report.agree)} agree")
+    return 0
+
+
+def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
+    """Check a folder that has a manifest. Raises UserError where ``caches`` is no folder."""
+    report = Report(agree=["hashes", "indices", "EOD"])
+    fix = f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
+    report.add(tokenizer_faults(folder / manifest.tokenizer.path, manifest.tokenizer), PUT_BACK)
+    plan, entries = None, list[UnitEntry]()
+    try:
+        plan = _sound_plan(folder)
+    except UserError as error:
+        report.add([str(error)])
+    try:
+        entries = read_units(folder, manifest)
+    except UserError as error:
+        report.add([str(error)], fix)
+    if plan and entries:
+        report.add(manifest_faults(folder, manifest, plan, entries), fix)
+    total = sum(entry.bin_bytes + entry.idx_bytes for entry in manifest.splits.values())
+    with Reading("verifying", total + (cache_bytes(caches) if caches else 0)) as reading:
+        ids = Ids(manifest.dtype, manifest.tokenizer.eod_id, manifest.tokenizer.vocab_size)
+        for name, part in manifest.splits.items():
+            report.add(pair_faults(folder / name, part, "the manifest", ids, reading.advance), fix)
+        strays = [folder / f"{name}.{kind}" for name in SPLITS if name not in manifest.splits for kind in ("bin", "idx")]
+        report.add([f"{path} is not in the manifest; remove it, or {fix}" for path in strays if path.exists()])
+        if caches:
+            found = check_caches(caches, folder, manifest, reading.advance)
+            report.add(found.faults)
+            report.agree.append(f"{found.ours} index caches ({found.others} of other data, {found.unfinished} unfinished)")
+    if (folder / SHARDS).exists():
+        report.notes.append(f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it")
+    if plan:
+        _sample(report, folder, plan, entries, sample, fix, merged=True)
+    return report
+
+
+def verify_units(folder: Path, sample: int) -> Report:
+    """Check a folder whose shards are not merged."""
+    report = Report(agree=["hashes", "indices", "EOD"])
+    try:
+        plan = _sound_plan(folder)
+    except UserError as error:
+        report.add([str(error)])
+        return report
+    said = TokenizerEntry(TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256)
+    report.add(tokenizer_faults(folder / TOKENIZER, said), PUT_BACK)
+    entries, faults = read_units_done(folder, plan)
+    report.add(faults)
+    parts = [part for entry in entries for part in entry.splits.values()]
+    with Reading(f"verifying {folder / SHARDS}", sum(part.bin_bytes + part.idx_bytes for part in parts)) as reading:
+        report.add(shard_faults(folder, plan, entries, reading.advance))
+    fix = f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep run --out {folder}"
+    _sample(report, folder, plan, entries, sample, fix, merged=False)
+    return report
+
+
+def _sound_plan(folder: Path) -> Plan:
+    """The plan. Raises UserError."""
+    if not (folder / PLAN).is_file():
+        raise UserError(f"{folder / PLAN} is missing; {PUT_BACK}")
+    return read_plan(folder)
+
+
+def tokenizer_faults(folder: Path, said: TokenizerEntry) -> Iterator[str]:
+    """Faults of the tokenizer's copy."""
+    try:
+        tokenizer = load_folder(folder)
+    except UserError as error:
+        yield str(error)
+        return
+    if tokenizer.sha256 != said.sha256:
+        yield f"{tokenizer.path / 'tokenizer.json'}: content differs from the manifest's hash"
+    for what, found, wanted in (("EOD is", tokenizer.eod_id, said.eod_id), ("entries are", tokenizer.vocab_size, said.vocab_size)):
+        if found != wanted:
+            yield f"{tokenizer.path}: its {what} {found}, the manifest says {wanted}"
+
+
+def manifest_faults(folder: Path, manifest: Manifest, plan: Plan, entries: list[UnitEntry]) -> Iterator[str]:
+    """What manifest.json says otherwise than plan.json and units.jsonl."""
+    if manifest.source.fingerprint != plan.fingerprint:
+        yield f"{folder / MANIFEST} is of another plan than {folder / PLAN}"
+        return
+    for entry in entries:
+        if entry.plan != plan.fingerprint:
+            yield f"{folder / manifest.units.file}: unit {entry.unit} is of another plan"
+            return
+    if len(entries) != len(plan.units):
+        yield f"{folder / manifest.units.file} has {len(entries)} units, {folder / PLAN} has {len(plan.units)}"
+        return
+    for unit, entry in zip(plan.units, entries, strict=True):
+        if unit.rows not in (None, entry.rows):
+            yield f"{folder / manifest.units.file}: unit {entry.unit} accounts for {entry.rows} rows, the plan for {unit.rows}"
+    splits = {name: _summed(manifest.splits[name], name, entries) for name in SPLITS if name in manifest.splits}
+    said, found = asdict(manifest), asdict(manifest_of(plan, entries, splits))
+    _forget_where_files_lie(said)
+    _forget_where_files_lie(found)
+    yield from _differences(said, found, str(folder / MANIFEST))
+    for name in sorted({name for entry in entries for name in entry.splits} - manifest.splits.keys()):
+        yield f"{folder / MANIFEST} lacks the split {name!r}, which units wrote"
+
+
+def _forget_where_files_lie(manifest: dict[str, Any]) -> None:
+    """The paths of inputs and mask are no part of a plan's identity: they may move, and a later plan of the same contents says where to."""
+    for file in manifest["source"]["files"]:
+        file["path"] = None
+    mask = manifest["source"]["settings"].get("mask")
+    manifest["source"]["settings"]["mask"] = mask and mask.rpartition(":")[2]
+
+
+def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEntry:
+    """A split's entry with what the units' entries add up to."""
+    parts = [entry.splits[name] for entry in entries if name in entry.splits]
+    documents, tokens, text_bytes, bin_bytes = (
+        sum(getattr(part, what) for part in parts) for what in ("documents", "tokens", "text_bytes", "bin_bytes")
+    )
+    return replace(
+        said, documents=documents, tokens=tokens, text_bytes=text_bytes, bin_bytes=bin_bytes, idx_bytes=index_bytes_of(documents)
+    )
+
+
+def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
+    """Where two JSON values differ, by their keys."""
+    if isinstance(said, dict) and isinstance(found, dict):
+        for name in dict.fromkeys([*said, *found]):
+            yield from _differences(said.get(name), found.get(name), path, f"{key}.{name}" if key else str(name))
+    elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
+        for number, (one, other) in enumerate(zip(said, found, strict=True)):
+            yield from _differences(one, other, path, f"{key}.{number}")
+    elif said != found:
+        yield f"{path}: {key} is {said!r}, units and plan say {found!r}"
+
+
+def _sample(report: Report, folder: Path, plan: Plan, entries: list[UnitEntry], number: int, fix: str, *, merged: bool) -> None:
+    if not number:
+        return
+    if report.faults or len(entries) != len(plan.units):
+        report.notes.append("a sample against the inputs: mend the faults first")
+        return
+    found = check_sample(folder, plan, entries, number, merged=merged)
+    report.add(found.faults, fix)
+    for reason, units in found.unchecked.items():
+        report.notes.append(f"a sample of unit{'s' * (len(units) > 1)} {shortened(ranges(units))} against the inputs: {reason}")
+    if found.compared:
+        report.agree.append(f"{found.compared} documents encoded again")
+
+
+SHARD = re.compile(rf"(\d+)-({'|'.join(SPLITS)})\.(?:bin|idx)")
+ENTRY = re.compile(r"(\d+)\.json")
+
+
+def read_units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[str]]:
+    """The sound entries that are there, and the faults of the others; units without an entry are one fault."""
+    entries, faults, missing = [], [], []
+    for unit in plan.units:
+        try:
+            entries.append(sound_entry(out, plan, unit))
+        except FileNotFoundError:
+            missing.append(unit.number)
+        except UserError as error:
+            faults.append(str(error))
+    if missing:
+        faults.append(missing_units(out, plan, missing))
+    return entries, faults
+
+
+def shard_faults(out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]) -> Iterator[str]:
+    """Faults of the shards that the entries name, and files that none names."""
+    vocab_size, eod_id = plan.tokenizer.vocab_size, plan.tokenizer.eod_id
+    ids = Ids(dtype_name(vocab_size), eod_id, vocab_size)
+    for entry in entries:
+        unit = plan.units[entry.unit]
+        for name, part in entry.splits.items():
+            for fault in pair_faults(shard_prefix(out, unit, name), part, "its entry", ids, advance):
+                yield f"{fault}; {_again(out, unit)}"
+    yield from _strays(out, plan, {entry.unit: entry for entry in entries})
+
+
+def _again(out: Path, unit: Unit) -> str:
+    return f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
+
+
+def _strays(out: Path, plan: Plan, entries: dict[int, UnitEntry]) -> Iterator[str]:
+    known = {unit.name: unit for unit in plan.units}
+    for path in sorted((out / SHARDS).glob("[!.]*")):
+        if match := ENTRY.fullmatch(path.name):
+            if match[1] not in known:
+                yield f"{path} is the entry of a unit that the plan does not have; remove it"
+        elif not (match := SHARD.fullmatch(path.name)) or match[1] not in known:
+            yield f"{path} belongs to no unit of the plan; remove it"
+        elif not entry_path(out, known[match[1]]).is_file():
+            yield f"{path} has no entry, so its unit is not done; do it with: python -m data_prep run --out {out}"
+        elif (entry := entries.get(known[match[1]].number)) and match[2] not in entry.splits:
+            yield f"{path} is not named by its unit's entry; {_again(out, known[match[1]])}"

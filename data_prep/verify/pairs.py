@@ -1,0 +1,159 @@
+"""data_prep: one .bin/.idx pair against what is said of it: sizes, hashes, each .idx against its .bin, EOD, vocabulary.
+
+Every byte is read once, in blocks; hash and contents are looked at together. Nothing here knows units, plans or inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.store.indexed import DOCUMENTS_AT_ONCE, HEADER, FormatError, Index, read_index, sample_digest, with_ending
+from data_prep.store.manifest import MergedEntry, SplitEntry
+
+BLOCK_BYTES = 1 << 25
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What the ids of a pair are: their type, the EOD's id and the size of the vocabulary."""
+
+    dtype: str
+    eod_id: int
+    vocab_size: int
+
+
+def pair_faults(prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]) -> Iterator[str]:
+    """The faults of PREFIX.bin and PREFIX.idx, each naming its file. ``says``: who made the statement; ``advance`` hears of bytes read."""
+    binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
+    there = True
+    for path, size in ((binary, entry.bin_bytes), (index_path, entry.idx_bytes)):
+        if not path.is_file():
+            there = False
+            yield f"{path} is missing"
+        elif path.stat().st_size != size:
+            change = "truncated" if path.stat().st_size < size else "too long"
+            yield f"{path}: {path.stat().st_size} bytes, {says} says {size} ({change})"
+    if not there:
+        return
+    index = None
+    try:
+        index = read_index(index_path)
+    except FormatError as error:
+        yield f"{index_path} {error}"
+    sound = True
+    if index is not None:
+        for fault in _index_faults(index_path, index, binary, entry, says, ids, advance):
+            sound = False
+            yield fault
+    kind = index.dtype if index else ids.dtype
+    yield from _token_faults(binary, index if sound else None, kind, entry, says, ids, advance)
+
+
+def _index_faults(
+    path: Path, index: Index, binary: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
+) -> Iterator[str]:
+    width, documents = np.dtype(index.dtype).itemsize, len(index.lengths)
+    digest = hashlib.sha256()
+    tokens, shortest, pointers_agree, numbers_agree = 0, 1, True, len(index.document_indices) == documents + 1
+    with path.open("rb", buffering=0) as stream:
+        digest.update(stream.read(HEADER.size))
+        for _, lengths in _parts(stream, "<i4", documents, digest.update, advance):
+            tokens += int(lengths.sum(dtype=np.int64))
+            shortest = min(shortest, int(lengths.min()))
+        end = 0
+        for start, pointers in _parts(stream, "<i8", documents, digest.update, advance):
+            ends = end + np.cumsum(index.lengths[start : start + len(pointers)], dtype=np.int64)
+            pointers_agree &= int(pointers[0]) == end * width and bool((pointers[1:] == ends[:-1] * width).all())
+            end = int(ends[-1])
+        for start, numbers in _parts(stream, "<i8", len(index.document_indices), digest.update, advance):
+            numbers_agree &= bool((numbers == np.arange(start, start + len(numbers))).all())
+    if digest.hexdigest() != entry.idx_sha256:
+        yield f"{path}: content differs from {says}'s hash"
+    if index.dtype != ids.dtype:
+        yield f"{path}: ids are {index.dtype}, {says} says {ids.dtype}"
+    if tokens * width != binary.stat().st_size:
+        yield f"{path} does not belong to {binary.name}: it describes {tokens * width} bytes, the file has {binary.stat().st_size}"
+    if shortest < 1 or not pointers_agree:
+        yield f"{path}: lengths and pointers disagree"
+    if not numbers_agree:
+        yield f"{path}: document indices are not one document a sequence"
+    if (documents, tokens) != (entry.documents, entry.tokens):
+        yield f"{path}: {documents} documents and {tokens} tokens, {says} says {entry.documents} and {entry.tokens}"
+
+
+def _parts(
+    stream: Any, dtype: str, number: int, update: Callable[[bytearray], None], advance: Callable[[int], None]
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """(first index, values) of the next ``number`` values of a file, in parts."""
+    width = np.dtype(dtype).itemsize
+    for start in range(0, number, DOCUMENTS_AT_ONCE):
+        wanted = width * min(DOCUMENTS_AT_ONCE, number - start)
+        raw = bytearray()
+        while len(raw) < wanted and (more := stream.read(wanted - len(raw))):
+            raw += more
+        update(raw)
+        advance(len(raw))
+        if values := len(raw) // width:
+            yield start, np.frombuffer(raw, dtype, values)
+
+
+def _token_faults(
+    path: Path, index: Index | None, dtype: str, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]
+) -> Iterator[str]:
+    """Hash of a .bin; every id in the vocabulary; and, where its .idx is sound, EOD at the end of every document and nowhere else."""
+    digest, kind = hashlib.sha256(), np.dtype(dtype).newbyteorder("<")
+    found = foreign = unended = read = document = 0
+    first = -1
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while filled := _fill(stream, buffer):
+            digest.update(buffer[:filled])
+            advance(filled)
+            part = np.frombuffer(buffer, kind, filled // kind.itemsize)
+            found += int(np.count_nonzero(part == ids.eod_id))
+            foreign += int(np.count_nonzero((part < 0) | (part >= ids.vocab_size)))
+            if index is not None:
+                ends, document = _ends(index, document, read, read + filled)
+                wrong = np.flatnonzero(part[ends] != ids.eod_id)
+                if len(wrong) and not unended:
+                    first = document - len(ends) + int(wrong[0])
+                unended += len(wrong)
+            read += filled
+    if digest.hexdigest() != entry.bin_sha256:
+        yield f"{path}: content differs from {says}'s hash"
+    elif isinstance(entry, MergedEntry) and sample_digest(path) != entry.bin_sample:
+        yield f"{path}: its sample differs from {says}'s bin_sample, though the hash agrees: {says} was altered"
+    if foreign:
+        yield f"{path}: {foreign} ids lie outside the vocabulary of {ids.vocab_size}"
+    if found != entry.documents:
+        yield f"{path}: EOD stands {found} times for {entry.documents} documents"
+    if unended:
+        yield f"{path}: {unended} documents do not end in EOD, number {first} first"
+
+
+def _fill(stream: Any, buffer: memoryview) -> int:
+    """Read until a buffer is full or the file ends: bytes read."""
+    filled = 0
+    while filled < len(buffer) and (number := stream.readinto(buffer[filled:])):
+        filled += number
+    return filled
+
+
+def _ends(index: Index, document: int, start: int, stop: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Where documents end in bytes [start, stop) of a .bin, as indices of ids from ``start`` on; ``document`` is the first that ends at or
+    after ``start``. The first that ends at or after ``stop`` comes back too."""
+    width = np.dtype(index.dtype).itemsize
+    after = bisect_right(index.pointers, stop, lo=min(document + 1, len(index.pointers)))
+    ends = (index.pointers[document + 1 : after] - start) // width - 1
+    document = max(after - 1, document)
+    if document < len(index.pointers) and int(index.pointers[document]) + int(index.lengths[document]) * width == stop:
+        ends, document = np.append(ends, (stop - start) // width - 1), document + 1
+    return ends.astype(np.int64), document

@@ -1,0 +1,191 @@
+"""data_prep: a sample of the documents, read from the inputs again, encoded by Hugging Face tokenizers, compared with what was written.
+
+The only part of ``verify`` that opens inputs. Inputs that are gone or have changed are no fault of the data: it says what was not checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_prep.encode.documents import Selection, Settings
+from data_prep.encode.encoders import Encoder, make
+from data_prep.encode.splits import SPLITS
+from data_prep.encode.tokenizer import load_folder
+from data_prep.report.progress import Reading
+from data_prep.sources import Rows, SourceFile, Span, read_span, unchanged
+from data_prep.sources.rows import Drop
+from data_prep.store.indexed import Index, read_index, with_ending
+from data_prep.store.layout import TOKENIZER, Plan, Unit, shard_prefix
+from data_prep.store.manifest import UnitEntry
+from fem_common.errors import CommandError, UserError
+from fem_common.errors import reason as reason_of
+
+FROM_A_UNIT = 10
+WHILE_READING = (Drop.UNREADABLE, Drop.MALFORMED)
+WHILE_ENCODING = (Drop.NO_TOKENS, Drop.CONTAINS_EOD)
+
+
+@dataclass
+class Result:
+    """Documents compared, the faults found, and why something could not be checked: reason -> units."""
+
+    compared: int = 0
+    faults: list[str] = field(default_factory=list)
+    unchecked: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A document of the sample: which of its unit and split it is, where its row is, and its text."""
+
+    split: str
+    number: int
+    place: int
+    text: str
+
+
+def check_sample(folder: Path, plan: Plan, entries: Sequence[UnitEntry], number: int, *, merged: bool) -> Result:
+    """Compare ``number`` documents, drawn with the plan's fingerprint as seed; ``entries`` are all of the plan's units, in order.
+
+    Raises nothing for inputs that cannot be read.
+    """
+    result = Result()
+    chosen = draw_numbers(plan, entries, number)
+    written = Written(folder, plan, entries, merged)
+    try:
+        selection = Selection(plan.settings)
+        encoder = make(load_folder(folder / TOKENIZER), "hf")
+    except UserError as error:
+        result.unchecked[str(error)] = [unit.number for unit, _ in chosen]
+        return result
+    with Reading("encoding a sample again", sum(unit.text_bytes for unit, _ in chosen)) as reading:
+        for unit, wanted in chosen:
+            try:
+                file = _unchanged(plan.files[unit.file], plan.settings)
+                documents = _draw(file, unit, entries[unit.number], selection, wanted, result, reading.advance)
+            except (CommandError, OSError) as error:
+                reason = reason_of(error) if isinstance(error, OSError) else str(error)
+                result.unchecked.setdefault(reason, []).append(unit.number)
+            else:
+                for document in documents:
+                    _compare(document, unit, file.path, encoder, plan.tokenizer.eod_id, written, result)
+    return result
+
+
+def draw_numbers(plan: Plan, entries: Sequence[UnitEntry], number: int) -> list[tuple[Unit, npt.NDArray[np.int64]]]:
+    """Units, and the sorted numbers of at most ``number`` documents in them, one split counted after the other."""
+    seed = int.from_bytes(hashlib.sha256(plan.fingerprint.encode()).digest()[:8], "big")
+    generator = np.random.default_rng(seed)
+    order = [plan.units[i] for i in generator.permutation(len(plan.units)) if entries[i].documents]
+    most = max(FROM_A_UNIT, -(-number // max(len(order), 1)))
+    chosen = []
+    for unit in order:
+        documents = entries[unit.number].documents
+        if number > 0:
+            wanted = generator.choice(documents, size=min(most, number, documents), replace=False)
+            chosen.append((unit, np.sort(wanted)))
+            number -= len(wanted)
+    return chosen
+
+
+def _unchanged(file: SourceFile, settings: Settings) -> SourceFile:
+    """The file, if it is still what it was; one on the Hub is named by its commit."""
+    if not unchanged(file, settings.columns):
+        raise UserError(f"{file.path} has changed since the data was made")
+    return file
+
+
+def _draw(
+    file: SourceFile,
+    unit: Unit,
+    entry: UnitEntry,
+    selection: Selection,
+    wanted: npt.NDArray[np.int64],
+    result: Result,
+    advance: Callable[[int], None],
+) -> list[Drawn]:
+    """The ``wanted`` documents of a unit (numbers among all of its splits, one split after the other), its whole span being read."""
+    unwritten = [row.place for row in entry.bad if row.reason in WHILE_ENCODING]
+    if len(unwritten) != sum(entry.dropped.get(str(reason), 0) for reason in WHILE_ENCODING):
+        raise UserError("more rows were dropped in encoding than its entry lists: their places are not known")
+    numbers, first = {}, 0
+    for name in (name for name in SPLITS if name in entry.splits):
+        documents = entry.splits[name].documents
+        numbers[name] = wanted[(wanted >= first) & (wanted < first + documents)] - first
+        first += documents
+    found: list[Drawn] = []
+    seen, text_bytes, unreadable = Counter[str](), Counter[str](), 0
+    for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), selection.settings.columns):
+        if not isinstance(rows, Rows):
+            unreadable += rows.rows
+            continue
+        selected, _, _ = selection.of(rows, file.path)
+        sizes = pc.binary_length(selected.texts).to_numpy()
+        kept = ~np.isin(selected.places, unwritten)
+        for code, name in enumerate(SPLITS):
+            which = np.flatnonzero(kept & (selected.splits == code))
+            chosen = numbers.get(name, np.zeros(0, np.int64)) - seen[name]
+            for number in chosen[(chosen >= 0) & (chosen < len(which))]:
+                row = int(which[number])
+                found.append(Drawn(name, seen[name] + int(number), int(selected.places[row]), selected.texts[row].as_py()))
+            seen[name] += len(which)
+            text_bytes[name] += int(sizes[which].sum())
+        advance(int(sizes.sum()))
+    if unreadable != sum(entry.dropped.get(str(reason), 0) for reason in WHILE_READING):
+        raise UserError(f"{file.path} can no longer be read as it was when the data was made")
+    for name in SPLITS:
+        part = entry.splits.get(name)
+        said = (part.documents, part.text_bytes) if part else (0, 0)
+        if (seen[name], text_bytes[name]) != said:
+            given = f"{seen[name]} documents, {text_bytes[name]} bytes for {name}"
+            result.faults.append(f"unit {unit.number}: {file.path} gives {given}; its entry says {said[0]} and {said[1]}")
+    return found
+
+
+class Written:
+    """Where a unit's documents are: in its shards, or in the merged pairs after those of the units before it."""
+
+    def __init__(self, folder: Path, plan: Plan, entries: Sequence[UnitEntry], merged: bool) -> None:
+        self.folder, self.plan, self.merged = folder, plan, merged
+        counts = {name: [entry.splits[name].documents if name in entry.splits else 0 for entry in entries] for name in SPLITS}
+        self.before = {name: np.cumsum([0, *numbers]) for name, numbers in counts.items()}
+        self._open: tuple[Path, Index, npt.NDArray[Any]] | None = None
+
+    def place(self, unit: Unit, split: str, number: int) -> tuple[Path, int]:
+        """The prefix of the pair that holds a unit's document of a split, and its number there."""
+        if self.merged:
+            return self.folder / split, int(self.before[split][unit.number]) + number
+        return shard_prefix(self.folder, unit, split), number
+
+    def ids(self, prefix: Path, number: int) -> npt.NDArray[Any]:
+        """The ids of a document, EOD included."""
+        if self._open is None or self._open[0] != prefix:
+            index = read_index(with_ending(prefix, "idx"))
+            kind = np.dtype(index.dtype).newbyteorder("<")
+            self._open = prefix, index, np.memmap(with_ending(prefix, "bin"), dtype=kind, mode="r")
+        _, index, tokens = self._open
+        start = int(index.pointers[number]) // tokens.itemsize
+        return tokens[start : start + int(index.lengths[number])]
+
+
+def _compare(document: Drawn, unit: Unit, path: str, encoder: Encoder, eod: int, written: Written, result: Result) -> None:
+    expected = np.append(encoder.encode(pa.array([document.text], pa.large_string())).ids, eod)
+    prefix, number = written.place(unit, document.split, document.number)
+    found = written.ids(prefix, number)
+    result.compared += 1
+    if not np.array_equal(found, expected):
+        shared = min(len(found), len(expected))
+        differing = np.flatnonzero(found[:shared] != expected[:shared])
+        at = int(differing[0]) if len(differing) else shared
+        what = f"document {number} (unit {unit.number}, place {document.place} of {path})"
+        result.faults.append(f"{with_ending(prefix, 'bin')}: {what} is not what Hugging Face tokenizers makes of its text, from id {at} on")

@@ -1,0 +1,193 @@
+"""The one frame of every command and verb: a parser whose errors are one line, and what a command's end means. Standard library alone.
+
+A command is a `Parser` and ``run(program, main)``. A command with verbs has a table of them, ``{"plan": Verb("tools.scaling.planning",
+"what it does")}``: the module of the verb that was called, and no other, is imported; it has ``add_arguments(parser)`` and
+``main(arguments)``, and imports torch inside ``main`` alone, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+from fem_common.errors import CommandError, Fault, end
+from fem_common.exits import Exit
+from fem_common.signals import taken
+from fem_common.text import nearest
+
+CODES = """exit codes:
+    0  done
+    1  a fault, or a check found one: the same command may do
+    2  wrong input
+    3  loss or gradient stayed non-finite
+   75  another process has the folder: the same command may do later
+  130  Ctrl-C; 143  SIGTERM"""
+KEPT = "the same command goes on where it was"
+_ENDS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal hung up"}
+# Want of memory in errors of another type: by zstd, lz4, C++, zlib, the dynamic linker and Python's threads.
+_MEMORY = ("not enough memory", "allocation_failed", "bad_alloc", "Error -4 ", "failed to map segment", "can't start new thread")
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, whose ``number`` it has: the end is the same as that of Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with its errors on one line, the nearest word in it, and the exit codes at the end of --help."""
+
+    def __init__(self, **given: Any) -> None:
+        given.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        given.setdefault("allow_abbrev", False)
+        given["epilog"] = "\n\n".join(filter(None, (given.get("epilog"), CODES)))
+        super().__init__(**given)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and leave with 2."""
+        program = self.prog.removeprefix("python -m ").split()[0]
+        print(f"{program}: error: {message}{self._meant(message)} (see: {self.prog} --help)", file=sys.stderr)
+        sys.exit(Exit.WRONG_INPUT)
+
+    def _meant(self, message: str) -> str:
+        choice = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message)
+        if choice:
+            near = nearest(choice[1], re.findall(r"[\w.-]+", choice[2]))
+        else:
+            odd = re.search(r"unrecognized arguments: (-[\w-]+)", message)
+            near = nearest(odd[1], self._options()) if odd else None
+        return f"; did you mean {near}?" if near else ""
+
+    def _options(self) -> list[str]:
+        """Its options and those of its verbs."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [option for verb in action.choices.values() for option in verb._option_string_actions]
+        return found
+
+
+class Verb(NamedTuple):
+    """Where a verb is, ``package.module`` or ``package.module:function`` (main), and its purpose."""
+
+    place: str
+    purpose: str
+
+
+def parse(program: str, description: str, verbs: Mapping[str, Verb], argv: Sequence[str], *, epilog: str = "") -> argparse.Namespace:
+    """The command line as a namespace whose ``main`` does the verb.
+
+    A verb that declares the positional ``words`` (``nargs="*"``) takes them between and after its options, too. One that has a default of
+    ``rest`` gets in it the words after ``--``.
+    """
+    parser = Parser(prog=f"python -m {program}", description=description, epilog=epilog)
+    group = parser.add_subparsers(required=True, metavar="VERB", parser_class=Parser)
+    own, rest = list(argv), None
+    for name, verb in verbs.items():
+        if name not in own[:1]:
+            group.add_parser(name, help=verb.purpose, add_help=False)
+            continue
+        place, _, function = verb.place.partition(":")
+        module = importlib.import_module(place)
+        # What the module's docstring says after the verb's name.
+        said = (module.__doc__ or "").partition("``: ")[2].replace("``", "") or verb.purpose
+        called = group.add_parser(name, help=verb.purpose, description=said[:1].upper() + said[1:])
+        module.add_arguments(called)
+        called.set_defaults(main=getattr(module, function or "main"))
+        if called.get_default("rest") is not None and "--" in own:
+            own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    arguments, more = parser.parse_known_args(own)
+    words: list[str] | None = getattr(arguments, "words", None)
+    odd = [word for word in more if words is None or word.startswith("-")]
+    if odd:
+        parser.error(f"unrecognized arguments: {' '.join(odd)}")
+    if words is not None:
+        arguments.words = [*words, *more]  # those that stand after options
+    if rest is not None:
+        arguments.rest = rest
+    return arguments
+
+
+def run(program: str, main: Callable[[], int | None], *, kept: str = KEPT) -> int:
+    """Do ``main()``: its exit code, with one line where it failed. ``kept``: what a person who stops it is told.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does: what has to be closed or removed is. A mistake of ours keeps its traceback (code 1).
+    """
+    try:
+        with signals_as_interrupt():
+            code = int(main() or 0)
+            sys.stdout.flush()
+            return code
+    except (CommandError, BrokenPipeError) as error:
+        return end(program, error)
+    except Exception as error:
+        if is_want_of_memory(error):
+            return end(program, Fault("not enough memory: give the same command again where there is more; what is finished is kept"))
+        if isinstance(error, OSError):
+            return end(program, error)
+        raise
+    except KeyboardInterrupt as interrupt:
+        number = interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT
+        _tell_if_possible(f"{program}: {_ENDS[number]}; {kept}")
+        return 128 + number
+
+
+def verb_main(program: str, description: str, verbs: Mapping[str, Verb], argv: Sequence[str] | None = None, *, kept: str = KEPT) -> int:
+    """`parse` and `run` of a command that is nothing but its verbs."""
+
+    def main() -> int:
+        arguments = parse(program, description, verbs, sys.argv[1:] if argv is None else argv)
+        return int(arguments.main(arguments) or 0)
+
+    return run(program, main, kept=kept)
+
+
+@contextmanager
+def signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise `Ended` meanwhile, in the main thread. They end a process that is forked meanwhile at once.
+
+    An exception could be lost there: Python swallows one that is raised before its hooks of a fork are done.
+    """
+    own = os.getpid()
+
+    def ended(number: int, _: FrameType | None) -> None:
+        if os.getpid() == own:
+            raise Ended(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with taken((signal.SIGTERM, signal.SIGHUP), ended):
+        yield
+
+
+def is_want_of_memory(error: BaseException) -> bool:
+    """Whether that is what an error means, of whatever type."""
+    named = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return named or any(words in str(error) for words in _MEMORY)
+
+
+def _tell_if_possible(line: str) -> None:
+    """Print a line on stderr; where the terminal is gone, let nothing more be written to it: Python would end with 120 for that."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

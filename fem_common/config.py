@@ -1,0 +1,513 @@
+"""The one strict reader: YAML files with bases, and ``section.key=value`` words, into frozen dataclasses whose fields are `setting`s.
+
+Every mistake is one line with file, line, key, value and the nearest fix, and all of them are told at once. A scalar is read as the field
+wants it: `24:00:00` and `010` stay text where a key takes text and are refused where it takes a number, which YAML 1.1 would make of them;
+`1e-4` and `15e9`, text to YAML 1.1, are numbers. PyYAML is imported only where a file is read or written. Long, because schema, composition
+and types share the tree that knows where each value was written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from fem_common.errors import ConfigError, told
+from fem_common.settings import Spec, spec
+from fem_common.text import did_you_mean, nearest
+
+T = TypeVar("T")
+COMMAND_LINE = "command line"
+_HUGE = {int: 2.0**63, float: 1e300}
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*(_\d+)*)(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
+_EXPONENT = re.compile(r"[+-]?[\d_.]+[eE][+-]?\d{1,3}")
+_KINDS = "str int float bool null timestamp merge value seq map".split()  # what YAML may take a value for
+
+Mistake = tuple[str, ConfigError]
+"""The section of the configuration that it is in, "" where nobody knows, and what is wrong."""
+
+
+class ConfigErrors(ConfigError):
+    """Everything that is wrong, found at once: the text has a line for each mistake.
+
+    config: what could be read, with defaults in place of what could not; None where that is nothing.
+    """
+
+    def __init__(self, mistakes: Sequence[Mistake], config: Any = None) -> None:
+        super().__init__("")
+        self.args = ("\n".join(str(error) for _, error in mistakes),)
+        self.mistakes, self.config = list(mistakes), config
+
+
+@contextmanager
+def noted(mistakes: list[Mistake], section: str) -> Iterator[None]:
+    """A mistake inside is kept for the end, so that the next one is found as well."""
+    try:
+        yield
+    except ConfigErrors as errors:
+        mistakes.extend(errors.mistakes)
+    except ConfigError as error:
+        mistakes.append((section, error))
+
+
+def load(
+    cls: type[T],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    parts: bool = False,
+    shipped: Path | None = None,
+    absent: Mapping[str, str] | None = None,
+) -> T:
+    """An instance of ``cls`` from the YAML file ``path``, with ``section.key=value`` overrides in order.
+
+    With ``parts`` a section (a field that is a dataclass) is a mapping, the name of a part (``<file's folder>/../<section>/<name>.yaml``),
+    the path of a file that holds the section (with a slash, or ending in .yaml or .yml; from the folder of the file that names it, or from
+    the working directory), or a mapping whose ``base`` is one of these. An override of a whole section (``model=fem_sm_340m``) replaces it
+    and is applied before those of single keys. Without ``parts`` the file itself may have a ``base``: a path, or the name of a file beside
+    it, else of one in the folder ``shipped``; not where the class has a field ``base`` of its own. ``absent``: pattern of keys that others'
+    configurations have -> what to say of them.
+
+    Raises:
+        ConfigErrors: all that is wrong with it. ConfigError: the file is not there or not to be read.
+        StorageError: a file system failed.
+    """
+    path = Path(path)
+    return _Reader(cls, path, parts, shipped, absent or {}).read(_file(path), overrides)
+
+
+def build(
+    cls: type[T],
+    values: Mapping[Any, Any],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    parts: bool = False,
+    absent: Mapping[str, str] | None = None,
+) -> T:
+    """As `load` of a file ``path`` that holds plain ``values``; errors name ``path``. Reads no file but parts, and needs no YAML."""
+    return _Reader(cls, Path(path), parts, None, absent or {}).read(node_of(values, str(path)), overrides)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """A YAML file's mapping as YAML understands it; keys given twice, aliases and tags are refused.
+
+    Raises:
+        ConfigError, StorageError: see `load`.
+    """
+    import yaml
+
+    _file(path)
+    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return values
+
+
+def plain(config: Any) -> Any:
+    """The configuration as the mappings, lists and scalars that JSON and YAML know, in the order of the fields."""
+    if is_dataclass(config):
+        return {item.name: plain(getattr(config, item.name)) for item in fields(config)}
+    if isinstance(config, tuple | list):
+        return [plain(item) for item in config]
+    return {key: plain(value) for key, value in config.items()} if isinstance(config, dict) else config
+
+
+def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass that `plain` gave, checked like a file."""
+    return build(cls, values, "saved values")
+
+
+def dump_yaml(config: Any) -> str:
+    """The whole configuration as YAML text; `load` of a file with it gives the same configuration."""
+    import yaml
+
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+# --- the schema ----------------------------------------------------------------------------------------------------------------
+
+
+def walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Every key under a configuration class as (dotted key, its dataclass field, its type), list items as ``<key>.N.<key>``."""
+    hints = typing.get_type_hints(cls)
+    for item in fields(cls):
+        key, kind = prefix + item.name, hints[item.name]
+        yield key, item, kind
+        inner, entry = _strip_optional(kind)[0], _entry(kind)
+        if is_dataclass(inner):
+            yield from walk(typing.cast(type, inner), key + ".")
+        elif is_dataclass(entry):
+            yield from walk(typing.cast(type, entry), key + ".N.")
+
+
+class Row(NamedTuple):
+    """A key of a reference page. section: whether keys stand below it; wanted: its type or choices and its range; default: None of none."""
+
+    key: str
+    section: bool
+    wanted: str
+    default: str | None
+    doc: str
+
+
+def reference(cls: type) -> Iterator[Row]:
+    """Every key of a configuration for a reader."""
+    for key, item, kind in walk(cls):
+        said = spec(item)
+        words = ", ".join(map(str, said.choices)) if said.choices else describe(kind)
+        default = (
+            _plainly(plain(item.default if item.default_factory is MISSING else item.default_factory())) if not required(item) else None
+        )
+        yield Row(key, is_dataclass(kind), f"{words}: {said.range()}" if said.range() else words, default, said.doc)
+
+
+def required(item: Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def describe(kind: Any) -> str:
+    """A type in a user's words."""
+    kind, optional = _strip_optional(kind)
+    entry = _entry(kind)
+    if is_dataclass(kind):
+        words = "a mapping"
+    elif typing.get_origin(kind) is dict:
+        words = "a mapping" if entry is Any else f"a mapping of names to {describe(entry)}"
+    elif entry is not None:
+        words = f"a list of {{{', '.join(part.name for part in fields(entry))}}}" if is_dataclass(entry) else f"a list of {describe(entry)}"
+    else:
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    return words + (" or null" if optional else "")
+
+
+def _entry(kind: Any) -> Any:
+    """``Source`` for ``tuple[Source, ...]`` and for ``dict[str, Source]``, else None."""
+    kind = _strip_optional(kind)[0]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    return arguments[0] if origin is tuple else arguments[1] if origin is dict else None
+
+
+def _strip_optional(kind: Any) -> tuple[Any, bool]:
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
+        return inner, True
+    return kind, False
+
+
+# --- files ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value as it was written, and where: ``file:line``, the file alone of values that were never YAML, or the command line."""
+
+    value: dict[str, Node] | list[Node] | str
+    where: str
+    tag: str = "str"  # of a scalar: what YAML takes it for
+    quoted: bool = False
+
+    def __str__(self) -> str:
+        """The value as a message shows it."""
+        if not isinstance(self.value, str):
+            return ("a mapping" if isinstance(self.value, dict) else "a list") if self.value else "{}" if self.value == {} else "[]"
+        text = repr(self.value) if self.quoted or self.tag == "str" else self.value or "null"
+        return text if len(text) <= 60 else text[:57] + "..."
+
+
+def node_of(value: Any, where: str) -> Node:
+    """Plain values as if they had been read."""
+    if isinstance(value, Mapping):
+        return Node({_plainly(key): node_of(entry, where) for key, entry in value.items()}, where, "map")
+    if isinstance(value, list | tuple):
+        return Node([node_of(entry, where) for entry in value], where, "seq")
+    if isinstance(value, str):  # YAML 1.1 took 1e-4 for text
+        return Node(value, where, "str", quoted=not _EXPONENT.fullmatch(value))
+    return Node(_plainly(value), where, "null" if value is None else type(value).__name__)
+
+
+def _plainly(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _file(path: Path) -> Node:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = nearest(path.stem, _stems(path.parent), 0.4)
+        hint = f"; did you mean {path.with_name(near + '.yaml')}?" if near else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from None
+    except OSError as error:
+        raise told(error) from None
+    node = _parse(text, str(path))
+    if not isinstance(node.value, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, got {'nothing' if node.tag == 'null' else node}")
+    return node
+
+
+def _stems(folder: Path) -> list[str]:
+    return sorted(other.stem for other in folder.glob("*.yaml"))
+
+
+def _parse(text: str, where: str) -> Node:
+    import yaml
+
+    def place(mark: Any) -> str:
+        return where if mark is None or where.startswith(COMMAND_LINE) else f"{where}:{mark.line + 1}"
+
+    def node(found: Any) -> Node:
+        here = place(found.start_mark)
+        tag = found.tag.removeprefix("tag:yaml.org,2002:")
+        if tag not in _KINDS:
+            raise ConfigError(f"{here}: tag {found.tag}: a plain value is expected")
+        if isinstance(found, yaml.SequenceNode):
+            return Node([node(entry) for entry in found.value], here, "seq")
+        if isinstance(found, yaml.ScalarNode):
+            return Node(found.value, here, tag, quoted=found.style is not None)
+        values: dict[str, Node] = {}
+        for key, value in found.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{place(key.start_mark)}: a key must be a word")
+            if key.value in values:
+                raise ConfigError(f"{place(key.start_mark)}: key {key.value!r} is given twice")
+            values[key.value] = replace(node(value), where=place(key.start_mark))
+        return Node(values, here, "map")
+
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        for token in yaml.scan(text) if "*" in text else ():
+            if isinstance(token, yaml.AliasToken):
+                raise ConfigError(f"{place(token.start_mark)}: alias *{token.value}: write the value out, or put it in a base")
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{place(error.problem_mark or error.context_mark)}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from None
+    return Node("", where, "null") if tree is None else node(tree)
+
+
+def _merged(under: Node, over: Node) -> Node:
+    """Mappings key by key, all else replaced."""
+    if not isinstance(under.value, dict) or not isinstance(over.value, dict):
+        return over
+    values = dict(under.value)
+    for key, node in over.value.items():
+        values[key] = _merged(values[key], node) if key in values else node
+    return replace(over, value=values)
+
+
+def _assignment(text: str) -> tuple[list[str], Node]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip() or key.startswith("-"):
+        raise ConfigError(f"{COMMAND_LINE}: '{text}' is not of the form section.key=value")
+    return key.strip().split("."), replace(_parse(value, f"{COMMAND_LINE}: {key.strip()}"), where=COMMAND_LINE)
+
+
+def _assigned(node: Node, keys: Sequence[str], value: Node, above: tuple[str, ...] = ()) -> Node:
+    """``node`` with one key set; a number counts a list's items from 0, one past the end appends."""
+    if not keys:
+        return value
+    (key, *rest), name = keys, ".".join((*above, keys[0]))
+    if node.tag == "null":
+        node = Node([] if key.isdigit() else {}, COMMAND_LINE, "map")
+    nothing = Node("", COMMAND_LINE, "null")
+    if isinstance(node.value, list):
+        if not key.isdigit() or int(key) > len(node.value):
+            raise ConfigError(f"{COMMAND_LINE}: {name}: the list has {len(node.value)} items, counted from 0")
+        items = [*node.value, *([nothing] if int(key) == len(node.value) else [])]
+        items[int(key)] = _assigned(items[int(key)], rest, value, (*above, key))
+        return replace(node, value=items)
+    if isinstance(node.value, dict):
+        return replace(node, value={**node.value, key: _assigned(node.value.get(key, nothing), rest, value, (*above, key))})
+    raise ConfigError(f"{COMMAND_LINE}: unknown key {name}: {'.'.join(above)} is a single value")
+
+
+# --- reading -------------------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """One configuration: its class, the file that it is in, and what is wrong with it so far."""
+
+    def __init__(self, cls: type, path: Path, parts: bool, shipped: Path | None, absent: Mapping[str, str]) -> None:
+        self.cls, self.path, self.parts, self.shipped, self.absent = cls, path, parts, shipped, absent
+        hints = typing.get_type_hints(cls)
+        self.known = set(hints)
+        self.sections = {item.name for item in fields(cls) if is_dataclass(hints[item.name])} if parts else set()
+        self.mistakes: list[Mistake] = []
+
+    def noted(self, section: str) -> Any:
+        return noted(self.mistakes, section if section in self.known else "")
+
+    def read(self, tree: Node, overrides: Sequence[str]) -> Any:
+        tree = self.composed(tree, overrides)
+        config = None
+        with self.noted(""):
+            config = self.build(self.cls, tree, ())
+        if self.mistakes:
+            raise ConfigErrors(self.mistakes, config)
+        return config
+
+    def composed(self, tree: Node, overrides: Sequence[str]) -> Node:
+        """The tree over its bases and under the overrides."""
+        if not self.parts and "base" not in self.known:
+            tree = self.over_base(tree, "", self.path.parent, (os.path.abspath(self.path),))
+        elif self.sections:
+            given = _mapping(tree)
+            values = dict(given)
+            for key in self.sections & given.keys():
+                values[key] = Node({}, tree.where, "map")  # where it is wrong
+                with self.noted(key):
+                    values[key] = self.over_base(given[key], key, self.path.parent)
+            tree = replace(tree, value=values)
+        assignments = []
+        for text in overrides:
+            with self.noted(text.partition("=")[0].partition(".")[0]):
+                assignments.append(_assignment(text))
+        for whole in (True, False):
+            for keys, value in assignments:
+                if (len(keys) == 1 and keys[0] in self.sections) is whole:
+                    with self.noted(keys[0]):
+                        tree = _assigned(tree, keys, self.over_base(value, keys[0], Path()) if whole else value)
+        return tree
+
+    def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
+        """A section's mapping, or the file's, with its base laid under it, which may have a base of its own.
+
+        ``here`` is the folder that a base given as a path starts from.
+        """
+        what, key = f"the name of a part in {section}/ or the path of a .yaml file", f"{section}.base"
+        if not section:
+            what, key = "the name of a file beside this one, or a path", "base"
+        if section and isinstance(node.value, str) and node.tag != "null" and (node.quoted or node.tag == "str"):
+            node = Node({"base": node}, node.where, "map")
+        if not isinstance(node.value, dict):
+            raise ConfigError(f"{node.where}: {section} = {node}: expected a mapping or {what}")
+        if "base" not in node.value or (not section and node.value["base"].tag == "null"):
+            return replace(node, value={name: entry for name, entry in node.value.items() if name != "base"} if not section else node.value)
+        base = node.value["base"]
+        own = replace(node, value={name: entry for name, entry in node.value.items() if name != "base"})
+        if not isinstance(base.value, str) or base.tag == "null" or (base.tag != "str" and not base.quoted):
+            raise ConfigError(f"{base.where}: {key} = {base}: expected {what}")
+        name = base.value
+        by_path = "/" in name or name.endswith((".yaml", ".yml"))
+        folders = [self.path.parent.parent / section] if section else [here, *([self.shipped] if self.shipped else [])]
+        places = [Path(os.path.normpath(here / name))] if by_path else [folder / f"{name}.yaml" for folder in folders]
+        file = next((place for place in places if place.is_file()), places[0])
+        if os.path.abspath(file) in chain:
+            raise ConfigError(f"{base.where}: {key} = '{name}' goes round in a circle: {' -> '.join((*chain, os.path.abspath(file)))}")
+        if not file.is_file():
+            named = f"{section or 'base'} names the {'file' if by_path else 'part' if section else 'file'} '{name}'"
+            raise ConfigError(f"{base.where}: {named}, but there is no file {file}{_hint(name, places, by_path, here)}")
+        return _merged(self.over_base(_file(file), section, file.parent, (*chain, os.path.abspath(file))), own)
+
+    def build(self, cls: Any, node: Node, path: tuple[str, ...]) -> Any:
+        if not isinstance(node.value, dict):
+            raise ConfigError(f"{node.where}: {'.'.join(path)} = {node}: expected a mapping")
+        hints = typing.get_type_hints(cls)
+        known = {item.name: item for item in fields(cls)}
+        values = {}
+        for key, value in node.value.items():
+            here = (*path, key)
+            with self.noted(here[0]):
+                if key not in known:
+                    raise ConfigError(f"{value.where}: unknown key {'.'.join(here)}; {self.suggestion(path, key, list(known))}")
+                said = spec(known[key])
+                values[key] = self.convert(hints[key], said.expand(value) if said.expand else value, here, said)
+        for name, item in known.items():
+            if name not in values and required(item):
+                raise ConfigError(f"{node.where}: key {'.'.join((*path, name))} is missing: {spec(item).doc}")
+        return cls(**values)
+
+    def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
+        """The same name in another section, a like name in this one, a like name anywhere; or what is not here."""
+        for pattern, said in self.absent.items():
+            if re.fullmatch(pattern, key):
+                return f"{said}; leave it out"
+        everywhere = {name.rsplit(".", 1)[-1]: name for name, _, _ in reversed(list(walk(self.cls))) if ".N." not in name}
+        here = nearest(key, known)
+        near = everywhere.get(key) or (".".join((*path, here)) if here else everywhere.get(nearest(key, everywhere) or ""))
+        return f"did you mean {near}?" if near else f"valid keys: {', '.join(known)}"
+
+    def convert(self, kind: Any, node: Node, path: tuple[str, ...], said: Spec) -> Any:
+        if kind is Any:
+            return _as_written(node)
+        inner, optional = _strip_optional(kind)
+        if optional and node.tag == "null":
+            return None
+        if is_dataclass(inner):
+            return self.build(inner, node, path)
+        origin, entry = typing.get_origin(inner), _entry(inner)
+        if origin is tuple and isinstance(node.value, list):
+            return tuple(self.convert(entry, item, (*path, str(number)), said) for number, item in enumerate(node.value))
+        if origin is dict and isinstance(node.value, dict):  # null takes a base's entry away
+            return {
+                name: self.convert(entry, item, (*path, name), said)
+                for name, item in node.value.items()
+                if entry is Any or item.tag != "null"
+            }
+        value = None if entry is not None else _scalar(inner, node)
+        name = ".".join(path)
+        if value is None:
+            hint = ", in quotes" if inner is str and node.tag == "bool" else ""
+            raise ConfigError(f"{node.where}: {name} = {node}: expected {describe(kind)}{hint}")
+        if said.choices and not any(value == choice or _matches(value, choice) for choice in said.choices):
+            choices = [str(choice) for choice in said.choices]
+            raise ConfigError(f"{node.where}: {name} = {node} is not a choice; {did_you_mean(str(value), choices)}")
+        if fault := said.fault(value):
+            raise ConfigError(f"{node.where}: {name} = {node}: {fault}")
+        return value
+
+
+def _mapping(node: Node) -> dict[str, Node]:
+    assert isinstance(node.value, dict)
+    return node.value
+
+
+def _hint(name: str, places: Sequence[Path], by_path: bool, here: Path) -> str:
+    """The nearest file that is there, as it would be named."""
+    if not by_path and (here / f"{name}.yaml").is_file():
+        return f"; did you mean {name}.yaml, the file in {here.absolute()}?"
+    near = nearest(places[0].stem, [stem for place in places for stem in _stems(place.parent)], 0.4)
+    if near is None:
+        return ""
+    return f"; did you mean {places[0].with_name(f'{near}.yaml') if by_path else near}?"
+
+
+def _as_written(node: Node) -> Any:
+    """A value of any type: what it looks like."""
+    if isinstance(node.value, dict):
+        return {key: _as_written(entry) for key, entry in node.value.items()}
+    if isinstance(node.value, list):
+        return [_as_written(entry) for entry in node.value]
+    if node.tag == "null":
+        return None
+    kinds = [] if node.quoted else [bool] if node.tag == "bool" else [float] if re.search("[.eE]", node.value) else [int]
+    return next((value for kind in kinds if (value := _scalar(kind, node)) is not None), node.value)
+
+
+def _matches(value: Any, choice: Any) -> bool:
+    return isinstance(choice, str) and choice.endswith(".*") and isinstance(value, str) and value.startswith(choice[:-1])
+
+
+def _scalar(kind: Callable[..., Any], node: Node) -> Any:
+    """The scalar as a ``kind``, or None. Text may stand without quotes unless YAML takes it for true, false or null."""
+    text = node.value
+    if not isinstance(text, str):
+        return None
+    if kind is str:
+        return text if node.quoted or node.tag not in ("bool", "null") else None
+    if node.quoted:
+        return None
+    if kind is bool:
+        return {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}.get(text.lower())
+    if not _NUMBER.fullmatch(text) or not abs(float(text)) < _HUGE[kind]:  # type: ignore[index]
+        return None
+    if kind is float:
+        return float(text)
+    return int(text) if text.lstrip("+-").replace("_", "").isdigit() else int(float(text)) if float(text) == int(float(text)) else None

@@ -1,0 +1,161 @@
+"""Files that are whole or absent: temporary name, fsync, rename; locks; hashes. Standard library alone."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import InUse, told
+
+ABANDONED_SECONDS = 24 * 3600
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def json_bytes(value: Any) -> bytes:
+    """A JSON value as people read it, UTF-8; a lone surrogate (names that are not UTF-8 have them) as its JSON escape."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk. Its folder is not synced."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file that was written and closed is on the disk."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes | str, *, synced: bool = True) -> None:
+    """Write a file under a temporary name, wait until it is on the disk, give it its name: it is there whole or not at all.
+
+    Without ``synced`` a reader still sees the old file or the new one, but a machine that loses power may lose both.
+    Raises OSError, which names ``path``; nothing is left behind then.
+    """
+    unfinished, raw = temporary(path), content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        write_synced(unfinished, raw) if synced else unfinished.write_bytes(raw)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    if synced:
+        sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents. Raises ConfigError, StorageError where that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise told(error, f"cannot create the folder {path} (", ")") from None
+
+
+def temporary(path: Path) -> Path:
+    """A name beside ``path`` that says whose it is (host, process namespace, process): `remove_leftovers` knows it."""
+    return path.with_name(f".{path.name}~{socket.gethostname()}~{_namespace()}~{os.getpid()}")
+
+
+def _namespace() -> int:
+    """Two containers of one host may use the same process numbers; Linux numbers their namespaces."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def remove_leftovers(folder: Path, process: int | None = None) -> None:
+    """Remove what dead processes of this host left in a folder under a `temporary` name, and what others left a day ago.
+
+    ``process``: remove what this one process of this host, known to be dead, left, and no more.
+    """
+    here = [socket.gethostname(), str(_namespace())]
+    for path in folder.glob(".*~*~*~*"):
+        *owner, number = path.name.split("~")[-3:]
+        try:
+            if process is not None:
+                gone = owner == here and number == str(process)
+            else:
+                gone = not _alive(number) if owner == here else time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+            if gone:
+                remove(path)
+        except FileNotFoundError:
+            continue  # its owner, or another process that tidies up, was faster
+
+
+def _alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):
+        return True
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, whether it is there or not."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, busy: str = "", *, shared: bool = False, wait: bool = False) -> Iterator[bool]:
+    """A lock on the file ``path``, which is created and stays (NFS locks no folders); it ends with the block or the process.
+
+    Gives whether it is held: False on a file system without locks, where the work goes on. ``shared``: with all that share it.
+
+    Raises:
+        InUse: others hold it, with the words ``busy``. ConfigError, StorageError: the file cannot be opened.
+    """
+    descriptor = _opened(path)
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            held = True
+        except BlockingIOError:
+            raise InUse(busy or f"another process has {path.parent}: wait for it") from None
+        except OSError:
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        try:
+            return os.open(path, os.O_RDONLY)  # another user's, or on a file system that is read only
+        except OSError:
+            raise told(error, f"cannot write in {path.parent} (", ")") from None

@@ -1,0 +1,98 @@
+"""Progress of long work: one live line on a terminal (tqdm's), a plain line now and then in a log. Knows nothing of the work."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TextIO
+
+from fem_common.text import count, duration
+
+TERMINAL_SECONDS, LOG_SECONDS = 0.2, 60.0
+
+
+class Progress:
+    """How far some work is, its rate and the time left; as a context manager it ends by itself.
+
+    total: of ``unit``s, None where nobody knows. quiet: show nothing (--quiet, --json). stream: stderr where it is None.
+    """
+
+    def __init__(
+        self,
+        total: float | None,
+        unit: str,
+        title: str = "",
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        every: float = LOG_SECONDS,
+    ) -> None:
+        self.total, self.unit, self.title, self.done = total, unit, title, 0.0
+        self.stream = sys.stderr if stream is None else stream
+        self.live = not quiet and self.stream.isatty()
+        self.quiet, self.every = quiet, TERMINAL_SECONDS if self.live else every
+        self.started = self.shown = time.monotonic()
+        self._bar: Any = None
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return max(time.monotonic() - self.started, 1e-9)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds left at the rate so far; None where that cannot be told."""
+        return self.elapsed * max(self.total - self.done, 0) / self.done if self.total is not None and self.done else None
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for another line."""
+        return not self.quiet and time.monotonic() - self.shown >= self.every
+
+    def advance(self, step: float = 1, note: str = "") -> None:
+        """So much more is done."""
+        self.update(self.done + step, note)
+
+    def update(self, done: float, note: str = "") -> None:
+        """So much is done in all; shown if it is time."""
+        self.done = done
+        if self.due:
+            self.show(self.line(note))
+
+    def line(self, note: str = "") -> str:
+        """``title: 1.2M of 3M tokens · 40% · 12k/s · note · 3m 05s left``."""
+        of = "" if self.total is None else f" of {count(self.total)}"
+        share = "" if not self.total else f"{100 * min(self.done / self.total, 1):.0f}%"
+        left = "" if self.left is None else f"{duration(self.left)} left"
+        parts = (f"{count(self.done)}{of} {self.unit}", share, f"{count(self.done / self.elapsed)}/s", note, left)
+        return (f"{self.title}: " if self.title else "") + " · ".join(filter(None, parts))
+
+    def show(self, line: str) -> None:
+        """Write a line of the caller's own, over the last one on a terminal. A terminal that was closed does not end the work."""
+        self.shown = time.monotonic()
+        if self.quiet:
+            return
+        with suppress(OSError, ValueError):
+            if self.live:
+                if self._bar is None:
+                    from tqdm import tqdm
+
+                    self._bar = tqdm(file=self.stream, bar_format="{desc}", dynamic_ncols=True, leave=False)
+                self._bar.set_description_str(line)
+            else:
+                print(line, file=self.stream, flush=True)
+
+    def close(self) -> float:
+        """Clear the live line; seconds since the start."""
+        with suppress(OSError, ValueError):
+            if self._bar is not None:
+                self._bar.close()
+        return self.elapsed
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,61 @@
+"""How a configuration's field carries its documentation and what its value may be. Standard library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What `setting` says of a field. Ranges, choices and ``check`` hold of the value, of each entry where it is a list or a mapping."""
+
+    doc: str = ""
+    choices: tuple[Any, ...] | None = None  # "fla.*" stands for any name after the dot
+    check: Callable[[Any], str | None] | None = None  # what is wrong with a value, or None
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    expand: Callable[[Any], Any] | None = None  # a short way to write the value: `config.Node` -> the node of the whole way
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a number or a text by its range or ``check``, or None."""
+        wanted = self.range()
+        for limit, holds in ((self.least, lambda: value >= self.least), (self.above, lambda: value > self.above)):
+            if limit is not None and not holds():
+                return f"must be {wanted}"
+        if self.below is not None and not value < self.below:
+            return f"must be {wanted}"
+        return self.check(value) if self.check else None
+
+    def range(self) -> str:
+        """The range in words: ``1 or more``, ``more than 0 and less than 1``; empty where any number will do."""
+        low = f"{self.least:g} or more" if self.least is not None else f"more than {self.above:g}" if self.above is not None else ""
+        high = f"less than {self.below:g}" if self.below is not None else ""
+        return " and ".join(filter(None, (low, high)))
+
+
+def setting(
+    default: Any,
+    doc: str,
+    choices: tuple[Any, ...] | None = None,
+    *,
+    check: Callable[[Any], str | None] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    expand: Callable[[Any], Any] | None = None,
+) -> Any:
+    """A documented dataclass field; see `Spec`. ``default`` may be a class, which is then called for each instance."""
+    metadata = {"spec": Spec(doc, choices, check, least, above, below, expand)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def spec(item: Field[Any]) -> Spec:
+    """What `setting` said of a field; an empty one where it said nothing."""
+    said = item.metadata.get("spec", Spec())
+    assert isinstance(said, Spec)
+    return said

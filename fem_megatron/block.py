@@ -1,0 +1,49 @@
+"""A block: the layer's mixer, then its MLP, the pair applied once or several times with the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from fem_megatron.parallel import Parallel
+from fem_megatron.shape import BlockShape, SwiGluShape, located
+from fem_megatron.state import Context
+from fem_megatron.update import Update, rms_norm
+
+
+class Block(nn.Module):
+    """x <- mlp(mixer(x)), ``recurrence`` times (the loop Transformer; Hyper-SET's depth).
+
+    Every iteration reads the tokens anew, so each has a decoding state of its own. More iterations than in training may be asked of a model
+    by setting ``recurrence`` on its blocks.
+    """
+
+    def __init__(self, shape: BlockShape, parallel: Parallel) -> None:
+        super().__init__()
+        self.recurrence = shape.recurrence
+        self.mixer: Update = located(shape.mixer.layer_class)(shape.mixer, parallel)
+        self.mlp: Update | None = None if shape.mlp is None else located(shape.mlp.layer_class)(shape.mlp, parallel)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> same shape and type."""
+        context = replace(context, origin=x, memory={})
+        for iteration in range(self.recurrence):
+            here = replace(context if self.recurrence == 1 else context.within(str(iteration)), iteration=iteration)
+            x = self.mixer(x, here.within("mixer"))
+            if self.mlp is not None:
+                x = self.mlp(x, here.within("mlp"))
+        return x
+
+
+class SwiGlu(Update):
+    """x + down(silu(gate(h)) * up(h)), h = RMSNorm(x). Tensor parallel: the inner channels are split over the ranks."""
+
+    def __init__(self, shape: SwiGluShape, parallel: Parallel) -> None:
+        self.eps = shape.norm_eps
+        super().__init__(shape, parallel)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        h = rms_norm(x, self.norm.weight, self.eps)
+        packed = self.parallel.project(h, self.gate_up.flatten(0, 1))
+        return x + self.parallel.leave(self.down(self.parallel.swiglu(packed)))

@@ -1,0 +1,169 @@
+"""Configuration -> Megatron-core GPTModel chunks with an initialisation that no layout changes. Knows no trainer and no launcher."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import fusions, platform
+from fem_megatron.megatron.specs import block_spec
+from fem_megatron.mup import outer_weights, starts_from
+from fem_megatron.shape import Normal
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one model is laid over processes, and in which precision it computes."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    sequence_parallel: bool = False
+    params_dtype: torch.dtype = torch.float32
+    recompute: bool = False
+
+    @property
+    def overlap_p2p(self) -> bool:
+        """Interleaving over two stages is silently wrong with batched sends (Megatron-core 0.16.1 has no guard): use overlapped ones."""
+        return self.virtual_pipeline_model_parallel_size is not None
+
+
+def _keep_memory(weight: torch.Tensor) -> None:
+    """Leave the weight as allocated: ``initialize`` fills every parameter afterwards, by name."""
+
+
+def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
+    """Megatron's configuration of ``model`` under ``layout`` on this machine."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        ffn_hidden_size=model.ffn_size,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Megatron marks a weight as tensor-parallel only while it initialises it, so it must be let do so.
+        init_method=_keep_memory,
+        output_layer_init_method=_keep_memory,
+        use_cpu_initialization=not platform.has_cuda(),
+        params_dtype=layout.params_dtype,
+        bf16=layout.params_dtype == torch.bfloat16,
+        pipeline_dtype=layout.params_dtype,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        overlap_p2p_comm=layout.overlap_p2p,
+        batch_p2p_comm=not layout.overlap_p2p,
+        recompute_granularity="full" if layout.recompute else None,
+        recompute_method="uniform" if layout.recompute else None,
+        recompute_num_layers=1 if layout.recompute else None,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=True,
+        **platform.transformer_config_overrides(),
+        **fusions.config_overrides(layout.params_dtype),
+    )
+
+
+def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> list[GPTModel]:
+    """This rank's model chunks (one, or one a virtual pipeline stage), initialised, on this machine's device.
+
+    Needs Megatron's process groups. Raises ValueError where a width does not divide (see ``ModelConfig.blocks``).
+    """
+    config = transformer_config(model, layout)
+    stages = [None] if layout.virtual_pipeline_model_parallel_size is None else range(layout.virtual_pipeline_model_parallel_size)
+    chunks = []
+    for stage in stages:
+        chunk = GPTModel(
+            config,
+            block_spec(model, config, stage),
+            vocab_size=model.padded_vocab_size(),
+            max_sequence_length=seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type="none",  # the mixers turn their own queries and keys
+            vp_stage=stage,
+        )
+        chunk = chunk.to(device=platform.device(), dtype=layout.params_dtype)
+        initialize(chunk, model, seed)
+        if chunk.post_process:
+            assert model.vocab_size is not None
+            leave_out_padding(chunk.output_layer, model.vocab_size)
+        chunks.append(chunk)
+    return chunks
+
+
+def leave_out_padding(output_layer: Any, vocab_size: int) -> None:
+    """Make the logits of the rows that pad the vocabulary -inf, on each tensor-parallel rank those it holds; nothing where it holds none.
+
+    With or without labels, tied or not: every logit comes from this layer. A softmax gives -inf the weight exp(-inf) = 0, so loss and
+    gradients are to the bit those of the model without these rows, in any type. A rank that holds padding alone is no exception: both of
+    Megatron's cross-entropies subtract the maximum over all ranks, and replace, not multiply, what a rank knows of another's target.
+    """
+    rows = output_layer.output_size_per_partition
+    kept = min(max(vocab_size - rows * parallel_state.get_tensor_model_parallel_rank(), 0), rows)
+    if kept == rows:
+        return
+
+    def fill(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> None:
+        # In place and unseen by autograd, which has nothing to do here: a product does not read its own output in the backward pass, and
+        # the gradient that a finite loss sends to -inf is zero already. So only the padding's columns are ever touched.
+        output[0].detach()[..., kept:].fill_(-torch.inf)
+
+    output_layer.register_forward_hook(fill)
+
+
+def global_name(chunk: GPTModel, name: str) -> str:
+    """A parameter's name in the whole model: layers are numbered over all pipeline stages; a tied output layer is the embedding."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+
+    def renumber(match: re.Match[str]) -> str:
+        return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
+
+    return re.sub(r"^decoder\.layers\.(\d+)\.", renumber, name)
+
+
+def start(name: str, shape: tuple[int, ...], init: float | Normal, seed: int) -> torch.Tensor:
+    """What training starts the whole weight ``name`` from, float32: its constant, or normal(0, std) by its name (see ``starts_from``)."""
+    if isinstance(init, int | float):
+        return torch.full(shape, float(init))
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, init.std, generator=generator)
+
+
+@torch.no_grad()
+def initialize(chunk: GPTModel, model: ModelConfig, seed: int) -> None:
+    """Draw every weight that is to be drawn, each from a generator of its own, seeded by its name in the whole model.
+
+    A rank draws the whole weight and keeps its slice, so the weights are the same at every layout. Those that start from a constant
+    (norms, beta, a conditioner's last projection) keep it. Every parameter has its weight as ``spec`` afterwards, Megatron's own too: the
+    embedding, the final norm and the output layer.
+    """
+    outer = outer_weights(model)
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for name, weight in chunk.named_parameters():
+        if not hasattr(weight, "spec"):
+            weight.spec = outer[global_name(chunk, name)]
+        init = starts_from(model, weight.spec)
+        if isinstance(init, int | float):
+            continue
+        split = getattr(weight, "tensor_model_parallel", False)
+        dim = weight.partition_dim if split else 0
+        shape = list(weight.shape)
+        shape[dim] *= size if split else 1
+        whole = start(global_name(chunk, name), tuple(shape), init, seed)
+        weight.copy_(whole.chunk(size, dim)[rank] if split else whole)

@@ -1,0 +1,477 @@
+"""What machine this is: device, collective backend, random state, and what Megatron-core needs where there is no CUDA.
+
+This is the only file that asks whether a GPU is there, and the only one that patches the pinned Megatron-core. Each patch says why and
+where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of the optimizer, gated on their own condition, and those
+of the processes that write checkpoints. Long, because all patches are here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import logging
+import multiprocessing
+import os
+import queue
+import resource
+import signal
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.implementations import check_overrides
+
+MEGATRON_VERSION = "0.16.1"
+
+# Modules of megatron.core on our path whose code names CUDA devices outright: `torch.empty(..., device=torch.cuda.current_device())`,
+# `torch.zeros(..., device="cuda")`, `torch.cuda.synchronize()`. Only the *name* `torch` in these modules is replaced.
+PATCHED_MODULES = (
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "distributed.distributed_data_parallel",
+    "distributed.finalize_model_grads",
+    "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rope_utils",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.language_module.language_module",
+    "optimizer",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "parallel_state",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "pipeline_parallel.utils",
+    "tensor_parallel.data",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "tensor_parallel.utils",
+    "transformer.module",
+    "transformer.transformer_block",
+    "transformer.transformer_layer",
+    "transformer.utils",
+    "utils",
+)
+
+_PDEATHSIG = 1  # of <linux/prctl.h>
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "ones_like", "empty_like", "full_like")
+
+
+def has_cuda() -> bool:
+    """Whether this process computes on CUDA."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process's tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def device_name() -> str:
+    """The accelerator's name, or ``cpu``."""
+    return torch.cuda.get_device_name() if has_cuda() else "cpu"
+
+
+def toolkit() -> str | None:
+    """CUDA's and cuDNN's versions as torch was built with them; None in a build without."""
+    return f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else None
+
+
+def import_megatron() -> None:
+    """Import Megatron-core quietly, and without CUDA in half the time; before anything else imports it.
+
+    Silenced is what Megatron and torch warn of at every start and this code has taken care of: no TE, no apex, renamed collectives.
+    """
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    with contextlib.nullcontext() if has_cuda() else _without_compiler_and_wandb():
+        importlib.import_module("megatron.core")
+
+
+@contextlib.contextmanager
+def _without_compiler_and_wandb() -> Iterator[None]:
+    """``torch.compile`` decorates nothing, and wandb is not found.
+
+    Upstream (jit.py:21, 0.16.1) decorates its fusions, which are for CUDA, and that alone imports torch's compiler: three seconds of every
+    process. inference/contexts/dynamic_context.py:70 and timers.py:13 import wandb, if it is there, for inference and timers of their own.
+    """
+    compiler, absent = torch.compile, "wandb" not in sys.modules
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    if absent:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+        if absent:
+            del sys.modules["wandb"]
+
+
+def check_kernel_overrides() -> None:
+    """Raises ValueError where the environment variable FEM_KERNELS names an operation or an implementation that does not exist."""
+    check_overrides()
+
+
+def report_writes(*, asynchronous: bool) -> None:
+    """Where Megatron's checkpoint writers report: here, unless training goes on meanwhile; before ``dist_checkpointing.save``.
+
+    Upstream's way is a process of its own, which imports torch and Megatron to read the reports: four seconds of a first save.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if not asynchronous:
+        filesystem_async._results_queue = queue.SimpleQueue()
+    elif isinstance(filesystem_async._results_queue, queue.SimpleQueue):
+        filesystem_async._results_queue = None
+
+
+def read_checkpoints_with(reader: type) -> None:
+    """The kind of torch's FileSystemReader through which Megatron reads; before ``dist_checkpointing.load``.
+
+    Upstream (strategies/torch.py:758 and 760, 0.16.1) names its own, which build whatever a pickle names and compare no checksum.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as upstream
+
+    vars(upstream).update(CachedMetadataFileSystemReader=reader, FileSystemReader=reader)
+
+
+def ending_with_parent(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` for a forked process, which the kernel kills when the process that forked it ends (Linux)."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        parent = multiprocessing.parent_process()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PDEATHSIG, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))
+        if parent is not None and os.getppid() != parent.pid:
+            os._exit(1)  # it ended before it could be watched
+        function(*args, **kwargs)
+
+    return call
+
+
+def prepare() -> str:
+    """Make Megatron-core usable on this machine; once, before anything of it is built. Returns the collective backend.
+
+    Raises:
+        RuntimeError: the installed Megatron-core is not the version whose lines the patches name.
+    """
+    import megatron.core
+
+    if megatron.core.__version__ != MEGATRON_VERSION:
+        raise RuntimeError(
+            f"megatron-core {megatron.core.__version__} is installed, but this code is verified against {MEGATRON_VERSION}: "
+            f"pip install megatron-core=={MEGATRON_VERSION}"
+        )
+    _fix_torch_adam_in_distributed_optimizer()
+    _fix_checkpoint_writers()
+    if has_cuda():
+        return "nccl"
+    _install_cpu_shim()
+    return "gloo"
+
+
+def initialize_distributed(timeout_minutes: float = 30) -> None:
+    """Start the default process group from the launcher's environment; alone, a group of one, of which no other library learns."""
+    backend, timeout = prepare(), timedelta(minutes=timeout_minutes)
+    if has_cuda():
+        # Megatron overlaps tensor-parallel collectives with matrix products only where the device takes kernels in one order.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def peak_memory_bytes() -> int:
+    """Largest memory this process has held so far, in bytes: CUDA allocator's peak, or the resident set on CPU."""
+    return torch.cuda.max_memory_allocated() if has_cuda() else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not ru_maxrss, which begins at what the process that started this one held.
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def reset_peak_memory() -> None:
+    """Let :func:`peak_memory_bytes` count from here, cached blocks given back; a CPU process's peak cannot be reset."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def device_memory_bytes() -> int:
+    """Memory of the device, in bytes: of the GPU, or of the machine."""
+    if has_cuda():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_cache_bytes() -> int:
+    """The GPU's L2 cache, in bytes; 0 on a CPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size if has_cuda() else 0
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that it was given."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+class Moment:
+    """A point in the device's work: an event on CUDA, the clock's time on a CPU. Taking one waits for nothing."""
+
+    def __init__(self) -> None:
+        self.clock = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if has_cuda() else None
+        if self.event is not None:
+            self.event.record()
+
+    def seconds_until(self, later: Moment) -> float:
+        """Seconds of the device's work between two moments; waits for the later one."""
+        if self.event is None or later.event is None:
+            return later.clock - self.clock
+        later.event.synchronize()
+        return self.event.elapsed_time(later.event) / 1000
+
+
+def rng_state() -> dict[str, Any]:
+    """Every random state that a step could draw from, as tensors and plain values."""
+    from megatron.core import tensor_parallel
+
+    state = {"torch": torch.get_rng_state(), "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states())}
+    if has_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what :func:`rng_state` returned."""
+    from megatron.core import tensor_parallel
+
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if has_cuda() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def transformer_config_overrides() -> dict[str, Any]:
+    """Megatron settings that depend on the machine: its fused CUDA kernels are off where they cannot run."""
+    if has_cuda():
+        return {}
+    return {
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        # gloo sends from the tensor's own storage, which Megatron would free while the send is under way.
+        "deallocate_pipeline_outputs": False,
+    }
+
+
+class _TorchProxy(types.ModuleType):
+    """``torch`` as a patched Megatron-core module sees it: everything real, but CUDA names mean the CPU."""
+
+    def __init__(self, overrides: dict[str, Any]):
+        super().__init__("torch")
+        self.__dict__.update(overrides)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _cuda_stand_in() -> types.ModuleType:
+    """``torch.cuda`` for patched modules: the current device is the CPU, streams have nothing to wait for."""
+    cuda = _TorchProxy({})
+    cuda.__dict__.update(
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda *_: None,
+        empty_cache=lambda: None,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+        is_available=lambda: False,
+    )
+    cuda.__class__ = _CudaProxy
+    return cuda
+
+
+class _CudaProxy(_TorchProxy):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+@contextlib.contextmanager
+def _tensor_types_named_cuda() -> Iterator[None]:
+    """Megatron's optimizers accept parameters by the *name* of their CUDA type (optimizer.py:671-699, distrib_optimizer.py:361-435,
+    clip_grads.py:167); inside those scopes a CPU tensor's type is named so."""
+    real = torch.Tensor.type
+
+    def named(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is None and not kwargs:
+            return real(self).replace("torch.", "torch.cuda.", 1)
+        return real(self, dtype, **kwargs)
+
+    torch.Tensor.type = named  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = real  # type: ignore[method-assign]
+
+
+def _within_cuda_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _tensor_types_named_cuda():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _install_cpu_shim() -> None:
+    """Let the patched modules run on the CPU. Idempotent: the marker is the proxy itself."""
+    core = {name: importlib.import_module(f"megatron.core.{name}") for name in PATCHED_MODULES}
+    if any(isinstance(module.torch, _TorchProxy) for module in core.values()):
+        return
+    if "torch._dynamo" in sys.modules:  # Megatron was imported without `import_megatron`: its fusions would start a C++ build
+        torch.compiler.set_stance("force_eager")
+    proxy = _TorchProxy({"cuda": _cuda_stand_in(), **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
+    for module in core.values():
+        module.torch = proxy  # type: ignore[attr-defined]
+    # rope_utils.py:64 and language_module.py:244 call .cuda() on a tensor.
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    random = core["tensor_parallel.random"]
+    # random.py:41-112 read and write the CUDA generator through torch._C.
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    float16 = core["optimizer.optimizer"].Float16OptimizerWithFloat16Params
+    float16.__init__ = _within_cuda_names(float16.__init__)
+    distributed = core["optimizer.distrib_optimizer"].DistributedOptimizer
+    distributed.__init__ = _within_cuda_names(distributed.__init__)
+    clip = _within_cuda_names(core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32)
+    core["optimizer.clip_grads"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
+    core["optimizer.optimizer"].clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
+    # utils.py:1205 sums squares by torch.norm, which on the CPU is up to 2e-5 off for a large fp32 tensor in which few rows carry most of
+    # the norm (an embedding's gradient): the grad norm, and so the clipping, would depend on how the tensor is cut.
+    core["optimizer.clip_grads"].l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
+
+
+def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool) -> tuple[torch.Tensor, None]:
+    """Euclidean norm of all tensors together: blocks in their own precision, the sum over blocks in float64."""
+    parts = []
+    for tensor in tensor_lists[0]:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // 1024 * 1024
+        parts += [torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1), torch.linalg.vector_norm(flat[whole:]).view(1)]
+    return torch.cat(parts).double().norm().float().view(1), None
+
+
+def _fix_torch_adam_in_distributed_optimizer() -> None:
+    """Mend checkpoint loading of Megatron's distributed optimizer over torch's AdamW (on CUDA too, where TE and apex are absent).
+
+    Upstream (distrib_optimizer.py, 0.16.1): ``sharded_state_dict`` (line 1271) asks for a step that a fresh AdamW does not have;
+    ``_set_main_param_and_optimizer_states`` (911) copies into leaves that require grad and finds no "step" in the checkpoint;
+    ``load_state_dict`` (816) gives every parameter the *same* step tensor, which AdamW then bumps once a parameter: a resumed run
+    would be silently wrong from its second step on.
+    """
+    from megatron.core.optimizer import distrib_optimizer as upstream
+
+    cls = upstream.DistributedOptimizer
+    if upstream.HAVE_APEX_OR_TE or getattr(cls, "_torch_adam_fixed", False):
+        return
+    sharded_state_dict, load_state_dict = cls.sharded_state_dict, cls.load_state_dict
+
+    def fixed_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _fill_adam_state(self.optimizer)
+        return sharded_state_dict(self, *args, **kwargs)
+
+    def fixed_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    @torch.no_grad()
+    def fixed_set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        for key, target in {"param": main, **self.optimizer.state[main]}.items():
+            if key != "step":
+                target.copy_(tensors[key])
+
+    cls.sharded_state_dict = fixed_sharded_state_dict
+    cls.load_state_dict = fixed_load_state_dict
+    cls._set_main_param_and_optimizer_states = fixed_set_states
+    cls._torch_adam_fixed = True
+
+
+def _fill_adam_state(adam: torch.optim.Optimizer) -> None:
+    """Give every parameter of a fresh AdamW its zero state."""
+    for group in adam.param_groups:
+        for param in group["params"]:
+            state = adam.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
+
+
+def _fix_checkpoint_writers() -> None:
+    """Let the processes that write a checkpoint's tensors say why they failed, and end with the rank that forked them.
+
+    Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises what torch's zip writer says at its end ("unexpected pos"), which
+    hides the file system's own error; ``write_preloaded_data`` (342) outlives a rank that is killed, with the rank's locks. What it logs
+    as an error (326) is raised, too.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as upstream
+
+    writer = upstream.FileSystemWriterAsync
+    if getattr(writer, "_writers_fixed", False):
+        return
+    write_item = upstream._write_item
+
+    @functools.wraps(write_item)
+    def fixed_write_item(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write_item(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    upstream._write_item = fixed_write_item
+    writer.write_preloaded_data = staticmethod(ending_with_parent(writer.write_preloaded_data))
+    upstream.logger.setLevel(logging.CRITICAL)
+    writer._writers_fixed = True

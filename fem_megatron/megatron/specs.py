@@ -1,0 +1,107 @@
+"""Megatron-core layer specs of every mixer: ``layer_spec("fem_softmax", model)`` is a layer for any Megatron-core transformer block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+
+from fem_megatron import catalogue
+from fem_megatron.block import Block
+from fem_megatron.config import ModelConfig
+from fem_megatron.megatron.tensor_parallel import TensorParallel
+from fem_megatron.shape import BlockShape
+from fem_megatron.state import Context
+
+
+class MegatronBlock(Block):
+    """A block with Megatron-core's interface of a transformer layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        shape: BlockShape,
+        causal: bool,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        assert pg_collection is not None
+        self.pg_collection = pg_collection
+        parallel = TensorParallel(pg_collection.tp, sequence_parallel=config.sequence_parallel, dtype=config.params_dtype)
+        super().__init__(shape, parallel)
+        self.config, self.causal = config, causal
+        self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **unused: Any
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states [s (/tp under SP), b, hidden] -> (same shape, no context). Causality is the configuration's, not a mask's.
+
+        Raises:
+            NotImplementedError: Megatron passes an inference context, packed sequences, an attention bias or rotary angles of its own.
+        """
+        for name, value in unused.items():
+            if value is not None and name in ("inference_context", "packed_seq_params", "attention_bias", "rotary_pos_emb", "context"):
+                raise NotImplementedError(f"this layer does not take {name}")
+        return super().forward(hidden_states, Context(causal=self.causal)), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Each parameter under its name, split along its weight's dimension or whole on every tensor-parallel rank."""
+        groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": self.pg_collection.dp_cp}
+        sharded: dict[str, Any] = {}
+        for name, weight in self.named_parameters():
+            key, split = prefix + name, weight.spec.split  # type: ignore[attr-defined]
+            if split is None:
+                sharded[key] = make_sharded_tensor_for_checkpoint(weight, key, prepend_offsets=sharded_offsets, **groups)
+            else:
+                sharded[key] = make_tp_sharded_tensor_for_checkpoint(weight, key, tp_axis=split, prepend_offsets=sharded_offsets, **groups)
+        return sharded
+
+
+def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
+    """The spec of layer ``layer`` (from 0) with the mixer of this name and the sizes of ``model``.
+
+    Raises:
+        ValueError: a size does not fit; the message names the key.
+        KeyError: no mixer has this name.
+    """
+    return _spec(catalogue.block(model, mixer, layer), model)
+
+
+def block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers that this rank's model chunk holds, with our final norm."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [_spec(shape, model) for shape in model.blocks()[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _spec(shape: BlockShape, model: ModelConfig) -> ModuleSpec:
+    return ModuleSpec(module=MegatronBlock, params={"shape": shape, "causal": model.causal})
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight over the last dimension; Megatron-core's norm interface.
+
+    Under sequence parallelism each rank sees a slice of the tokens, so the weight is marked for Megatron's gradient all-reduce over the
+    tensor-parallel group (``finalize_model_grads``). Megatron's own ``WrappedTorchNorm`` refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size] -> same shape and dtype."""
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)

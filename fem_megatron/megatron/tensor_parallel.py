@@ -1,0 +1,114 @@
+"""Megatron-core's tensor and sequence parallelism behind the layers' ``Parallel``; the only place where the layers meet it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce, set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+
+from fem_megatron.megatron import fusions
+from fem_megatron.parallel import Parallel, parameter
+from fem_megatron.shape import Weight
+
+
+class _Share(torch.autograd.Function):
+    """Identity forward, sum over ranks backward.
+
+    Megatron's ``copy_to_tensor_model_parallel_region`` loses the sum where the gradient is not contiguous, as a transposed weight's is
+    (``mappings._reduce``, 0.16.1, reduces a copy and returns its input), and writes into a gradient that autograd may have shared out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum(grads[0], ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    if group.size() == 1:
+        return x
+    whole = x.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(whole, group=group)
+    return whole
+
+
+class TensorParallel(Parallel):
+    """``fem_megatron.parallel.Parallel`` over a Megatron process group."""
+
+    def __init__(self, group: Any, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
+        self.group, self.sequence_parallel, self.dtype = group, sequence_parallel, dtype
+        self.size, self.rank = group.size(), group.rank()
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.group)
+        return self.share(x)
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear_with_grad_accumulation_and_async_allreduce(
+            x,
+            weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=self.size > 1 and not self.sequence_parallel,
+            sequence_parallel=self.sequence_parallel,
+            tp_group=self.group,
+        )
+
+    def leave(self, partial: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
+        summed: Tensor = _Sum.apply(partial, self.group)
+        return summed
+
+    def gather(self, part: Tensor) -> Tensor:
+        return mappings.gather_from_tensor_model_parallel_region(part, self.group)
+
+    def share(self, whole: Tensor) -> Tensor:
+        shared: Tensor = _Share.apply(whole, self.group)
+        return shared
+
+    def total(self, partial: Tensor) -> Tensor:
+        return self.share(_Sum.apply(partial, self.group))
+
+    def swiglu(self, packed: Tensor) -> Tensor:
+        return fusions.swiglu(packed)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return fusions.turn(x, cos, sin)
+
+    def parameter(self, weight: Weight) -> nn.Parameter:
+        """Marked as Megatron's optimizer, gradient norm and checkpoints expect.
+
+        Raises:
+            ValueError: the ranks do not divide the weight.
+        """
+        shape = list(weight.shape)
+        if weight.split is not None:
+            if shape[weight.split] % self.size:
+                raise ValueError(f"{self.size} tensor-parallel ranks do not divide a weight of shape {weight.shape}")
+            shape[weight.split] //= self.size
+        made = parameter(weight, tuple(shape), self.dtype)
+        if weight.split is not None:
+            set_tensor_model_parallel_attributes(made, True, weight.split, 1)
+        made.sequence_parallel = weight.per_token and self.sequence_parallel  # type: ignore[attr-defined]
+        return made

@@ -1,0 +1,103 @@
+"""Standard causal attention with RoPE, the Transformer's mixer; queries may share keys and values, and look back over a window."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
+from fem_megatron.parallel import Parallel
+from fem_megatron.state import Context
+from fem_megatron.update import Update, rms_norm, rotate
+from kernels.fem_attention import fem_attention
+from kernels.fem_attention.reference import repeat_heads
+
+
+class Attention(Update):
+    """x + softmax(q k^T / sqrt(d)) v W_O. ``in_proj`` packs group after group, so that a rank's slice is whole groups.
+
+    Its decoding state is a KV-cache of the groups' k (after RoPE) and v, of the last ``window - 1`` tokens where there is a window.
+    """
+
+    diagnostics = "fem_megatron.mixers.attention.diagnostics:observe"
+
+    def __init__(self, shape: AttentionShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        each = self.shape.heads // self.shape.groups
+        q, k, v = self.project(x, context)
+        if self.shape.window is not None:
+            context = context.without_gap(q.shape[0])
+        k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
+        if self.shape.window is not None:
+            o = self.read_window(q.permute(1, 2, 0, 3), k, v, self.shape.window, context)
+        else:
+            if each > 1:
+                k, v = (torch.repeat_interleave(t, each, dim=1) for t in (k, v))
+            o = fem_attention(q.permute(1, 2, 0, 3), k, v, causal=context.causal, keys_valid=context.valid, scale=self.shape.scale)
+        return x + self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
+
+    def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:
+        """Attention over the window, [b, local heads, s, d]; a state that may shrink forgets what the next token will not see."""
+        length = k.shape[2]
+        if context.room is None:
+            for name, t in (("k", k), ("v", v)):
+                context.keep(name, t[:, :, max(0, length - window + 1) :])
+        return windowed_attention(q, k, v, window, None if context.valid is None else context.valid[:, -length:], scale=self.shape.scale)
+
+    def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q [s, b, local heads, d], k and v [s, b, local groups, d] of the slice x, q and k turned to their positions."""
+        shape, each = self.shape, self.shape.heads // self.shape.groups
+        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
+        packed = self.in_proj(h).unflatten(-1, (-1, each + 2, shape.head))
+        q, k, v = packed[..., :each, :].flatten(2, 3), packed[..., each, :], packed[..., each + 1, :]
+        if shape.rope:
+            q, k = (rotate(t, context, shape.rope_base, self.parallel, shape.scaling) for t in (q, k))
+        return q, k, v
+
+
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, keys_valid: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over a token itself and the ``window - 1`` before it; time and memory grow with tokens times window.
+
+    q [b, h, tq, d]; k, v [b, hk, tk, d], hk divides h; the queries are the last tq of the tk positions. keys_valid [b, tk] bool: False at
+    padding, which no query reads but its own. scale: in place of 1 / sqrt(d). Returns [b, h, tq, d] in q's type, exact: what is outside
+    the window has weight zero.
+    """
+    heads, tq, tk = q.shape[1], q.shape[2], k.shape[2]
+    past = tk - tq
+    near = min(max(window - past, 0), tq)  # queries that see all that is before them
+    reads = []
+    if near:
+        valid = None if keys_valid is None else keys_valid[:, : past + near]
+        q_near, k_near, v_near = q[:, :, :near], k[:, :, : past + near], v[:, :, : past + near]
+        reads.append(fem_attention(q_near, k_near, v_near, causal=True, keys_valid=valid, scale=scale))
+    if near < tq:
+        # The first key is one before the first query's window, so that a block's keys are as many as window and block together.
+        first = past + near - window
+        valid = None if keys_valid is None else keys_valid[:, first:]
+        q_far, (k_far, v_far) = q[:, :, near:], (repeat_heads(t[:, :, first:], 1, heads) for t in (k, v))
+        reads.append(_blockwise(q_far, k_far, v_far, window, valid, scale))
+    return reads[0] if len(reads) == 1 else torch.cat(reads, dim=2)
+
+
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, window: int, valid: Tensor | None, scale: float | None) -> Tensor:
+    """Queries that see a whole window: q [b, h, n, d]; k, v [b, h, window + n, d], query i's own at window + i; valid [b, window + n]."""
+    batch, queries = q.shape[0], q.shape[2]
+    block, blocks = window_blocks(queries, window)
+    missing = blocks * block - queries
+    q, k, v = (F.pad(t, (0, 0, 0, missing)) for t in (q, k, v))
+    q = q.unflatten(2, (blocks, block)).transpose(1, 2).flatten(0, 1)
+    k, v = (t.unfold(2, window + block, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for t in (k, v))
+    row = torch.arange(block, device=q.device)[:, None]
+    column = torch.arange(window + block, device=q.device)
+    seen = ((row < column) & (column <= row + window))[None, None]
+    if valid is not None:
+        valid = F.pad(valid, (0, missing)).unfold(1, window + block, block).flatten(0, 1)
+        seen = (seen & valid[:, None, None]) | (column == row + window)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return out.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :queries]

@@ -1,0 +1,183 @@
+"""Sizes and switches of standard attention: grouped queries, biases, a window, scaled rotary angles. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from fem_common.settings import setting
+from fem_megatron.mup import score_scale
+from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Switches of standard attention, as the open models of Llama's family have them; only where ``model.mixer`` is transformer."""
+
+    head_dim: int | None = setting(None, "Width of a head; null: hidden_size / num_attention_heads.", least=1)
+    qkv_bias: bool = setting(False, "Biases on the projections to queries, keys and values (Qwen2).")
+    sliding_window: int | None = setting(
+        None, "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.", least=1
+    )
+    rope_scaling: str | None = setting(
+        None,
+        "Rotary frequencies for longer texts. linear: all divided by rope_factor; llama3: the slow ones alone, those between turned "
+        "smoothly from the one to the other; null: as they are.",
+        ("linear", "llama3"),
+    )
+    rope_factor: float = setting(8.0, "What rope_scaling divides frequencies by.")
+    rope_low_freq_factor: float = setting(1.0, "llama3: frequencies with fewer turns than this in rope_original_length are slow.")
+    rope_high_freq_factor: float = setting(4.0, "llama3: frequencies with more turns than this in rope_original_length stay as they are.")
+    rope_original_length: int = setting(8192, "llama3: the context length before the scaling, in tokens.", least=1)
+
+    def changed(self) -> list[str]:
+        """The names of the fields that are not at their defaults."""
+        return [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Frequencies f of RoPE made slower: f / factor (linear), or only where a wave turns too seldom in ``original`` tokens (llama3).
+
+    llama3 (Llama 3.1's published code): f ((1 - s) / factor + s), s = (original f / 2 pi - low) / (high - low) held within [0, 1].
+    """
+
+    kind: str
+    factor: float
+    low: float
+    high: float
+    original: int
+
+
+@dataclass(frozen=True)
+class AttentionShape(Shape):
+    """D -> H heads of queries over ``groups`` heads of keys and values -> D."""
+
+    layer_class = "fem_megatron.mixers.attention.layer:Attention"
+
+    hidden: int
+    heads: int
+    groups: int
+    head: int
+    rope: bool
+    rope_base: float
+    norm_eps: float
+    bias: bool = False
+    window: int | None = None
+    scaling: RopeScaling | None = None
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> AttentionShape:
+        """The sizes that ``model`` asks for. Raises ValueError where heads, groups, RoPE's pairs or its scaling do not fit."""
+        heads, groups, switches = model.num_attention_heads, model.num_query_groups or model.num_attention_heads, model.attention
+        if switches.head_dim is None and model.hidden_size % heads:
+            raise ValueError(f"model.num_attention_heads={heads} does not divide the mixer's query/key width {model.hidden_size}")
+        head = switches.head_dim or model.hidden_size // heads
+        if model.rope and head % 2:
+            key = "model.num_attention_heads" if switches.head_dim is None else "model.attention.head_dim"
+            raise ValueError(f"model.rope turns pairs of channels, but a head has {head}; change {key}")
+        if heads % groups:
+            raise ValueError(f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}")
+        if switches.sliding_window is not None and not model.causal:
+            raise ValueError("model.attention.sliding_window looks back from a token, and model.causal=false sees all; set it to null")
+        sizes = (model.hidden_size, heads, groups, head, model.rope, model.rope_base, model.norm_eps)
+        return cls(*sizes, switches.qkv_bias, switches.sliding_window, _scaling(model), score_scale(model, head))
+
+    @property
+    def group_width(self) -> int:
+        """Rows that a group owns in the packed projection: its queries, its key, its value."""
+        return (self.heads // self.groups + 2) * self.head
+
+    def weights(self) -> Weights:
+        """norm, in_proj (group-major: the group's queries, k, v), its bias where there is one, out_proj."""
+        rows = self.groups * self.group_width
+        return {
+            "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
+            "in_proj.weight": Weight((rows, self.hidden), split=0),
+            **({"in_proj.bias": Weight((rows,), split=0, init=0.0)} if self.bias else {}),
+            "out_proj.weight": Weight((self.hidden, self.heads * self.head), split=1),
+        }
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """Projections, scores and reads."""
+        attention = 4.0 * self.keys_seen(length, whole_square) * self.heads * self.head
+        return {"mixer projections": self.linear_flops(), "attention": attention}
+
+    def keys_seen(self, length: int, whole_square: bool) -> float:
+        """Keys that a token sees on average; whole_square: those that the layer's products go over, masked ones too."""
+        window = self.window
+        if window is None or length <= window:
+            return keys_seen(length, whole_square)
+        if not whole_square:
+            return window * (length - (window - 1) / 2) / length
+        block, blocks = window_blocks(length - window, window)
+        return (window * window + blocks * block * (block + window)) / length
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """Keys and values of the groups; under a window of the tokens that the next one will see."""
+        kept = length if self.window is None else min(length, self.window - 1)
+        return 2 * kept * self.groups * self.head * element
+
+    def split_widths(self) -> dict[str, int]:
+        return {"model.num_attention_heads": self.heads, "model.num_query_groups": self.groups}
+
+    def reads(self) -> set[str]:
+        return {"num_query_groups", "attention"}
+
+    def rotary_size(self) -> int:
+        return self.head if self.rope else 0
+
+    def product_scores(self) -> bool:
+        return True
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """The table's; k and v repeated for the group's queries, or k rotated, v read in place."""
+        e, t, length = training.element, training.tensor_parallel, training.length
+        query, keys = self.heads * self.head / t, self.groups * self.head / t
+        shared = 2 * query if self.groups < self.heads else keys
+        blockwise, read = 0.0, query
+        if self.window is not None and self.window < length:
+            block, blocks = window_blocks(length - self.window, self.window)
+            near, far = self.window / length, block * blocks / length
+            shared *= near if self.groups < self.heads else 1
+            blockwise = far * query + 2 * query * blocks * (block + self.window) / length  # copies: each block's q, its window's k and v
+            read = (near + far) * query
+        return {
+            "projection": e * self.hidden,
+            "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
+            "attention": e * (query + read + shared + blockwise) + WIDE * self.heads / t,
+            "packed": e * self.groups * self.group_width / t if self.groups == self.heads else 0.0,
+            "out_proj": e * query if e < WIDE or blockwise else 0.0,
+        }
+
+    def summary(self) -> str:
+        groups = f", {self.groups} groups" if self.groups < self.heads else ""
+        return f"d_k {self.head}, d_v {self.head}{groups}" + (f", window {self.window}" if self.window else "")
+
+
+def window_blocks(queries: int, window: int) -> tuple[int, int]:
+    """(queries in a block, blocks) of queries that see a whole window each: a block's products go over window + block keys."""
+    block = min(window, queries)
+    return block, -(-queries // block)
+
+
+def _scaling(model: ModelConfig) -> RopeScaling | None:
+    """Raises ValueError where fields contradict each other."""
+    given = model.attention
+    if given.rope_scaling is None:
+        set_in_vain = [name for name in given.changed() if name.startswith("rope_")]
+        if set_in_vain:
+            raise ValueError(f"model.attention.{set_in_vain[0]} is set, but model.attention.rope_scaling is null: set both or neither")
+        return None
+    if not model.rope:
+        raise ValueError(f"model.attention.rope_scaling={given.rope_scaling} scales rotary angles, and model.rope is false")
+    if not given.rope_factor > 0:
+        raise ValueError(f"model.attention.rope_factor={given.rope_factor}: must be more than 0")
+    low, high = given.rope_low_freq_factor, given.rope_high_freq_factor
+    if given.rope_scaling == "llama3" and not 0 < low < high:
+        raise ValueError(f"model.attention.rope_low_freq_factor={low} must be more than 0 and less than rope_high_freq_factor={high}")
+    return RopeScaling(given.rope_scaling, given.rope_factor, low, high, given.rope_original_length)

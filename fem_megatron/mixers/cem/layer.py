@@ -1,0 +1,283 @@
+"""CEM (mathematics 2): attention and MLP as steps of preconditioned gradient descent on an energy of x_i given h_1..i.
+
+    h <- RMSNorm(h);  x <- h;  T times:  u = RMSNorm(x),  x <- x - eta P dE/du(u | h)
+
+h, and what is made of it alone (keys, gamma), stays as it is during the steps. The inner norm has no weight: with one, the tied
+projections would no longer be a gradient's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu, softplus
+
+from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
+from fem_megatron.parallel import Parallel
+from fem_megatron.state import Context
+from fem_megatron.update import Layer, Update, rms_norm
+from kernels.cem_attention import Diagonal, cem_attention
+from kernels.cem_attention.reference import interaction_energy
+
+# B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..; log(1 + y) is at most log 2, the next term under 1e-18.
+DILOGARITHM: tuple[float, ...] = (
+    1.0,
+    -1 / 4,
+    1 / 36,
+    -1 / 3600,
+    1 / 211680,
+    -1 / 10886400,
+    1 / 526901760,
+    -691 / 16999766784000,
+    1 / 1120863744000,
+)
+DILOGARITHM += (-3617 / 181400588328960000,)
+
+
+class CemAttention(Update):
+    """T steps down -tau sum_k log sum_j exp(a_ijk): x <- x + eta sum_k P_k W_Qk^T o_ik, o the read of keys that are values.
+
+    Positions are ALiBi's and two learned biases (a token on itself, on others); no RoPE, which would make values depend on who reads.
+    A diagonal is in the scores alone: Algorithm 1 leaves its own part of the gradient, d sum_j p_ij h_j, out of the step.
+    Tensor parallel: heads are split over the ranks, each step gathers u and sums the heads; a shared diagonal's scores are made by every
+    rank. State: k, which is v, and with a diagonal h.
+    """
+
+    diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
+
+    def __init__(self, shape: CemAttentionShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+        self.local_heads = shape.heads // parallel.size
+
+    def build(self) -> None:
+        self.precondition = Preconditioner(self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=False)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        return self.descend(h, h if self.shape.switches.residual == "normalised" else x, context)
+
+    def descend(self, h: Tensor, x: Tensor, context: Context) -> Tensor:
+        """The T steps: h, normalised, and where x starts, in the stream's slicing -> x after the last."""
+        whole = self.parallel.enter(h)
+        context = context.without_gap(whole.shape[0])
+        k, seen = self.remember(whole, context)
+        back, biases = self.precondition(self.query.weight, whole.shape[0] * whole.shape[1]), self.biases(k)
+        for step in range(self.shape.switches.steps_attention):
+            # u of x = h from h as it was gathered: one exchange less.
+            u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
+            q, diagonal = self.look(u, seen)
+            o = cem_attention(q, k, *biases, diagonal, scale=self.shape.scale, causal=context.causal, valid=context.valid)
+            x = torch.add(x, self.parallel.leave(back(o.permute(2, 0, 1, 3).flatten(2))), alpha=self.shape.switches.eta_attention)
+        return x
+
+    def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """This rank's k [b, local heads, past + s, r] and, with a diagonal, h [b, past + s, D], the past's with them; kept in the state."""
+        k = context.extend("k", self._heads(self.key(whole)), dim=2)
+        return k, None if self.shape.switches.diagonal == "none" else context.extend("h", whole.transpose(0, 1), dim=1)
+
+    def look(self, u: Tensor, h: Tensor | None) -> tuple[Tensor, Diagonal | None]:
+        """u [s, b, D], normalised -> q [b, local heads, s, r] and the diagonal part of the scores among h [b, past + s, D]."""
+        if h is None:
+            return self._heads(linear(u, self.query.weight)), None
+        d = self.parallel.share(self.diagonal) if self.shape.switches.diagonal == "shared" else self.diagonal
+        return self._heads(linear(u, self.query.weight)), Diagonal(u.transpose(0, 1), h, d.view(-1, self.shape.hidden))
+
+    def biases(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """ALiBi's slopes 2^(-8 k / heads) of this rank's heads, k = 1, 2, ..; b_self and b_cross."""
+        first = self.parallel.rank * self.local_heads + 1
+        wide = torch.promote_types(like.dtype, torch.float32)
+        heads = torch.arange(first, first + self.local_heads, dtype=wide, device=like.device)
+        return torch.exp2(heads * (-8.0 / self.shape.heads)), self.parallel.share(self.self_bias), self.parallel.share(self.cross_bias)
+
+    def start(self, x: Tensor) -> Tensor:
+        """x, or the normalised stream."""
+        return rms_norm(x, self.norm.weight, self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
+
+    @torch.no_grad()
+    def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
+        """The energy of a sample ``tokens`` [n] of positions before and after this update of x [s, b, D], h held where it is.
+
+        after: what forward(x) gave, where it is known. Returns energy_before, energy_after and step_norm [n, b], and
+        smallest_eigenvalue [local heads], of P_k. The context must be one without a state.
+        """
+        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        start = h if self.shape.switches.residual == "normalised" else x
+        after = self.descend(h, start, context) if after is None else after
+        k, seen = self.remember(self.parallel.enter(h), context)
+        energies = []
+        for end in (start, after):
+            q, diagonal = self.look(self.parallel.enter(self._norm(end))[tokens], seen)
+            energy = interaction_energy(
+                q, k, *self.biases(q), diagonal, own=tokens, scale=self.shape.scale, causal=context.causal, valid=context.valid
+            )
+            energies.append(self.parallel.total(energy).T)
+        return _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return rms_norm(x, None, self.shape.norm_eps)
+
+    def _heads(self, z: Tensor) -> Tensor:
+        return z.unflatten(-1, (self.local_heads, self.shape.head)).permute(1, 2, 0, 3)
+
+
+class CemMlp(Update):
+    """T steps down -gamma . phi(V x), phi' = SiLU: x <- x + eta P V^T (gamma * SiLU(V u)), gamma = W h.
+
+    Tensor parallel: the inner channels are split over the ranks. P, whole on every rank, acts on the rank's summand, where it can be
+    folded into V.
+    """
+
+    diagnostics = "fem_megatron.mixers.cem.diagnostics:observe"
+
+    def __init__(self, shape: CemMlpShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+
+    def build(self) -> None:
+        self.precondition = Preconditioner(self.shape.switches.preconditioner, self.shape.hidden, self.parallel, whole=True)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        return self.descend(h, h if self.shape.switches.residual == "normalised" else x)
+
+    def descend(self, h: Tensor, x: Tensor) -> Tensor:
+        """The T steps: h, normalised, and where x starts, in the stream's slicing -> x after the last."""
+        whole = self.parallel.enter(h)
+        gamma = self.gamma(whole)
+        back = self.precondition(self.up.weight, whole.shape[0] * whole.shape[1])
+        for step in range(self.shape.switches.steps_mlp):
+            z = linear(self._norm(whole), self.up.weight) if step == 0 and x is h else self.parallel.project(self._norm(x), self.up.weight)
+            x = torch.add(x, self.parallel.leave(back(gamma * silu(z))), alpha=self.shape.switches.eta_mlp)
+        return x
+
+    def start(self, x: Tensor) -> Tensor:
+        """x, or the normalised stream."""
+        return rms_norm(x, self.norm.weight, self.shape.norm_eps) if self.shape.switches.residual == "normalised" else x
+
+    @torch.no_grad()
+    def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
+        """As `CemAttention.diagnose`, of the element-wise energy; smallest_eigenvalue is [1]."""
+        h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
+        start = h if self.shape.switches.residual == "normalised" else x
+        after = self.descend(h, start) if after is None else after
+        gamma = self.gamma(self.parallel.enter(h)[tokens])
+        points = [linear(self.parallel.enter(self._norm(end))[tokens], self.up.weight) for end in (start, after)]
+        energies = [self.parallel.total(elementwise_energy(gamma, z)) for z in points]
+        return _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return rms_norm(x, None, self.shape.norm_eps)
+
+
+def elementwise_energy(gamma: Tensor, z: Tensor) -> Tensor:
+    """xi = -gamma . phi(z) over the last dimension, z = V u: [..., M] alike -> [...], float32 or wider.
+
+    phi(z) = integral of SiLU from -inf to z = z softplus(z) + Li2(-e^z). Source: Causal Energy Minimization, equation 7, Algorithm 1.
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    gamma, z = gamma.to(wide), z.to(wide)
+    y = torch.where(z > 0, -z, z).exp()
+    log = y.log1p()
+    dilogarithm = -log * DILOGARITHM[0] + log.square() * DILOGARITHM[1]
+    for power, factor in enumerate(DILOGARITHM[2:], start=1):
+        dilogarithm = dilogarithm - factor * log ** (2 * power + 1)
+    above = z.square() / 2 + z * log - torch.pi**2 / 6 - dilogarithm
+    return -(gamma * torch.where(z > 0, above, z * log + dilogarithm)).sum(-1)
+
+
+def _measures(energies: list[Tensor], moved: Tensor, precondition: Preconditioner) -> dict[str, Tensor]:
+    return {
+        "energy_before": energies[0],
+        "energy_after": energies[1],
+        "step_norm": torch.linalg.vector_norm(moved.to(energies[0].dtype), dim=-1),
+        "smallest_eigenvalue": precondition.smallest_eigenvalue(),
+    }
+
+
+BISECTIONS = 60  # float64's 52 bits of the bracket, and some
+
+
+class Preconditioner(Layer):
+    """Of G groups: p [G D], u and v [G, D, R]. Without p it is the identity, without u a diagonal.
+
+    whole: every rank holds these weights whole and uses them on its part of the rows (``parallel.share``); else they are the rank's own.
+    """
+
+    def __init__(self, kind: str, hidden: int, parallel: Parallel, *, whole: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.hidden = hidden
+        self.parallel = parallel
+        self.whole = whole
+
+    def forward(self, w: Tensor, tokens: int) -> Callable[[Tensor], Tensor]:
+        """The way back through w [G m, D]: a function c [..., G m] -> sum_g c_g W_g P_g [..., D], for steps of ``tokens`` tokens each.
+
+        More than m tokens: W P is made once, as one matrix, and the preconditioner costs 8 m D R a group and forward pass. Few tokens, as
+        in decoding: P acts on each group's c_g W_g, 8 D R a group, token and step.
+        """
+        if self.kind == "identity":
+            return lambda c: c @ w
+        rows = w.unflatten(0, (self.p.numel() // self.hidden, -1))
+        if tokens > rows.shape[1]:
+            folded = self.times(rows).flatten(0, 1)
+            return lambda c: c @ folded
+
+        def apart(c: Tensor) -> Tensor:
+            groups = c.reshape(-1, *rows.shape[:2]).transpose(0, 1) @ rows
+            return self.times(groups).sum(0).view(*c.shape[:-1], -1)
+
+        return apart
+
+    def times(self, rows: Tensor) -> Tensor:
+        """rows [G, n, D] -> rows P (P is symmetric), same shape and type."""
+        out = rows * self.diagonal().to(rows.dtype)[:, None]
+        if self.kind == "low_rank":
+            u, v = self.factors()
+            out = out + (rows @ v) @ u.mT + (rows @ u) @ v.mT
+        return out
+
+    def diagonal(self) -> Tensor:
+        """softplus(sqrt(D) p), [G, D], float32 or wider."""
+        p = self.parallel.share(self.p) if self.whole else self.p
+        return softplus(p.to(torch.promote_types(p.dtype, torch.float32)) * self.hidden**0.5).view(-1, self.hidden)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """U and V, [G, D, R]."""
+        return (self.parallel.share(self.u), self.parallel.share(self.v)) if self.whole else (self.u, self.v)
+
+    @torch.no_grad()
+    def smallest_eigenvalue(self) -> Tensor:
+        """Of each of this rank's P, [G], float64 on the CPU; below zero a step may climb. The identity's is one, [1]."""
+        if self.kind == "identity":
+            return torch.ones(1, dtype=torch.float64)
+        if self.kind == "diagonal":
+            return self.diagonal().double().cpu().amin(-1)
+        return smallest_eigenvalue(self.diagonal(), *self.factors())
+
+
+def smallest_eigenvalue(diagonal: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Of diag(diagonal) + U V^T + V U^T: diagonal [G, D], u and v [G, D, R] -> [G], float64 on the CPU, exact to rounding.
+
+    With A = [U V] and C = [[0, I], [I, 0]] = C^-1, the matrix less t I has as many negative eigenvalues as diag(diagonal - t) and
+    -C - A^T diag(diagonal - t)^-1 A together, less R (inertia of a Schur complement, taken both ways). So each bisection on t costs
+    a product with A and the eigenvalues of a 2R x 2R matrix, and no D x D matrix is made.
+    """
+    diagonal, u, v = (t.detach().double().cpu() for t in (diagonal, u, v))
+    a, rank = torch.cat((u, v), dim=-1), u.shape[-1]
+    swap = torch.eye(2 * rank, dtype=torch.float64).roll(rank, 0)
+    # Between Gershgorin's kind of bound and the smallest diagonal entry, a Rayleigh quotient.
+    low = diagonal.amin(-1) - 2 * torch.linalg.matrix_norm(u, 2) * torch.linalg.matrix_norm(v, 2)
+    high = (diagonal + 2 * (u * v).sum(-1)).amin(-1)
+    tiny = torch.finfo(torch.float64).eps * diagonal.abs().amax(-1, keepdim=True)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        gap = diagonal - middle[:, None]
+        gap = torch.where(gap.abs() < tiny, tiny, gap)
+        inner = torch.linalg.eigvalsh(-swap - a.mT @ (a / gap[..., None]))
+        below = (gap < 0).sum(-1) + (inner < 0).sum(-1) > rank
+        low, high = torch.where(below, low, middle), torch.where(below, middle, high)
+    return (low + high) / 2

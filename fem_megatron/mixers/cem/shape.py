@@ -1,0 +1,227 @@
+"""CEM's switches and sizes (mathematics 2): attention and MLP as steps down an energy, with tied projections. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fem_common.settings import setting
+from fem_megatron.mup import score_scale
+from fem_megatron.shape import FIXED, OUTPUT, Normal, Packing, Scaling, Shape, Training, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+LOW_RANK_STD = 0.02
+ROOT = Scaling(0.0, -0.5)  # learning rate 1 / sqrt(m)
+
+
+@dataclass(frozen=True)
+class CemConfig:
+    """Switches and sizes of Causal Energy Minimization; read only where ``model.mixer`` or ``model.mlp`` is cem."""
+
+    diagonal: str = setting(
+        "shared", "The diagonal D_k in attention's scores, h_j D_k u_i: none, one for all heads, or one a head.", ("none", "shared", "head")
+    )
+    preconditioner: str = setting(
+        "low_rank",
+        "P in front of every step. identity; diagonal: diag(softplus(d)); low_rank: that + U V^T + V U^T.",
+        ("identity", "diagonal", "low_rank"),
+    )
+    rank_attention: int = setting(4, "Columns of U and V of each head's preconditioner (low_rank).")
+    rank_mlp: int = setting(16, "Columns of U and V of the MLP's preconditioner (low_rank).")
+    steps_attention: int = setting(2, "T: steps down attention's energy; keys and values stay as they are.")
+    steps_mlp: int = setting(2, "T: steps down the MLP's energy; gamma stays as it is.")
+    eta_attention: float = setting(1.0, "Step size of attention.")
+    eta_mlp: float = setting(1.0, "Step size of the MLP.")
+    scale: str = setting(
+        "model", "Of attention's scores. model: 1 / sqrt(hidden_size), as the paper; head: 1 / sqrt(a head's width).", ("model", "head")
+    )
+    residual: str = setting(
+        "normalised",
+        "Where x starts. normalised: from RMSNorm(h), as Algorithm 1 prints it; raw: from h itself, a pre-norm Transformer's residual.",
+        ("normalised", "raw"),
+    )
+
+
+def preconditioner_weights(switches: CemConfig, groups: int, hidden: int, rank: int, split: int | None) -> Weights:
+    """p, u and v of ``groups`` preconditioners: d = sqrt(D) p starts at 1, U is normal, V zero, so that P starts at softplus(1) I.
+
+    muP: V sums over the width. The one P of an MLP (split None) acts on a step whose channels are of size 1: d is FIXED, so p's rate falls
+    as 1 / sqrt(m), and U, from the rank's channels into the width, is FIXED. Each head's own P acts on that head's part of the step, whose
+    channels are of size 1 / sqrt(D), and the parts are summed over heads, whose number grows with D: 1 / sqrt(m) less for both.
+    """
+    if switches.preconditioner == "identity":
+        return {}
+    scaling_p, scaling_u = (ROOT, FIXED) if split is None else (Scaling(0.0, -1.0), ROOT)
+    weights = {"precondition.p": Weight((groups * hidden,), split=split, init=hidden**-0.5, mup=scaling_p)}
+    if switches.preconditioner == "low_rank":
+        weights["precondition.u"] = Weight((groups, hidden, rank), split=split, init=Normal(LOW_RANK_STD), mup=scaling_u)
+        weights["precondition.v"] = Weight((groups, hidden, rank), split=split, init=0.0, mup=OUTPUT)
+    return weights
+
+
+def preconditioner_flops(switches: CemConfig, groups: int, rows: int, hidden: int, rank: int, steps: int, length: int) -> dict[str, float]:
+    """The low-rank part: folded into ``groups`` matrices [rows, D] once a forward pass where it has more than ``rows`` tokens."""
+    if switches.preconditioner != "low_rank":
+        return {}
+    times = rows / length if length > rows else float(steps)
+    return {"preconditioner": 8.0 * groups * hidden * rank * times}
+
+
+def _reads(switches: CemConfig, part: str) -> set[str]:
+    """The keys of attention or of the MLP."""
+    names = ["preconditioner", "residual", f"steps_{part}", f"eta_{part}"]
+    return {f"cem.{name}" for name in [*names, *([f"rank_{part}"] if switches.preconditioner == "low_rank" else [])]}
+
+
+def _check(switches: CemConfig, part: str) -> None:
+    for key, why in ((f"steps_{part}", "a layer takes at least one step"), (f"rank_{part}", "diagonal has no low-rank part")):
+        if getattr(switches, key) < 1:
+            raise ValueError(f"model.cem.{key}={getattr(switches, key)}; {why}")
+
+
+@dataclass(frozen=True)
+class CemAttentionShape(Shape):
+    """D -> heads of D / heads channels, key and value in one, query and output in one."""
+
+    layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
+    kept = (46.0, 32.0)
+
+    hidden: int
+    heads: int
+    norm_eps: float
+    causal: bool
+    switches: CemConfig
+    mup_scale: float | None = None  # of the scores, where muP has one
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> CemAttentionShape:
+        """The sizes that ``model`` asks for. Raises ValueError where heads, steps or ranks do not fit."""
+        if model.hidden_size % model.num_attention_heads:
+            raise ValueError(f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}")
+        _check(model.cem, "attention")
+        if model.parametrization == "mup" and model.mup.base_head_size is not None and model.cem.scale != "head":
+            raise ValueError(
+                "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
+            )
+        # The paper's 1 / sqrt(D) would vanish with the width: the base's it is.
+        scale = score_scale(model, model.hidden_size // model.num_attention_heads)
+        if model.parametrization == "mup" and model.cem.scale == "model":
+            scale = model.mup.base_hidden_size**-0.5
+        return cls(model.hidden_size, model.num_attention_heads, model.norm_eps, model.causal, model.cem, scale)
+
+    @property
+    def head(self) -> int:
+        """Channels of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def scale(self) -> float:
+        """s = 1 / tau, what the scores are multiplied by."""
+        if self.mup_scale is not None:
+            return self.mup_scale
+        return float((self.hidden if self.switches.scale == "model" else self.head) ** -0.5)
+
+    def weights(self) -> Weights:
+        """norm; query (W_Q, its transpose the output) and key (W_K, the values too), head after head; the two biases; diagonal; P."""
+        hidden = self.hidden
+        weights = {
+            "norm.weight": Weight((hidden,), init=1.0, per_token=True),
+            "query.weight": Weight((hidden, hidden), split=0, bare=True),
+            "key.weight": Weight((hidden, hidden), split=0),
+            "self_bias": Weight((1,), init=0.0),
+            "cross_bias": Weight((1,), init=0.0),
+        }
+        # The paper does not say where d starts; at zero the scores start as those of attention.
+        if self.switches.diagonal == "shared":
+            weights["diagonal"] = Weight((hidden,), init=0.0, mup=OUTPUT)
+        elif self.switches.diagonal == "head":
+            weights["diagonal"] = Weight((self.heads * hidden,), split=0, init=0.0, mup=OUTPUT)
+        return weights | preconditioner_weights(self.switches, self.heads, hidden, self.switches.rank_attention, 0)
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """Keys once; query, output, scores and read at every step; a shared diagonal's scores once for all heads."""
+        switches, keys = self.switches, keys_seen(length, whole_square or not self.causal)
+        diagonals = {"none": 0, "shared": 1, "head": self.heads}[switches.diagonal]
+        return {
+            "mixer projections": 2.0 * self.hidden**2 * (1 + 2 * switches.steps_attention),
+            "attention": 2.0 * self.hidden * keys * (2 + diagonals) * switches.steps_attention,
+        } | preconditioner_flops(switches, self.heads, self.head, self.hidden, switches.rank_attention, switches.steps_attention, length)
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """k, half of attention's cache; with a diagonal also h. Steps add nothing."""
+        return length * self.hidden * (1 if self.switches.diagonal == "none" else 2) * element
+
+    def product_scores(self) -> bool:
+        return True
+
+    def packing(self) -> dict[str, Packing]:
+        """The energy is of q.k; values and output are those same two by definition."""
+        return {name: Packing(self.heads, {part: self.head}, {part: part}) for name, part in (("query.weight", "q"), ("key.weight", "k"))}
+
+    def summary(self) -> str:
+        return f"{self.heads} heads of {self.head}, {self.switches.steps_attention} steps"
+
+    def reads(self) -> set[str]:
+        return {"cem.diagonal", "cem.scale"} | _reads(self.switches, "attention")
+
+    def split_widths(self) -> dict[str, int]:
+        return {"model.num_attention_heads": self.heads}
+
+
+@dataclass(frozen=True)
+class CemMlpShape(Shape):
+    """D -> inner -> D, up and down in one."""
+
+    layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
+    kept = (25.0, 18.0)
+
+    hidden: int
+    inner: int
+    norm_eps: float
+    switches: CemConfig
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> CemMlpShape:
+        """The sizes that ``model`` asks for. Raises ValueError where steps or ranks do not fit."""
+        _check(model.cem, "mlp")
+        return cls(model.hidden_size, model.ffn_size, model.norm_eps, model.cem)
+
+    def weights(self) -> Weights:
+        """norm; gamma (W, the gate); up (V, its transpose is the way down); P, which every rank holds whole."""
+        return {
+            "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
+            "gamma.weight": Weight((self.inner, self.hidden), split=0),
+            "up.weight": Weight((self.inner, self.hidden), split=0, bare=True),
+        } | preconditioner_weights(self.switches, 1, self.hidden, self.switches.rank_mlp, None)
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """gamma once; up and down at every step."""
+        switches = self.switches
+        return {"MLP": 2.0 * self.hidden * self.inner * (1 + 2 * switches.steps_mlp)} | preconditioner_flops(
+            switches, 1, self.inner, self.hidden, switches.rank_mlp, switches.steps_mlp, length
+        )
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """None: a token's MLP knows that token alone."""
+        return 0
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """As every estimate, and of the inner channels gamma and each step's."""
+        inner = training.element * (3 * self.switches.steps_mlp + 1) * self.inner
+        return training.estimate(self.hidden, self.kept, inner)
+
+    def packing(self) -> dict[str, Packing]:
+        """up, inside SiLU, is SwiGLU's gate projection; gamma, which multiplies it, the up projection."""
+        pairs = (("up.weight", "gate"), ("gamma.weight", "up"))
+        return {name: Packing(1, {role: self.inner}, {role: role}) for name, role in pairs}
+
+    def summary(self) -> str:
+        return f"MLP {self.inner}, {self.switches.steps_mlp} steps"
+
+    def reads(self) -> set[str]:
+        return _reads(self.switches, "mlp")
+
+    def split_widths(self) -> dict[str, int]:
+        return {"the MLP's width, model.ffn_hidden_size": self.inner}

@@ -1,0 +1,51 @@
+"""Differential attention (Differential Transformer, arXiv 2410.05258): the difference of two softmax maps reads the values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fem_megatron.mixers.differential.shape import DifferentialShape
+from fem_megatron.parallel import Parallel
+from fem_megatron.state import Context
+from fem_megatron.update import Update, rms_norm, rotate
+from kernels.fem_attention import fem_attention
+
+
+class DifferentialAttention(Update):
+    """x + (1 - lambda_init) RMSNorm_head[(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v] W_O, scores over sqrt(d).
+
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, one number a layer; the norm's weight is common to
+    the heads. ``in_proj`` packs head after head. The decoding state is a KV-cache of both keys (after RoPE) and the value.
+    """
+
+    def __init__(self, shape: DifferentialShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        shape, d = self.shape, self.shape.head
+        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
+        q, k, v = self.in_proj(h).unflatten(-1, (-1, shape.head_width)).split([2 * d, 2 * d, 2 * d], dim=-1)
+        q, k = (t.unflatten(-1, (2, d)).flatten(2, 3) for t in (q, k))
+        if shape.rope:
+            q, k = rotate(q, context, shape.rope_base), rotate(k, context, shape.rope_base)
+        k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
+        maps = fem_attention(
+            q.permute(1, 2, 0, 3),
+            k,
+            v.repeat_interleave(2, dim=1),
+            causal=context.causal,
+            keys_valid=context.valid,
+            scale=shape.scale,
+        ).unflatten(1, (-1, 2))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        o = maps[:, :, 0].to(wide) - self.lam_now() * maps[:, :, 1].to(wide)
+        o = rms_norm(o, self.parallel.share(self.head_norm.weight).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)
+        return x + self.parallel.leave(self.out_proj(o.to(x.dtype).permute(2, 0, 1, 3).flatten(2)))
+
+    def lam_now(self) -> Tensor:
+        """lambda, a number, fp32 or wider."""
+        lam = self.parallel.share(self.lam)
+        q1, k1, q2, k2 = lam.to(torch.promote_types(lam.dtype, torch.float32))
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.shape.lambda_init

@@ -1,0 +1,94 @@
+"""Sizes of differential attention (Differential Transformer, arXiv 2410.05258). Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fem_megatron.mup import score_scale
+from fem_megatron.shape import FIXED, Normal, Packing, Shape, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+LAMBDA_STD = 0.1
+
+
+@dataclass(frozen=True)
+class DifferentialShape(Shape):
+    """H heads, each with two queries and two keys of D/2H channels and one value of D/H: 4 D^2, as standard attention.
+
+    The paper gives a model half the heads of the Transformer that it is compared with, so that queries and keys keep their width.
+    """
+
+    layer_class = "fem_megatron.mixers.differential.layer:DifferentialAttention"
+    kept = (49.0, 32.0)
+
+    hidden: int
+    heads: int
+    head: int
+    lambda_init: float
+    rope: bool
+    rope_base: float
+    norm_eps: float
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> DifferentialShape:
+        """The sizes of layer ``layer`` (from 0). Raises ValueError where the heads' two halves do not divide the width."""
+        heads, hidden = model.num_attention_heads, model.hidden_size
+        if hidden % (2 * heads):
+            raise ValueError(
+                f"model.num_attention_heads={heads}: differential heads have two queries, and {2 * heads} do not divide {hidden}"
+            )
+        head = hidden // (2 * heads)
+        if model.rope and head % 2:
+            raise ValueError(f"model.rope turns pairs of channels, but a query has {head}; change model.num_attention_heads={heads}")
+        scale = score_scale(model, head)
+        return cls(hidden, heads, head, lambda_init(layer), model.rope, model.rope_base, model.norm_eps, scale)
+
+    @property
+    def head_width(self) -> int:
+        """Rows that a head owns in the packed projection: q1, q2, k1, k2, v."""
+        return 6 * self.head
+
+    def weights(self) -> Weights:
+        """norm, in_proj (head-major), lam (rows lambda_q1, lambda_k1, lambda_q2, lambda_k2), head_norm, out_proj."""
+        return {
+            "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
+            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0),
+            "lam": Weight((4, self.head), init=Normal(LAMBDA_STD), mup=FIXED, vectors=True),
+            "head_norm.weight": Weight((2 * self.head,), init=1.0),
+            "out_proj.weight": Weight((self.hidden, 2 * self.heads * self.head), split=1),
+        }
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """Projections; two maps' scores, and two reads of the value, which is twice as wide."""
+        attention = 2.0 * keys_seen(length, whole_square) * self.heads * 2 * (self.head + 2 * self.head)
+        return {"mixer projections": self.linear_flops(), "attention": attention}
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """Both keys and the value."""
+        return length * self.heads * 4 * self.head * element
+
+    def split_widths(self) -> dict[str, int]:
+        return {"model.num_attention_heads": self.heads}
+
+    def rotary_size(self) -> int:
+        return self.head if self.rope else 0
+
+    def product_scores(self) -> bool:
+        return True
+
+    def packing(self) -> dict[str, Packing]:
+        """Two of attention's heads make one."""
+        return {"in_proj.weight": Packing(self.heads, dict.fromkeys("qkv", 2 * self.head), queries=2)}
+
+    def summary(self) -> str:
+        return f"d_k 2 x {self.head}, d_v {2 * self.head}, lambda_init {self.lambda_init:.3f}"
+
+
+def lambda_init(layer: int) -> float:
+    """0.8 - 0.6 exp(-0.3 (l - 1)) for layer l = ``layer`` + 1."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer)

@@ -1,0 +1,75 @@
+"""What the Free Energy Mixer does to a sample of tokens (mathematics 1.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fem_megatron.diagnostics import Quantities, Sample, entropy, quantiles, wide
+from fem_megatron.mixers.fem.layer import FemMixer
+from fem_megatron.mixers.fem.prior_shapes import AftShape, MambaShape, PriorShape
+from fem_megatron.state import Context
+from fem_megatron.update import rms_norm
+
+ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 there, and so is softplus over its root mean square
+
+
+def observe(mixer: FemMixer, sample: Sample) -> Quantities:
+    """-F, F - mu, entropies of the prior p and the posterior q ~ p exp(beta v), quantiles of beta and lambda (mathematics 1.1).
+
+    Whatever the prior, mu and F of token t move with v_i by p_t(i) and q_t(i), channel by channel: the weights are a gradient. Each channel
+    is asked for one token's, spread over the sample, so that all entropies together cost one backward pass.
+    """
+    parts, v, beta, lam, context = _given_to_prior(mixer, sample)
+    gather, (heads, length, width) = mixer.parallel.gather, v.shape[1:]
+    head = torch.arange(heads, device=v.device)[:, None] + mixer.parallel.rank * heads
+    number = torch.arange(width, device=v.device) * mixer.shape.heads + head + 1
+    asked = (number * length // (mixer.shape.heads * width) - 1).clamp_min(0)
+    slope = _slope_of_values(mixer.shape.prior, v)
+
+    def read(temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+        """mu or F [h, n, d], and the entropy of its weights, a number."""
+        with torch.enable_grad():
+            values = v.detach().requires_grad_()
+            out = mixer.prior(parts, values, temperature, None, None, context)[0]
+            (weights,) = torch.autograd.grad(out.gather(1, asked[:, None]).sum(), values)
+        weights = torch.where(slope > 0, weights / slope, 0.0)
+        return out.detach(), gather(entropy(weights[0].transpose(1, 2)).mean(-1)).mean()
+
+    mu, prior_entropy = read(None)
+    if beta is None:
+        return {"prior_entropy": prior_entropy}
+    free_energy, posterior_entropy = read(beta)
+    quantities = {
+        "energy": -gather(free_energy.mean((1, 2))).mean(),
+        "free_energy_gap": gather((free_energy - mu).mean((1, 2))).mean(),
+        "prior_entropy": prior_entropy,
+        "posterior_entropy": posterior_entropy,
+    }
+    if lam is not None:
+        quantities |= quantiles("beta", gather(beta.flatten())) | quantiles("lambda", gather(lam.transpose(1, 2).flatten(2)))
+    return quantities
+
+
+def _given_to_prior(mixer: FemMixer, sample: Sample) -> tuple[dict[str, Tensor], Tensor, Tensor | None, Tensor | None, Context]:
+    """What the mixer gives its prior for the sample, in float32 or wider: its slices, v, beta, lambda, the context."""
+    given: list[Any] = []
+    handle = mixer.prior.register_forward_pre_hook(lambda _, arguments: given.extend(arguments))
+    try:
+        mixer.step(rms_norm(sample.x, mixer.norm.weight, mixer.shape.norm_eps), sample.context)
+    finally:
+        handle.remove()
+    parts, v, beta, lam, _, context = given
+    if isinstance(mixer.shape.prior, AftShape):
+        # AFT's query multiplies the read; this one by 1, whether it stands inside or after it.
+        parts["q"] = torch.full_like(parts["q"], ONE_AS_AFT_QUERY)
+    return {name: wide(t) for name, t in parts.items()}, wide(v), *(t if t is None else wide(t) for t in (beta, lam)), context
+
+
+def _slope_of_values(prior: PriorShape, v: Tensor) -> Tensor:
+    """By what a value that is read moves with v: 1, but where the prior reads sigmoid(v)."""
+    if isinstance(prior, MambaShape) and prior.squash:
+        return v.sigmoid() * (1 - v.sigmoid())
+    return torch.ones_like(v)

@@ -1,0 +1,118 @@
+"""The Free Energy Mixer over any prior (mathematics 1). The read's numerics are in ``kernels``, the priors in ``priors``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from fem_megatron.mixers.fem.priors import Prior
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.parallel import Parallel
+from fem_megatron.shape import located
+from fem_megatron.state import Context
+from fem_megatron.update import Layer, Update, layer_norm, rms_norm
+from kernels.conditioner_features import conditioner_features
+from kernels.time_decay_scan import time_decay_scan
+
+BETA_OFFSET = 1.8
+
+
+class FemMixer(Update):
+    """x + o W_O, o = g * ((1 - lambda) mu + lambda F), with mu and F read under the prior.
+
+    ``in_proj`` packs, head after head, that head's rows of the prior's slices, v, the lambda-logit and the g-logit: a rank's slice is whole
+    heads at any tensor-parallel size. The sequence is gathered once (sequence parallelism), for the projection and the conditioner.
+    """
+
+    diagnostics = "fem_megatron.mixers.fem.diagnostics:observe"
+
+    def __init__(self, shape: FemShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+        self.local_heads = shape.heads // parallel.size
+
+    def build(self) -> None:
+        self.prior: Prior = located(self.shape.prior.layer_class)(self.shape, self.parallel)
+        for name in self.shape.conditioners():
+            self.add_module(name, TimeDecayConditioner(self.shape.norm_eps, self.parallel, backward=name == "tdc_backward"))
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return x + self.step(rms_norm(x, self.norm.weight, self.shape.norm_eps), context)
+
+    def step(self, h: Tensor, context: Context) -> Tensor:
+        """o W_O from the normalised residual stream, both in the stream's slicing."""
+        h = self.parallel.enter(h)
+        z = self.in_proj(h)
+        if self.shape.conditioner:
+            phi = [self.get_submodule(name)(h, context.within(name)) for name in self.shape.conditioners()]
+            z = z * (1 + sum(phi))
+        parts = self._split_heads(z)
+        v, lam, gate = (parts.pop(name) for name in ("v", "lam", "gate"))
+        o = self.prior(
+            parts,
+            _heads_first(v),
+            self.inverse_temperature(),
+            _heads_first(torch.sigmoid(lam)) if self.shape.temperature else None,
+            _heads_first(outer_gate(gate, self.shape.norm_eps)) if self.shape.gate else None,
+            context,
+        )
+        return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
+
+    def inverse_temperature(self) -> Tensor | None:
+        """beta [local heads, d_v], fp32 or wider: softplus(b + 1.8), ones where T is off, None where L is off."""
+        if not self.shape.free_energy:
+            return None
+        size, weight = (self.local_heads, self.shape.value_head), self.in_proj.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        if not self.shape.temperature:
+            return torch.ones(size, dtype=wide, device=weight.device)
+        return softplus(self.beta.to(wide) + BETA_OFFSET).view(size)
+
+    def _split_heads(self, z: Tensor) -> dict[str, Tensor]:
+        """z [s, b, packed / tp] -> each slice [s, b, local heads, width]; of width 0 where a switch is off."""
+        slices = self.shape.slices
+        heads = z.unflatten(-1, (self.local_heads, self.shape.head_width))
+        return dict(zip(slices, heads.split(list(slices.values()), dim=-1), strict=True))
+
+
+def outer_gate(logit: Tensor, eps: float) -> Tensor:
+    """g = softplus(logit), RMS-normalised over the last dimension, no weight (mathematics 1.1)."""
+    return rms_norm(softplus(logit), None, eps)
+
+
+def _heads_first(t: Tensor) -> Tensor:
+    return t.permute(1, 2, 0, 3)
+
+
+class TimeDecayConditioner(Layer):
+    """phi = (r * LayerNorm(s)) W_out with s_t = exp(a_t) s_{t-1} + f_t, the factor every projection is multiplied by as 1 + phi.
+
+    Weights (``FemShape.weights``, ``tdc.*``): norm [D], in_proj [3 H_c, D] (rows a, f, r of each channel), state_norm [H_c],
+    out_proj [packed, H_c]. Tensor parallel: the H_c channels and their scans are split over the ranks; the norm over H_c sees all of them
+    (a gather of 2 H_c numbers a token); W_out's rows are split as the mixer's packed projection is. ``backward``: the scan runs from the
+    end of the sequence. Padding keeps the state: its decay's logit is -inf, its input 0. On a GPU the scan and what follows up to W_out
+    are a kernel each; W_out is a GEMM.
+    """
+
+    def __init__(self, eps: float, parallel: Parallel, *, backward: bool = False) -> None:
+        super().__init__()
+        self.eps, self.parallel, self.backward = eps, parallel, backward
+
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        """h [s, b, D], the whole sequence on every rank -> phi [s, b, packed / tensor-parallel size]."""
+        u = layer_norm(h, self.parallel.share(self.norm.weight), self.eps)
+        a, f, r = self.in_proj(u).unflatten(-1, (-1, 3)).unbind(-1)
+        valid = context.valid_now(h.shape[0])
+        if valid is not None:
+            a, f = a.masked_fill(~valid[..., None], -torch.inf), f.masked_fill(~valid[..., None], 0.0)
+        if self.backward:
+            state = time_decay_scan(a.flip(0), f.flip(0), softplus=True).flip(0)
+        else:
+            state = time_decay_scan(a, f, context.recall("state"), softplus=True)
+            context.keep("state", state[-1])
+        if self.parallel.size > 1:
+            both = self.parallel.gather(torch.stack((r.to(state.dtype), state), dim=-1).flatten(-2)).unflatten(-1, (-1, 2))
+            r, state = both[..., 0].to(r.dtype), both[..., 1]
+        features = conditioner_features(r, state, self.state_norm.weight, self.eps)
+        return self.out_proj(self.parallel.share(features))

@@ -1,0 +1,296 @@
+"""What the FEM asks of a prior's sizes, and every prior's. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from fem_megatron.mup import score_scale
+from fem_megatron.shape import KEPT, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+    from fem_megatron.mixers.fem.shape import FemConfig
+
+
+class PriorShape(ABC):
+    """Sizes of a prior p_t(i): which slices of the packed projection a head reads it from, and what a read costs.
+
+    layer_class: "module:class" of the ``Prior`` that computes it. kept, product_scores: as ``Shape`` has them. compares: its q and k are
+    attention's queries and keys.
+    """
+
+    layer_class: ClassVar[str]
+    kept: ClassVar[tuple[float, float]] = KEPT
+    product_scores: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> PriorShape:
+        """The sizes for a head's widths of q, k and of v, which a prior need not take. Raises ValueError, with the key, for a wrong one."""
+
+    @classmethod
+    def narrow(cls, fem: FemConfig) -> int | None:
+        """Of a prior whose q and k are no wider than the values: how many of their width the budget pays, T's and G's aside."""
+        return None
+
+    @abstractmethod
+    def slices(self) -> dict[str, int]:
+        """Channels a head owns in the packed projection besides v, lambda and g, by name, in order."""
+
+    @abstractmethod
+    def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
+        """FLOPs of one token and head for the matrix products of reading ``streams`` channels of values."""
+
+    @abstractmethod
+    def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
+        """Bytes of one head's decoding state after ``length`` tokens; ``value`` channels of v, with or without the free-energy stream."""
+
+    def weights(self, heads: int) -> Weights:
+        """Parameters besides the packed projection."""
+        return {}
+
+    def reads(self) -> set[str]:
+        """The keys of the model that this prior alone reads."""
+        return set()
+
+    def rotary_size(self) -> int:
+        """Channels of q and k that RoPE turns."""
+        return 0
+
+
+@dataclass(frozen=True)
+class SoftmaxShape(PriorShape):
+    """p_t(i) ~ exp(q_t k_i / sqrt(d_k)), with RoPE where ``rope``; ``scale``, where there is one, stands for 1 / sqrt(d_k)."""
+
+    layer_class = "fem_megatron.mixers.fem.priors:SoftmaxPrior"
+    product_scores = True
+    compares = True
+
+    qk_head: int
+    rope: bool
+    scale: float | None = None
+
+    @classmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> SoftmaxShape:
+        return cls(qk_head, model.rope, score_scale(model, qk_head))
+
+    def slices(self) -> dict[str, int]:
+        return {"q": self.qk_head, "k": self.qk_head}
+
+    def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
+        return 2.0 * keys_seen(length, whole_square) * (self.qk_head + streams)
+
+    def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
+        return length * (self.qk_head + value) * element
+
+    def rotary_size(self) -> int:
+        return self.qk_head if self.rope else 0
+
+
+CHUNK, CHUNK_PER_CHANNEL = 64, 16
+"""Tokens whose pairs `kernels.linear_attention` makes at once, with one decay for a head (or none), or one for each channel."""
+
+
+@dataclass(frozen=True)
+class ScanShape(PriorShape):
+    """p_t(i) ~ q_t . k_i, decayed: ``features`` channels of q and k, ``decays`` log-decays a head (0: none)."""
+
+    features: int
+    decays: int
+    causal: bool
+
+    def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
+        """Pairs within chunks, sums at their ends and reads of these; of the streams and of the ones that normalise."""
+        if not self.causal and not self.decays:
+            return 4.0 * self.features * (streams + 1)
+        if self.causal:
+            return self._scan(length, streams, 1, whole_square)
+        return 2 * (self._scan(length, streams, 0, whole_square) + self._scan(length, 1, 0, whole_square))
+
+    def _scan(self, length: int, streams: int, ones: int, whole_square: bool) -> float:
+        per_channel = self.decays > 1
+        chunk = min(length, CHUNK_PER_CHANNEL if per_channel else CHUNK)
+        filled_up = -(-length // chunk) * chunk / length
+        inside = 2.0 * keys_seen(chunk, whole_square) * (streams + (0 if per_channel else self.features))
+        return filled_up * (inside + 4.0 * self.features * (streams + ones))
+
+    def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
+        """The sums over v, U and ones, and the least and the greatest value seen: of any length."""
+        streams = value * (2 if free_energy else 1)
+        return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
+
+
+DECAYS = ("head", "channel")
+
+
+@dataclass(frozen=True)
+class LinearShape(ScanShape):
+    """p_t(i) ~ phi(q_t) . phi(k_i), phi(x) = relu(x) + eps, after RoPE where ``rope``; with ``decays``, gated linear attention."""
+
+    layer_class = "fem_megatron.mixers.fem.priors:LinearPrior"
+    compares = True
+
+    rope: bool
+    eps: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> LinearShape:
+        return cls(qk_head, cls.decays_of(model.fem, qk_head), model.causal, model.rope, _positive(model.fem.feature_eps))
+
+    @classmethod
+    def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
+        """Log-decays a head: none."""
+        return 0
+
+    def slices(self) -> dict[str, int]:
+        return {"q": self.features, "k": self.features} | ({"decay": self.decays} if self.decays else {})
+
+    def reads(self) -> set[str]:
+        return {"fem.feature_eps"} | ({"fem.gla_decay"} if self.decays else set())
+
+    def rotary_size(self) -> int:
+        return self.features if self.rope else 0
+
+
+@dataclass(frozen=True)
+class GlaShape(LinearShape):
+    """Gated linear attention: a log-decay -(relu(a) + eps) for each head, or for each channel of q and k: D^2 parameters more."""
+
+    @classmethod
+    def decays_of(cls, fem: FemConfig, qk_head: int) -> int:
+        """Log-decays a head. Raises ValueError for another fem.gla_decay."""
+        if fem.gla_decay not in DECAYS:
+            raise ValueError(f"model.fem.gla_decay={fem.gla_decay!r} is not one of {', '.join(DECAYS)}")
+        return 1 if fem.gla_decay == "head" else qk_head
+
+
+def _positive(eps: float) -> float:
+    if eps <= 0:
+        raise ValueError(f"model.fem.feature_eps={eps:g} is not above 0: a token must weigh something")
+    return eps
+
+
+@dataclass(frozen=True)
+class DecayShape(ScanShape):
+    """p_t(i) ~ exp(-sum over (i, t] of softplus(a)): a decay for each head, no queries and no keys."""
+
+    layer_class = "fem_megatron.mixers.fem.priors:DecayPrior"
+
+    @classmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> DecayShape:
+        """One feature, a constant, and one decay."""
+        return cls(1, 1, model.causal)
+
+    @classmethod
+    def narrow(cls, fem: FemConfig) -> int | None:
+        """No q and no k: v and o."""
+        return 2
+
+    def slices(self) -> dict[str, int]:
+        return {"decay": 1}
+
+
+QUERIES = ("after", "inside")
+
+
+@dataclass(frozen=True)
+class AftShape(PriorShape):
+    """p_t(i) ~ exp(k_i), a distribution for each value channel.
+
+    width: channels of a head's q and of its k. query: "after" gates the read, o = sigmoid(q) * read (the paper, AFT); "inside" multiplies
+    both sums by a normalised softplus query before the log (the released code).
+    own_logits: q and k are twice as wide as the values and their second halves belong to F (the released code under budget (i)).
+    """
+
+    layer_class = "fem_megatron.mixers.fem.priors:AftPrior"
+    kept = (87.0, 68.0)
+
+    width: int
+    query: str
+    own_logits: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> AftShape:
+        """As wide as the values; with the query inside, twice that where the budget makes q and k so and there is an F to use it.
+
+        Raises ValueError for another query.
+        """
+        query = model.fem.aft_query
+        if query not in QUERIES:
+            raise ValueError(f"model.fem.aft_query={query!r} is not one of {', '.join(QUERIES)}")
+        own = query == "inside" and model.fem.free_energy and qk_head == 2 * value_head
+        return cls(2 * value_head if own else value_head, query, own)
+
+    @classmethod
+    def narrow(cls, fem: FemConfig) -> int | None:
+        """As wide as the values, but where the query stands inside."""
+        return 4 if fem.aft_query == "after" else None
+
+    def slices(self) -> dict[str, int]:
+        """q and k, ``width`` each."""
+        return {"q": self.width, "k": self.width}
+
+    def reads(self) -> set[str]:
+        return {"fem.aft_query"}
+
+    def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
+        """None: a scan has no matrix products."""
+        return 0.0
+
+    def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
+        """A maximum and sums for each channel, fp32: 3 numbers, 2 more with F, 2 more where F has logits of its own."""
+        return (3 + 2 * free_energy + 2 * self.own_logits) * value * max(4, element)
+
+
+@dataclass(frozen=True)
+class MambaShape(PriorShape):
+    """p_t(i) ~ sum_n C_t[n] exp(-rate[n] (delta_{i+1} + ... + delta_t)) delta_i B_i[n], a distribution for each value channel.
+
+    A head owns a step delta for each of its ``value`` channels and B, C of ``states`` numbers. normalise: divide by the sum over i (off:
+    the paper's ablation). squash: the values go through a sigmoid first. scans: 2 where the mixer is bidirectional.
+    """
+
+    layer_class = "fem_megatron.mixers.fem.priors:MambaPrior"
+
+    value: int
+    states: int
+    normalise: bool
+    squash: bool
+    scans: int = 1
+
+    @classmethod
+    def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> MambaShape:
+        """As many states as the budget of q and k has room for beside delta, unless mamba_states says how many: d_v + 2 N = 2 d_k.
+
+        Values are squashed where there is a free energy. Raises ValueError for less than one state.
+        """
+        fem, states = model.fem, model.fem.mamba_states
+        if states is None:
+            states = max(1, (2 * qk_head - value_head) // 2)
+        if states < 1:
+            raise ValueError(f"model.fem.mamba_states={states} is below 1")
+        return cls(value_head, states, fem.mamba_normalise, squash=fem.free_energy, scans=1 if model.causal else 2)
+
+    def slices(self) -> dict[str, int]:
+        """The step of each value channel, B and C."""
+        return {"delta": self.value, "b": self.states, "c": self.states}
+
+    def reads(self) -> set[str]:
+        return {"fem.mamba_states", "fem.mamba_normalise"}
+
+    def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
+        """The products of C with the states of every stream."""
+        return 2.0 * self.scans * self.states * (streams + self.value * self.normalise)
+
+    def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
+        """``states`` sums for each channel and stream, fp32, and a maximum where there is a free energy."""
+        streams = 1 + self.normalise + free_energy
+        return value * (streams * self.states + free_energy) * max(4, element)
+
+    def weights(self, heads: int) -> Weights:
+        """delta_bias, head-major [heads * value]; rate, [heads * value * states]: both start at 0, added to constants."""
+        channels = heads * self.value
+        return {"delta_bias": Weight((channels,), split=0, init=0.0), "rate": Weight((channels * self.states,), split=0, init=0.0)}

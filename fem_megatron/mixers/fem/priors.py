@@ -1,0 +1,240 @@
+"""What the FEM asks of a prior. A new prior is a class here and one in ``prior_shapes``, which names it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu, softplus
+
+from fem_megatron.mixers.fem.prior_shapes import AftShape, LinearShape, MambaShape, SoftmaxShape
+from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.parallel import Parallel
+from fem_megatron.state import Context
+from fem_megatron.update import Layer, product_type, rms_norm, rotate
+from kernels.aft_read import aft_read
+from kernels.fem_attention import fem_attention
+from kernels.free_energy import ValueWindow, free_energy_read
+from kernels.linear_attention import linear_attention, log_weights
+from kernels.ssm_read import ssm_read
+
+Parts = dict[str, Tensor]
+"""The projection's slices that the prior's shape names: each [s, b, local heads, width], scaled by the conditioner."""
+
+
+class Prior(Layer):
+    """p_t(i), and the free-energy read under it. Its parameters (``shape.prior.weights()``) are given to it by the mixer."""
+
+    def __init__(self, shape: FemShape, parallel: Parallel) -> None:
+        super().__init__()
+        self.shape, self.parallel = shape, parallel
+
+    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+        """o = gate * ((1 - lam) mu + lam F): v, lam, gate [b, h, s, d_v], beta [h, d_v] -> [b, h, s, d_v] in v's type.
+
+        beta None: o = mu. lam None: o = F. gate None: no gate.
+        """
+        raise NotImplementedError
+
+
+class ScanPrior(Prior):
+    """p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i with q, k >= 0: one scan over [v, U, 1], the ones being the normaliser.
+
+    Its decoding state is that scan's, and a window of the values seen: fp32, the same at any length. Padding has a key of zeros and no
+    decay, so it adds nothing and moves nothing; a token that reads nothing reads itself.
+    """
+
+    def features(self, parts: Parts, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q and k [s, b, h, d_k], not negative, and the log-decay [s, b, h, 1 or d_k], at most 0, or None; float32 or float64."""
+        raise NotImplementedError
+
+    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+        q, k, decay = self.features(parts, context)
+        valid = context.valid_now(v.shape[2])
+        if valid is not None:
+            k = k * valid[..., None, None]
+            decay = None if decay is None else decay * valid[..., None, None]
+            v = v * valid.T[:, None, :, None]
+        q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+        decay = None if decay is None else decay.permute(1, 2, 0, 3)
+        if decay is not None and decay.shape[-1] == 1:
+            decay = decay[..., 0]
+        if context.state is not None:
+            return self._decode(q, k, decay, v, beta, lam, gate, context)
+        narrow = product_type(v)
+        near, far = q.to(narrow), k.to(narrow)
+
+        def read(streams: Tensor) -> Tensor:
+            made, _ = linear_attention(near, far, streams.to(narrow), decay, causal=context.causal, normalise=True)
+            return made.to(streams.dtype)
+
+        return free_energy_read(
+            v,
+            beta,
+            lam,
+            gate,
+            read,
+            lambda start, stop: log_weights(q, k, decay, start, stop, causal=context.causal),
+            terms=q.shape[-1] if decay is not None and decay.dim() == 4 else 1,
+            exact=self.shape.backend == "reference",
+        )
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        decay: Tensor | None,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        context: Context,
+    ) -> Tensor:
+        """The read of some more tokens, with the state of those before them."""
+        values, sums, width = v.to(q.dtype), context.recall("sums"), v.shape[-1]
+        if beta is None:
+            out, sums = linear_attention(q, k, values, decay, sums, normalise=True)
+        else:
+            window = ValueWindow(values, beta.to(q.dtype), context.recall("window"))
+            if sums is not None:
+                sums = torch.cat((sums[..., :width], sums[..., width:-1] * window.rescale, sums[..., -1:]), dim=-1)
+            read, sums = linear_attention(q, k, torch.cat((values, window.stream()), dim=-1), decay, sums, normalise=True)
+            out, z = read.chunk(2, dim=-1)
+            gap = window.gap(out, z)
+            out = out + (gap if lam is None else lam * gap)
+            context.keep("window", window.state)
+        context.keep("sums", sums)
+        return (out if gate is None else gate * out).to(v.dtype)
+
+
+class SoftmaxPrior(Prior):
+    """Its decoding state is a KV-cache, of k after RoPE and of v, which is half as wide as standard attention's under budget (i)."""
+
+    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+        q, k = parts["q"], parts["k"]
+        assert isinstance(self.shape.prior, SoftmaxShape)
+        if self.shape.rotary_size():
+            q, k = (rotate(t, context, self.shape.rope_base, self.parallel) for t in (q, k))
+        k = context.extend("k", k.permute(1, 2, 0, 3), dim=2)
+        v = context.extend("v", v, dim=2)
+        return fem_attention(
+            q.permute(1, 2, 0, 3),
+            k,
+            v,
+            beta,
+            lam,
+            gate,
+            causal=context.causal,
+            keys_valid=context.valid,
+            scale=self.shape.prior.scale,
+            implementation="auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend,
+        )
+
+
+class LinearPrior(ScanPrior):
+    """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE; with a log-decay -(relu(a) + eps) where the shape has one (GLA)."""
+
+    def features(self, parts: Parts, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        shape = self.shape.prior
+        assert isinstance(shape, LinearShape)
+        wide = torch.promote_types(parts["q"].dtype, torch.float32)
+        q, k = parts["q"].to(wide), parts["k"].to(wide)
+        if shape.rope:
+            q, k = (rotate(t, context, self.shape.rope_base) for t in (q, k))
+        decay = -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
+        return relu(q) + shape.eps, relu(k) + shape.eps, decay
+
+
+class DecayPrior(ScanPrior):
+    """exp(-sum over (i, t] of softplus(a)): every token weighs one, and fades."""
+
+    def features(self, parts: Parts, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        logit = parts["decay"]
+        decay = -softplus(logit.to(torch.promote_types(logit.dtype, torch.float32)))
+        return torch.ones_like(decay), torch.ones_like(decay), decay
+
+
+class AftPrior(Prior):
+    """Its decoding state is a running maximum and sums relative to it for each channel, fp32."""
+
+    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+        """o as `Prior.forward` says, from the slices q and k; with ``after``, times sigmoid(q)."""
+        shape = self.shape.prior
+        assert isinstance(shape, AftShape)
+        q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
+        query = None
+        if shape.query == "inside":
+            query = self._positive(q)
+        else:
+            gate = q.sigmoid() if gate is None else q.sigmoid() * gate
+        valid = context.valid_now(v.shape[2])
+        o, sums = aft_read(
+            k,
+            v,
+            beta,
+            lam,
+            gate,
+            query=query,
+            valid=None if valid is None else valid.T,
+            state=context.recall("sums"),
+            causal=context.causal,
+        )
+        if sums is not None:
+            context.keep("sums", sums)
+        return o
+
+    def _positive(self, q: Tensor) -> Tensor:
+        """softplus(q), RMS-normalised over a head; never 0, whose logarithm the free energy would be."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return rms_norm(softplus(q.to(wide)), None, self.shape.norm_eps).clamp_min(torch.finfo(wide).tiny)
+
+
+EPS = 1e-6
+SLOWEST_STEP, FASTEST_STEP = 1e-3, 1e-1
+
+
+class MambaPrior(Prior):
+    """delta = softplus(. + bias), B and C = softplus(.) + 1e-6, A = -rate.
+
+    At the start the rates of a channel are 1, 2, ... states and the steps of a head's channels spread evenly in the logarithm over
+    [0.001, 0.1], Mamba's own. Its decoding state is ``states`` sums for each channel and stream, fp32.
+    """
+
+    def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
+        """o as `Prior.forward` says, from the slices delta, b and c, before their softplus."""
+        shape = self.shape.prior
+        assert isinstance(shape, MambaShape)
+        wide = torch.promote_types(v.dtype, torch.float32)
+        delta, b_in, c_out = (parts[name].permute(1, 2, 0, 3).to(wide) for name in ("delta", "b", "c"))
+        valid = context.valid_now(v.shape[2])
+        o, sums = ssm_read(
+            softplus(delta + self._step_logit(wide)),
+            self._rate(wide),
+            softplus(b_in) + EPS,
+            softplus(c_out) + EPS,
+            v.sigmoid() if shape.squash else v,
+            beta,
+            lam,
+            gate,
+            normalise=shape.normalise,
+            valid=None if valid is None else valid.T,
+            state=context.recall("sums"),
+            causal=context.causal,
+        )
+        if sums is not None:
+            context.keep("sums", sums)
+        return o
+
+    def _step_logit(self, wide: torch.dtype) -> Tensor:
+        """[local heads, 1, d_v]: what softplus turns into the starting steps, and the learned bias."""
+        bias = self.delta_bias.to(wide).view(-1, 1, self.shape.value_head)
+        ends = math.log(SLOWEST_STEP), math.log(FASTEST_STEP)
+        steps = torch.linspace(*ends, self.shape.value_head, dtype=wide, device=bias.device).exp()
+        return bias + steps.expm1().log()
+
+    def _rate(self, wide: torch.dtype) -> Tensor:
+        """[local heads, d_v, states], positive: softplus of the learned logits, 1, 2, ... where these are 0."""
+        logits = self.rate.to(wide).view(-1, self.shape.value_head, self.shape.prior.slices()["b"])
+        start = torch.arange(1, logits.shape[-1] + 1, dtype=wide, device=logits.device)
+        return softplus(logits + start + (-(-start).exp()).log1p())

@@ -1,0 +1,217 @@
+"""The Free Energy Mixer's configuration and sizes, over any prior (mathematics 1.5). Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fem_common.settings import setting
+from fem_megatron.mixers.fem.prior_shapes import PriorShape, SoftmaxShape
+from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class FemConfig:
+    """Switches and sizes of the Free Energy Mixer; read only where ``model.mixer`` is a FEM."""
+
+    conditioner: bool = setting(True, "C: the time-decay conditioner, which scales q, k, v and the gates' logits by 1 + phi(history).")
+    free_energy: bool = setting(True, "L: the free-energy branch F beside the expectation mu.")
+    temperature: bool = setting(
+        True, "T: learned inverse temperature beta and the inner gate lambda; off: beta = 1 and the read is F alone."
+    )
+    gate: bool = setting(True, "G: the outer gate g, RMS-normalised over a head's channels.")
+    budget: str = setting(
+        "i",
+        "How 4*hidden_size^2 parameters are shared out: (i) full-width queries and keys, narrower values; (ii) all of one width. "
+        "fem_lrnn_decay, and fem_aft with its query after, have one width under both.",
+        ("i", "ii"),
+    )
+    value_size: int | None = setting(None, "Width d of the values over all heads; null: from the budget.", least=1)
+    conditioner_size: int | None = setting(
+        None,
+        "Width H_c of the conditioner's state; null: d / 16 (4 at least) in whole channels a head.",
+        least=1,
+    )
+    gla_decay: str = setting("head", "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).", ("head", "channel"))
+    feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.")
+    aft_query: str = setting(
+        "after",
+        "fem_aft: where the query gates. after: the read; inside: both sums, before the logarithm (the released code).",
+        ("after", "inside"),
+    )
+    mamba_states: int | None = setting(None, "fem_mamba: N, states of a channel; null: what the budget of q and k has room for.")
+    mamba_normalise: bool = setting(True, "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the ablation.")
+
+
+@dataclass(frozen=True)
+class FemShape(Shape):
+    """Widths of a FEM mixer.
+
+    With n_T, n_G in {0, 1} for the projections that T and G add, budget (i) spends 2 D^2 on q, k and 2 D^2 on v, o, lambda, g of
+    width d = 2D / (2 + n_T + n_G); budget (ii) spends 4 D^2 on all of them at one width d = 4D / (4 + n_T + n_G), and so do under both
+    the priors whose q and k are as wide as the values (AFT) or absent (LRNN-decay: d = 4D / (2 + n_T + n_G)).
+    All switches on gives the paper's D/2 and 2D/3; all off gives the plain prior at standard attention's budget.
+    """
+
+    layer_class = "fem_megatron.mixers.fem.layer:FemMixer"
+
+    prior: PriorShape
+    hidden: int
+    heads: int
+    value_head: int
+    conditioner: int
+    free_energy: bool
+    temperature: bool
+    gate: bool
+    norm_eps: float
+    rope_base: float
+    backend: str
+    causal: bool
+
+    @classmethod
+    def of(cls, model: ModelConfig, prior: type[PriorShape]) -> FemShape:
+        """The widths that ``model`` asks for, over a prior of this class. Raises ValueError where the heads do not divide one of them."""
+        fem, heads, hidden = model.fem, model.num_attention_heads, model.hidden_size
+        temperature = fem.temperature and fem.free_energy
+        extra = int(temperature) + int(fem.gate)
+        # Priors that need no more than the values' width of q and k, or none, give the budget to the values.
+        narrow = prior.narrow(fem)
+        full_width = fem.budget == "i" and narrow is None
+        share, parts = (2 * hidden, 2 + extra) if full_width else (4 * hidden, (narrow or 4) + extra)
+        if fem.value_size:
+            value = fem.value_size
+        elif share % parts or share // parts % heads:
+            value = max(1, round(share / parts / heads)) * heads
+        else:
+            value = share // parts
+        qk = hidden if full_width else value
+        for what, width in (("query/key", qk), ("value", value)):
+            if width % heads:
+                raise ValueError(f"model.num_attention_heads={heads} does not divide the mixer's {what} width {width}")
+        return cls(
+            prior=prior.of(model, qk // heads, value // heads),
+            hidden=hidden,
+            heads=heads,
+            value_head=value // heads,
+            conditioner=(fem.conditioner_size or -(-max(4, value // 16) // heads) * heads) if fem.conditioner else 0,
+            free_energy=fem.free_energy,
+            temperature=temperature,
+            gate=fem.gate,
+            norm_eps=model.norm_eps,
+            rope_base=model.rope_base,
+            backend=model.attention_backend,
+            causal=model.causal,
+        )
+
+    @property
+    def value_size(self) -> int:
+        """d: value channels over all heads."""
+        return self.heads * self.value_head
+
+    @property
+    def slices(self) -> dict[str, int]:
+        """Channels that one head owns in the packed projection, in order: the prior's, v, the lambda-logit, the g-logit (0: absent)."""
+        gates = {"lam": self.value_head * self.temperature, "gate": self.value_head * self.gate}
+        return {**self.prior.slices(), "v": self.value_head, **gates}
+
+    @property
+    def head_width(self) -> int:
+        """Rows a head owns in the packed projection."""
+        return sum(self.slices.values())
+
+    def weights(self) -> Weights:
+        """norm, in_proj (head-major), the prior's own, beta (T), tdc.* (C), out_proj."""
+        packed = self.heads * self.head_width
+        weights = {
+            "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
+            "in_proj.weight": Weight((packed, self.hidden), split=0),
+        }
+        weights |= {f"prior.{name}": weight for name, weight in self.prior.weights(self.heads).items()}
+        if self.temperature:
+            weights["beta"] = Weight((self.value_size,), split=0, init=0.0)
+        for name, size in self.conditioners().items():
+            weights |= {
+                f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
+                f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0),
+                f"{name}.state_norm.weight": Weight((size,), init=1.0),
+                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0),
+            }
+        return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
+
+    def conditioners(self) -> dict[str, int]:
+        """Width of the conditioner's state by name; a second one of half the width reads backwards where the mixer is bidirectional."""
+        if not self.conditioner:
+            return {}
+        return {"tdc": self.conditioner} | ({} if self.causal else {"tdc_backward": max(1, self.conditioner // 2)})
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """Projections, the prior's reads of [v | U] (v alone without L), the conditioner's projections."""
+        streams = self.value_head * (2 if self.free_energy else 1)
+        conditioner = sum(2.0 * w.size for name, w in self.weights().items() if name.startswith("tdc") and len(w.shape) == 2)
+        flops = {
+            "mixer projections": self.linear_flops() - conditioner,
+            "attention": self.heads * self.prior.flops(length, streams, whole_square=whole_square),
+        }
+        return flops | ({"conditioner": conditioner} if conditioner else {})
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """The prior's state of every head and the conditioner's (fp32)."""
+        prior = self.prior.state_bytes(length, element, value=self.value_head, free_energy=self.free_energy)
+        return self.heads * prior + self.conditioner * max(4, element)
+
+    def product_scores(self) -> bool:
+        return self.prior.product_scores
+
+    def packing(self) -> dict[str, Packing]:
+        """Values are attention's; queries and keys where the prior compares them."""
+        roles = "qkv" if self.prior.compares else "v"
+        return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
+
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """Over the softmax prior the table's; over another an estimate."""
+        if not isinstance(self.prior, SoftmaxShape):
+            return training.estimate(self.hidden, self.prior.kept)
+        e, t, cuda, qk_head = training.element, training.tensor_parallel, training.cuda, self.prior.qk_head
+        value, packed, query = self.value_size / t, self.heads * self.head_width / t, self.heads * qk_head / t
+        narrow = e < WIDE
+        read = value * (2 if self.free_energy else 1)
+        if not cuda:
+            query, unpadded, read = max(query, read), read, max(query, read)
+        reads_packed_values = not self.free_energy and (cuda or read == unpadded)
+        terms = {
+            "projection": e * self.hidden,
+            "rope": e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0,
+            "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * self.heads / t,
+            "packed": e * packed if self.gate or reads_packed_values or (cuda and self.free_energy) else 0.0,
+            "gates": self.temperature * (e + WIDE * narrow) * value + self.gate * ((e if cuda else WIDE) + WIDE) * value,
+            "out_proj": e * value if self.free_energy or self.gate or narrow else 0.0,
+        }
+        if self.conditioner:
+            terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
+            terms["scaling"] = e * 2 * packed
+        if self.free_energy and not cuda:  # a GPU's kernels keep v, which lies in the packed product, and the attention's own output
+            terms["prep"] = WIDE * 2 * value
+            terms["epilogue"] = WIDE * (4 + self.gate) * value
+        elif not self.free_energy and self.gate and narrow:
+            terms["epilogue"] = WIDE * value
+        return terms
+
+    def summary(self) -> str:
+        keys = self.prior.slices().get("k")
+        return (f"d_k {keys}, " if keys else "") + f"d_v {self.value_head}"
+
+    def split_widths(self) -> dict[str, int]:
+        widths = {"model.num_attention_heads": self.heads}
+        for size in self.conditioners().values():
+            widths["the conditioner's width, model.fem.conditioner_size"] = size
+        return widths
+
+    def reads(self) -> set[str]:
+        own = {f"fem.{name}" for name in ("conditioner", "free_energy", "temperature", "gate", "budget", "value_size")}
+        return own | self.prior.reads() | {"attention_backend"} | ({"fem.conditioner_size"} if self.conditioner else set())
+
+    def rotary_size(self) -> int:
+        return self.prior.rotary_size()

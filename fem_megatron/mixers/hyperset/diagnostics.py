@@ -1,0 +1,18 @@
+"""What an iteration of Hyper-SET does to a sample of tokens."""
+
+from __future__ import annotations
+
+from fem_megatron.diagnostics import Quantities, Sample, energies
+from fem_megatron.mixers.hyperset.layer import HyperSet
+
+
+def observe(layer: HyperSet, sample: Sample) -> Quantities:
+    """Both energies before and after this iteration; effective rank and mean angle (radians) before it, means over the heads."""
+    if len(sample.tokens) < 2:
+        return {}
+    before, after = (layer.diagnose(t, sample.context, sample.tokens) for t in (sample.x, sample.after))
+    return {
+        **energies("attention_energy", before["attention_energy"], after["attention_energy"]),
+        **energies("feed_forward_energy", before["feed_forward_energy"], after["feed_forward_energy"]),
+        **{name: layer.parallel.gather(before[name]).mean() for name in ("effective_rank", "mean_angle")},
+    }

@@ -1,0 +1,226 @@
+"""Hyper-SET (mathematics 4): an iteration of descent on two energies of tokens on spheres, attention's, then the feed-forward's.
+
+    Z_h = RMSNorm(W_h^T x);   x <- x - alpha_t * sum_h W_h A(Z_h) Z_h;   x <- x + gamma_t * D a(RMSNorm(D^T x))
+
+The norms stand behind the projections; x itself is never normalised. The block calls one iteration after the other (``recurrence``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear
+
+from fem_megatron.mixers.hyperset.shape import HyperSetShape
+from fem_megatron.parallel import Parallel
+from fem_megatron.state import Context
+from fem_megatron.update import Layer, Update, rms_norm, rotate
+from kernels.pairs import allowed_pairs
+from kernels.symmetric_attention import symmetric_attention, symmetric_linear_attention
+from kernels.symmetric_attention.reference import effective_rank, feed_forward_energy, mean_angle, pair_energy
+
+LORA_SCALE = 4.0
+SECOND_MOMENT_EPS = 1e-6
+
+
+class HyperSet(Update):
+    """One iteration. ``subspaces`` holds W^T and ``directions`` D^T; each is read forth and back (tied).
+
+    RoPE turns z before the energy is formed, and the energy's gradient back by the same angle: what moves x is still exactly minus a
+    gradient, of an energy in z_i . R_(j-i) z_j, and one cache of turned z serves as keys and values. Without ``model.rope`` tokens know no
+    order but the causal mask.
+    Tensor parallel: heads and directions are split over the ranks; the feed-forward's norm (and its softmax, its sum) sees all directions.
+    The running means of momentum, rmsprop and adam live in ``context.memory``, one forward pass long.
+    """
+
+    diagnostics = "fem_megatron.mixers.hyperset.diagnostics:observe"
+
+    def __init__(self, shape: HyperSetShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+        self.local_heads = shape.heads // parallel.size
+
+    def build(self) -> None:
+        """The step sizes' network, where they are learned."""
+        if self.shape.switches.step_size == "learned":
+            self.step = StepNet(self.shape)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Iteration ``context.iteration`` of ``context.origin``: x in the residual stream's slicing [s, b, D] -> the same."""
+        alpha, gamma = self.step_sizes(x, context)
+        repulsion = self.attention_gradient(self.project_heads(x, context), context)
+        x = x - alpha * self._direction("attention", self.parallel.leave(repulsion), context)
+        attraction = self.feed_forward_descent(self.project_directions(x, context), context)
+        return x + gamma * self._direction("feed_forward", self.parallel.leave(attraction), context)
+
+    def step_sizes(self, x: Tensor, context: Context) -> tuple[Tensor | float, Tensor | float]:
+        """alpha_t, gamma_t: each [s, b, D] of the slice x, or a number."""
+        switches = self.shape.switches
+        if switches.step_size == "fixed":
+            return switches.alpha, switches.gamma
+        seen = x if switches.step_condition == "current" or context.iteration == 0 else context.origin
+        if seen is None:
+            raise ValueError("HyperSet: step_condition origin needs context.origin, the block's input, after the first iteration")
+        alpha, gamma = self.step(seen, context.iteration)
+        return alpha, gamma
+
+    def project_heads(self, x: Tensor, context: Context) -> Tensor:
+        """The slice x -> this rank's z [s, b, local heads, p], on its sphere."""
+        z = self._project(x, "subspaces", context).unflatten(-1, (self.local_heads, self.shape.head))
+        return rms_norm(z, self.parallel.share(self.subspaces_norm.weight), self.shape.norm_eps)
+
+    def attention_gradient(self, z: Tensor, context: Context) -> Tensor:
+        """z [s, b, local heads, p] -> this rank's summand of sum_h W_h dE/dz_h, [s, b, D]; keeps turned z, or its sums, in the state."""
+        kind, length = self.shape.switches.attention, z.shape[0]
+        z = self._turn(z, context, forth=True).permute(1, 2, 0, 3)
+        if kind == "linear":
+            now = None if context.valid is None else context.valid[:, -length:]
+            o, sums = symmetric_linear_attention(z, causal=context.causal, valid=now, state=context.recall("sums"))
+            context.keep("sums", sums)
+        else:
+            keys = context.extend("z", z, dim=2)
+            o = symmetric_attention(z, keys, kind=kind, causal=context.causal, valid=context.valid)
+        o = self._turn(o.permute(2, 0, 1, 3), context, forth=False)
+        return self._project_back(o.flatten(2), "subspaces", context)
+
+    def project_directions(self, x: Tensor, context: Context) -> Tensor:
+        """The slice x -> this rank's part of u = RMSNorm(D^T x), [s, b, M / size], the mean square over all M."""
+        u = self._project(x, "directions", context)
+        wide = u.to(torch.promote_types(u.dtype, torch.float32))
+        mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / self.shape.inner
+        return (wide * torch.rsqrt(mean + self.shape.norm_eps)).to(u.dtype) * self.directions_norm.weight
+
+    def feed_forward_descent(self, u: Tensor, context: Context) -> Tensor:
+        """u [s, b, M / size] -> this rank's summand of -D dE/du, [s, b, D] (table 19)."""
+        kind = self.shape.switches.feed_forward
+        wide = u.to(torch.promote_types(u.dtype, torch.float32))
+        if kind == "relu":
+            pull = wide.relu()
+        elif kind == "softmax":
+            pull = (wide - self._log_sum_exp(wide)).exp()
+        else:
+            phi = wide.sigmoid()
+            pull = self.parallel.total(phi.sum(-1, keepdim=True)) * phi * (-wide).sigmoid()
+        return self._project_back(pull.to(u.dtype), "directions", context)
+
+    @torch.no_grad()
+    def diagnose(self, x: Tensor, context: Context, tokens: Tensor) -> dict[str, Tensor]:
+        """Where the slice x stands on the energies, before this iteration, for a sample ``tokens`` [n >= 2] of positions in the sequence.
+
+        Returns attention_energy and feed_forward_energy [n, b], of each sampled token among all tokens (the sum over all tokens is
+        E_attn, E_ff; where causal a token's own energy among what it sees), and effective_rank and mean_angle (radians) of each of this
+        rank's heads' z of the sampled tokens, [b, local heads]. The context must be one without a state.
+        """
+        z = self.project_heads(x, context)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        turned, seen = self._turn(z, context, forth=True).permute(1, 2, 0, 3), allowed_pairs(tokens, len(z), context.causal, context.valid)
+        kind, share = self.shape.switches.attention, 1.0 if context.causal else 0.5
+        energy = pair_energy(turned[:, :, tokens], turned, seen, kind=kind, share=share)
+        sample = z[tokens].permute(1, 2, 0, 3)
+        u = self.parallel.gather(self.project_directions(x, context)[tokens])
+        return {
+            "attention_energy": self.parallel.total(energy.sum(1)).T,
+            "feed_forward_energy": feed_forward_energy(u, kind=self.shape.switches.feed_forward),
+            "effective_rank": effective_rank(sample),
+            "mean_angle": mean_angle(sample),
+        }
+
+    def _log_sum_exp(self, u: Tensor) -> Tensor:
+        """log sum_m exp(u_m) over all M directions, [s, b, 1]."""
+        parts = self.parallel.gather(u.logsumexp(-1, keepdim=True))
+        return self.parallel.share(parts.logsumexp(-1, keepdim=True))
+
+    def _adapter(self, name: str, context: Context) -> tuple[Tensor, Tensor]:
+        """A_t [rows / size, r] and B_t [r, D]; iterations past the trained ones use the last."""
+        t = min(context.iteration, self.shape.iterations - 1)
+        return self.get_parameter(f"{name}_lora.a")[t], self.parallel.share(self.get_parameter(f"{name}_lora.b")[t])
+
+    def _project(self, x: Tensor, name: str, context: Context) -> Tensor:
+        """(W + 4 A_t B_t) x of the whole sequence: the slice x -> [s, b, rows / size]."""
+        weight = self.get_parameter(f"{name}.weight")
+        if not self.shape.switches.lora_rank:
+            return self.parallel.project(x, weight)
+        a, b = self._adapter(name, context)
+        h = self.parallel.enter(x)
+        return linear(h, weight) + LORA_SCALE * linear(linear(h, b), a)
+
+    def _project_back(self, part: Tensor, name: str, context: Context) -> Tensor:
+        """(W + 4 A_t B_t)^T part: [s, b, rows / size] -> this rank's summand of [s, b, D]."""
+        out = part @ self.get_parameter(f"{name}.weight")
+        if not self.shape.switches.lora_rank:
+            return out
+        a, b = self._adapter(name, context)
+        return out + LORA_SCALE * ((part @ a) @ b)
+
+    def _turn(self, z: Tensor, context: Context, *, forth: bool) -> Tensor:
+        """RoPE of z [s, b, heads, p] to its position, or back."""
+        if not self.shape.rope:
+            return z
+        positions = context.positions
+        if positions is None:
+            positions = torch.arange(context.past, context.past + z.shape[0], device=z.device)
+        return rotate(z, replace(context, positions=positions if forth else -positions), self.shape.rope_base)
+
+    def _direction(self, name: str, gradient: Tensor, context: Context) -> Tensor:
+        """What the step size multiplies, of g, the gradient (or minus it) of the energy ``name``; means run over the iterations.
+
+        momentum: m <- beta1 m + g, m     rmsprop: v <- beta2 v + (1 - beta2) g^2, g / sqrt(v + eps^2)
+        adam: m <- beta1 m + (1 - beta1) g and v as there, both divided by 1 - beta^t, m / sqrt(v + eps^2)
+        """
+        switches, memory = self.shape.switches, context.memory
+        if switches.update == "gradient":
+            return gradient
+        if memory is None:
+            if context.iteration:
+                raise ValueError(f"HyperSet: update {switches.update} needs context.memory, one dict for all iterations of a forward pass")
+            memory = {}
+        g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        zero = torch.zeros_like(g)
+        step = g
+        if switches.update != "rmsprop":
+            share = 1.0 - switches.beta1 if switches.update == "adam" else 1.0
+            step = memory[f"{name}.mean"] = switches.beta1 * memory.get(f"{name}.mean", zero) + share * g
+        if switches.update != "momentum":
+            square = memory[f"{name}.square"] = switches.beta2 * memory.get(f"{name}.square", zero) + (1.0 - switches.beta2) * g.square()
+            if switches.update == "adam":
+                time = context.iteration + 1
+                step, square = step / (1.0 - switches.beta1**time), square / (1.0 - switches.beta2**time)
+            # eps^2 under the root, where the released code adds eps to it: that root has no gradient at g = 0.
+            step = step / (square + SECOND_MOMENT_EPS**2).sqrt()
+        return step.to(gradient.dtype)
+
+
+class StepNet(Layer):
+    """(alpha_t, gamma_t) = out(gelu(norm(time_out(gelu(time_in(sinusoidal(t)))) + x))).
+
+    ``out`` starts at zero, so the first model is the identity. The paper's code zeroes the two layers on t as well, and their weights then
+    never get a gradient; here they are drawn. All weights are held whole and act on a rank's slice of the tokens.
+    """
+
+    def __init__(self, shape: HyperSetShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor, iteration: int) -> tuple[Tensor, Tensor]:
+        """x [..., D], x(0) or x(t), and t - 1, from 0 without end -> alpha, gamma [..., D]."""
+        switches = self.shape.switches
+        embedding = sinusoidal(iteration + 1, self.shape.time_size, x)
+        if switches.time_mlp:
+            embedding = self.time_out(gelu(self.time_in(embedding)))
+        h = x + embedding
+        if switches.step_norm:
+            h = rms_norm(h, self.norm.weight, self.shape.norm_eps)
+        alpha, gamma = self.out(gelu(h)).chunk(2, dim=-1)
+        return alpha, gamma
+
+
+def sinusoidal(t: int, size: int, like: Tensor) -> Tensor:
+    """[sin(t w_i), cos(t w_i)] with w_i = 10000^(-i / (size/2 - 1)): [size], even, of ``like``'s type and device."""
+    half = size // 2
+    wide = torch.promote_types(like.dtype, torch.float32)
+    frequencies = torch.exp(torch.arange(half, dtype=wide, device=like.device) * (-math.log(10000.0) / max(1, half - 1)))
+    angles = t * frequencies
+    return torch.cat((angles.sin(), angles.cos())).to(like.dtype)

@@ -1,0 +1,185 @@
+"""Hyper-SET's switches and sizes (mathematics 4). Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fem_common.settings import setting
+from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+LORA_STD = 0.02
+LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
+
+
+@dataclass(frozen=True)
+class HyperSetConfig:
+    """Switches and sizes of Hyper-SET; read only where ``model.mixer`` is hyperset. Its depth is ``model.recurrence``."""
+
+    attention: str = setting(
+        "softmax",
+        "The attention energy's operator. softmax: each token descends its own conditional energy (the causal form); "
+        "bisoftmax: softmax over rows and columns, for encoders; sigmoid; linear: linear time.",
+        ("softmax", "bisoftmax", "sigmoid", "linear"),
+    )
+    feed_forward: str = setting("relu", "The feed-forward energy's operator.", ("relu", "softmax", "gated"))
+    multiplier: int = setting(4, "Width M of the feed-forward, in hidden_size.")
+    step_size: str = setting(
+        "learned", "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: alpha, gamma.", ("learned", "fixed")
+    )
+    alpha: float = setting(0.1, "Step size of attention where step_size is fixed.")
+    gamma: float = setting(0.1, "Step size of the feed-forward where step_size is fixed.")
+    step_condition: str = setting(
+        "origin", "What the step sizes see besides the iteration: the block's input x(0), or x(t).", ("origin", "current")
+    )
+    step_norm: bool = setting(True, "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on x's scale.")
+    time_size: int = setting(512, "Width of the sinusoidal embedding of the iteration.")
+    time_mlp: bool = setting(
+        True, "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size is used as it is."
+    )
+    update: str = setting(
+        "gradient",
+        "How a step uses the gradient; the others keep running means over the iterations.",
+        ("gradient", "momentum", "rmsprop", "adam"),
+    )
+    beta1: float = setting(0.9, "Decay of the running gradient (momentum, adam).", least=0, below=1)
+    beta2: float = setting(0.96, "Decay of the running squared gradient (rmsprop, adam).", least=0, below=1)
+    lora_rank: int = setting(0, "Rank of the adapters of each iteration, W + 4 A_t B_t, on both matrices; 0: none.")
+
+
+@dataclass(frozen=True)
+class HyperSetShape(Shape):
+    """One iteration: an attention step, then a feed-forward step. ``iterations``: how many adapters there are (lora_rank > 0)."""
+
+    layer_class = "fem_megatron.mixers.hyperset.layer:HyperSet"
+    kept = (101.0, 79.0)
+
+    hidden: int
+    heads: int
+    inner: int
+    iterations: int
+    norm_eps: float
+    rope: bool
+    rope_base: float
+    causal: bool
+    switches: HyperSetConfig
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> HyperSetShape:
+        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit, or bisoftmax is asked of a causal model."""
+        switches, hidden, heads = model.hyperset, model.hidden_size, model.num_attention_heads
+        if hidden % heads:
+            raise ValueError(f"model.num_attention_heads={heads} does not divide model.hidden_size={hidden}")
+        if model.rope and hidden // heads % 2:
+            raise ValueError(f"model.rope turns pairs of channels, but a head has {hidden // heads}; change model.num_attention_heads")
+        if model.causal and switches.attention == "bisoftmax":
+            raise ValueError("model.hyperset.attention: bisoftmax lets a token see what follows it; a causal model needs softmax")
+        if model.parametrization == "mup" and switches.feed_forward != "relu":
+            raise ValueError(
+                f"model.hyperset.feed_forward={switches.feed_forward}: its step grows or shrinks with the width however weights start; "
+                "muP needs relu"
+            )
+        if switches.multiplier < 1:
+            raise ValueError(f"model.hyperset.multiplier={switches.multiplier}; the feed-forward needs at least 1")
+        if switches.lora_rank < 0:
+            raise ValueError(f"model.hyperset.lora_rank={switches.lora_rank}; 0 is none")
+        if switches.time_size % 2 or switches.time_size < 2 or (not switches.time_mlp and hidden % 2):
+            raise ValueError("model.hyperset.time_size (model.hidden_size without time_mlp) must be even: a sine and a cosine a frequency")
+        return cls(
+            hidden=hidden,
+            heads=heads,
+            inner=switches.multiplier * hidden,
+            iterations=model.recurrence,
+            norm_eps=model.norm_eps,
+            rope=model.rope,
+            rope_base=model.rope_base,
+            causal=model.causal,
+            switches=switches,
+        )
+
+    @property
+    def head(self) -> int:
+        """p: channels of a head."""
+        return self.hidden // self.heads
+
+    @property
+    def time_size(self) -> int:
+        """Width of the iteration's embedding."""
+        return self.switches.time_size if self.switches.time_mlp else self.hidden
+
+    def weights(self) -> Weights:
+        """subspaces (W^T), directions (D^T), their norms, each iteration's adapters (lora_rank) and ``step.*`` (learned step sizes)."""
+        hidden, rank = self.hidden, self.switches.lora_rank
+        weights = {}
+        for name, rows, norm in (("subspaces", hidden, Weight((self.head,), init=1.0)), ("directions", self.inner, None)):
+            weights[f"{name}.weight"] = Weight((rows, hidden), split=0, bare=True)
+            weights[f"{name}_norm.weight"] = norm or Weight((rows,), split=0, init=1.0)
+            if rank:
+                weights[f"{name}_lora.a"] = Weight((self.iterations, rows, rank), split=1, init=Normal(LORA_STD), mup=FIXED)
+                weights[f"{name}_lora.b"] = Weight((self.iterations, rank, hidden), init=Normal(LORA_STD), mup=OUTPUT)
+        if self.switches.step_size == "fixed":
+            return weights
+        shapes: dict[str, tuple[tuple[int, ...], str | float]] = {}
+        if self.switches.time_mlp:
+            shapes |= {"time_in.weight": ((hidden, self.time_size), "normal"), "time_in.bias": ((hidden,), 0.0)}
+            shapes |= {"time_out.weight": ((hidden, hidden), "normal"), "time_out.bias": ((hidden,), 0.0)}
+        if self.switches.step_norm:
+            shapes["norm.weight"] = ((hidden,), 1.0)
+        shapes |= {"out.weight": ((2 * hidden, hidden), 0.0), "out.bias": ((2 * hidden,), 0.0)}
+        fixed = {"time_in.weight": FIXED}  # the time's embedding does not grow with the width
+        step = {name: Weight(shape, init=init, per_token=True, mup=fixed.get(name)) for name, (shape, init) in shapes.items()}
+        return weights | {f"step.{name}": weight for name, weight in step.items()}
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """Of one iteration. "step sizes": alpha_t, gamma_t of a token, and its share of embedding t, once for a sequence of ``length``."""
+        hidden, rank = self.hidden, self.switches.lora_rank
+        flops = {
+            "mixer projections": 4.0 * hidden * hidden,
+            "attention": self._attention_flops(length, whole_square),
+            "MLP": 4.0 * self.inner * hidden,
+        }
+        if rank:
+            flops["adapters"] = 4.0 * rank * (3 * hidden + self.inner)
+        if self.switches.step_size == "learned":
+            embedding = 2.0 * hidden * (self.time_size + hidden) * self.switches.time_mlp
+            flops["step sizes"] = 4.0 * hidden * hidden + embedding / length
+        return flops
+
+    def _attention_flops(self, length: int, whole_square: bool) -> float:
+        whole_square = whole_square or not self.causal
+        if self.switches.attention == "linear":
+            inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
+            return self.hidden * (inside + 4.0 * self.head)
+        products = 3 if self.switches.attention == "bisoftmax" else 2
+        return 2.0 * products * self.hidden * keys_seen(length, whole_square)
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """Of one iteration: every token's z, key and value at once; linear: a head's p x p sums."""
+        if self.switches.attention == "linear":
+            return self.hidden * self.head * max(4, element)
+        return length * self.hidden * element
+
+    def summary(self) -> str:
+        """Heads and widths."""
+        return f"{self.heads} heads of {self.head}, feed-forward {self.inner}"
+
+    def reads(self) -> set[str]:
+        switches = self.switches
+        names = {"attention", "feed_forward", "multiplier", "step_size", "update", "lora_rank"}
+        names |= {"step_norm", "time_mlp"} if switches.step_size == "learned" else {"alpha", "gamma"}
+        names |= {"step_condition"} if switches.step_size == "learned" and self.iterations > 1 else set()
+        names |= {"time_size"} if switches.step_size == "learned" and switches.time_mlp else set()
+        names |= {"beta1"} if switches.update in ("momentum", "adam") else set()
+        names |= {"beta2"} if switches.update in ("rmsprop", "adam") else set()
+        return {f"hyperset.{name}" for name in names}
+
+    def split_widths(self) -> dict[str, int]:
+        """Heads, and the feed-forward's width."""
+        return {"model.num_attention_heads": self.heads, "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner}
+
+    def rotary_size(self) -> int:
+        """All of a head, with ``model.rope``."""
+        return self.head if self.rope else 0

@@ -1,0 +1,56 @@
+"""Mamba-2 (arXiv 2405.21060): linear attention whose decay and step sizes are the input's, one a head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from fem_megatron.mixers.mamba2.shape import Mamba2Shape
+from fem_megatron.mixers.recurrent import short_convolution, time_steps
+from fem_megatron.parallel import Parallel
+from fem_megatron.state import Context
+from fem_megatron.update import Update, product_type, rms_norm
+from kernels.linear_attention import linear_attention
+
+RATES = (1.0, 16.0)
+
+
+class Mamba2(Update):
+    """x + RMSNorm((y + D u) * silu(z)) W_O, y_t = sum_(i<=t) C_t.B_i exp(sum_(i<s<=t) -A delta_s) delta_i u_i per head.
+
+    u, B and C pass a short convolution and SiLU; B and C are common to the heads. Tensor parallel: the heads are split over the ranks, B
+    and C computed on each; the norm sees all channels. The decoding state is the heads' matrices and the convolutions' last inputs.
+    """
+
+    def __init__(self, shape: Mamba2Shape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+        self.local_heads = shape.heads // parallel.size
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        shape, share = self.shape, self.parallel.share
+        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
+        u, z = self.in_proj(h).unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
+        u = short_convolution(u.flatten(2), self.conv, self.conv_bias, context, "conv").unflatten(-1, (self.local_heads, -1))
+        bc = linear(h, share(self.bc_proj.weight))
+        bc = short_convolution(bc, share(self.bc_conv), share(self.bc_conv_bias), context, "bc_conv")
+        y = self._scan(u, bc, self.steps(h), context) + u * self.skip[:, None]
+        y = y.flatten(2) * silu(z.flatten(2))
+        wide = y.to(torch.promote_types(y.dtype, torch.float32))
+        mean = self.parallel.total(wide.square().sum(-1, keepdim=True)) / shape.inner
+        y = (wide * torch.rsqrt(mean + shape.norm_eps)).to(y.dtype) * self.out_norm.weight
+        return x + self.parallel.leave(self.out_proj(y))
+
+    def _scan(self, u: Tensor, bc: Tensor, raw: Tensor, context: Context) -> Tensor:
+        """y from u [s, b, local heads, d], B and C [s, b, 2 N], the raw time steps [s, b, local heads]; padding moves no state."""
+        first, valid = self.parallel.rank * self.local_heads, context.valid_now(u.shape[0])
+        delta, log_decay = time_steps(raw, self.log_rate, self.step_bias, RATES, self.shape.heads, first)
+        if valid is not None:
+            delta, log_decay = delta * valid[..., None], log_decay * valid[..., None]
+        narrow = product_type(u)
+        b, c = (t.permute(1, 0, 2)[:, None].expand(-1, self.local_heads, -1, -1) for t in bc.to(narrow).chunk(2, dim=-1))
+        v = (u * delta[..., None]).to(narrow).permute(1, 2, 0, 3)
+        y, state = linear_attention(c, b, v, log_decay.permute(1, 2, 0), context.recall("matrix"))
+        context.keep("matrix", state)
+        return y.permute(2, 0, 1, 3).to(u.dtype)

@@ -1,0 +1,107 @@
+"""Sizes of Mamba-2 (arXiv 2405.21060). Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fem_common.settings import setting
+from fem_megatron.mixers.delta.shape import conv_init
+from fem_megatron.shape import FIXED, OUTPUT, Packing, Shape, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+CHUNK = 64  # tokens that the chunked read compares with each other
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Sizes of Mamba-2; read only where ``model.mixer`` is mamba2."""
+
+    inner_size: int | None = setting(
+        None,
+        "Width of the values; null: 4 hidden_size^2 parameters in all, by 2 heads (from 12 by 4, from 32 by 8). The paper: 2 hidden_size.",
+    )
+    head_size: int = setting(64, "Channels of a head; the number of heads is inner_size / head_size.")
+    state_size: int = setting(128, "N: channels of B and of C, which all heads share (the paper: 64 or 128).")
+    conv_size: int = setting(4, "Taps of the short causal convolution.")
+
+
+@dataclass(frozen=True)
+class Mamba2Shape(Shape):
+    """S_t = exp(-A delta) S_(t-1) + delta B x^T,  y = S^T C + D x; about 3 inner D + 2 N D parameters (the paper's inner 2 D: 6 D^2)."""
+
+    layer_class = "fem_megatron.mixers.mamba2.layer:Mamba2"
+    kept = (67.0, 44.0)
+
+    hidden: int
+    heads: int
+    head: int
+    state: int
+    conv: int
+    norm_eps: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> Mamba2Shape:
+        """The sizes that ``model`` asks for, alike in all layers. Raises ValueError where they do not fit or the model is not causal."""
+        mamba, hidden = model.mamba2, model.hidden_size
+        if not model.causal:
+            raise ValueError("model.causal: Mamba-2 reads from left to right only; take another mixer, or true")
+        for name in ("head_size", "state_size", "conv_size"):
+            if getattr(mamba, name) < 1:
+                raise ValueError(f"model.mamba2.{name}={getattr(mamba, name)}; at least 1")
+        if mamba.inner_size is None:
+            budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
+            step = 8 if budget >= 32 else 4 if budget >= 12 else 2
+            heads = step * max(1, round(budget / step))
+        elif mamba.inner_size < 1 or mamba.inner_size % mamba.head_size:
+            raise ValueError(f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of model.mamba2.head_size={mamba.head_size}")
+        else:
+            heads = mamba.inner_size // mamba.head_size
+        return cls(hidden, heads, mamba.head_size, mamba.state_size, mamba.conv_size, model.norm_eps)
+
+    @property
+    def inner(self) -> int:
+        """Channels of the values over all heads."""
+        return self.heads * self.head
+
+    def weights(self) -> Weights:
+        """norm, in_proj (head-major: x, the gate), steps, bc_proj, the convolutions, the decay's offsets, skip (D), out_norm, out_proj."""
+        per_head = {"log_rate": 0.0, "step_bias": 0.0, "skip": 1.0}
+        return {
+            "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
+            "in_proj.weight": Weight((2 * self.inner, self.hidden), split=0),
+            "steps.weight": Weight((self.heads, self.hidden), split=0),
+            "bc_proj.weight": Weight((2 * self.state, self.hidden), bare=True, mup=OUTPUT),
+            "conv": Weight((self.inner, self.conv), split=0, init=conv_init(self.conv), mup=FIXED),
+            "conv_bias": Weight((self.inner,), split=0, init=0.0),
+            "bc_conv": Weight((2 * self.state, self.conv), init=conv_init(self.conv), mup=FIXED),
+            "bc_conv_bias": Weight((2 * self.state,), init=0.0),
+            **{name: Weight((self.heads,), split=0, init=start) for name, start in per_head.items()},
+            "out_norm.weight": Weight((self.inner,), split=0, init=1.0),
+            "out_proj.weight": Weight((self.hidden, self.inner), split=1),
+        }
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """Projections, and the chunked form: scores and read of the chunk, the state's update and its read."""
+        seen = keys_seen(min(length, CHUNK), whole_square)
+        scan = 2.0 * seen * (self.state + self.head) + 4.0 * self.state * self.head
+        return {"mixer projections": self.linear_flops(), "state space": self.heads * scan}
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """Every head's matrix [N, d] (fp32) and the convolutions' last inputs."""
+        return self.inner * self.state * max(4, element) + (self.conv - 1) * (self.inner + 2 * self.state) * element
+
+    def reads(self) -> set[str]:
+        return {"mamba2"}
+
+    def split_widths(self) -> dict[str, int]:
+        return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
+
+    def packing(self) -> dict[str, Packing]:
+        """x is what attention reads, its values."""
+        return {"in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})}
+
+    def summary(self) -> str:
+        return f"{self.heads} heads of {self.head}, state {self.state}"

@@ -1,0 +1,53 @@
+"""The short causal convolution of recurrent mixers: every channel over its last few tokens, then SiLU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from fem_megatron.state import Context
+
+
+def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: Context, name: str) -> Tensor:
+    """silu(sum_i weight[:, i] x_(t - K + 1 + i) + bias): x [s, b, c], weight [c, K], bias [c] -> [s, b, c].
+
+    Tokens before the first count as zero, and so does padding. The state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
+    """
+    length, taps = x.shape[0], weight.shape[1]
+    valid = context.valid_now(length)
+    if valid is not None:
+        x = x.masked_fill(~valid[..., None], 0)
+    past = context.recall(name)
+    before = x.new_zeros(taps - 1, *x.shape[1:]) if past is None else past.to(x.dtype).transpose(0, 1)
+    x = torch.cat((before, x))
+    context.keep(name, x[length:].transpose(0, 1).clone(memory_format=torch.contiguous_format))
+    y = x[:length] * weight[:, 0]
+    for tap in range(1, taps):
+        y = torch.addcmul(y, x[tap : tap + length], weight[:, tap])
+    return silu(y if bias is None else y + bias)
+
+
+SLOWEST, FASTEST = 0.001, 0.1
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+def time_steps(
+    raw: Tensor, log_rate: Tensor, step_bias: Tensor, rates: tuple[float, float], heads: int, first: int
+) -> tuple[Tensor, Tensor]:
+    """(delta, -A delta) with delta = softplus(raw + b), A > 0: raw [..., local heads] of heads ``first``.. of ``heads``; fp32 or wider.
+
+    log A = log A_0 + log_rate and b = b_0 + step_bias with learnable offsets that start at zero. Where the papers draw A_0 from a uniform
+    distribution over ``rates`` and softplus(b_0) from a log-uniform one over 0.001 to 0.1, the heads take evenly spaced quantiles of both,
+    the second in golden-ratio order: the same spread at any layout, and none of it by chance.
+    """
+    wide = torch.promote_types(raw.dtype, torch.float32)
+    index = torch.arange(first, first + raw.shape[-1], dtype=torch.float64, device=raw.device)
+    low, high = rates
+    rate = low + (high - low) * (index + 0.5) / heads
+    step = SLOWEST * (FASTEST / SLOWEST) ** ((index + 0.5) * GOLDEN % 1.0)
+    bias = step + (-(-step).expm1()).log()
+    delta = softplus(raw.to(wide) + (bias.to(wide) + step_bias.to(wide)))
+    return delta, -delta * (rate.log().to(wide) + log_rate.to(wide)).exp()

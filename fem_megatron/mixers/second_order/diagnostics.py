@@ -1,0 +1,29 @@
+"""What a step down second-order attention's energies does to a sample of tokens."""
+
+from __future__ import annotations
+
+from fem_megatron.diagnostics import Quantities, Sample, energies, wide
+from fem_megatron.mixers.second_order.layer import EnergyLinearAttention, SecondOrderAttention
+from fem_megatron.update import rms_norm
+from kernels.pairs import allowed_pairs
+from kernels.second_order_attention.reference import quadratic_energy, rotated
+
+
+def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
+    """The free energy, the mean over heads, before and after the update."""
+    found = layer.diagnose(sample.x, sample.context, sample.tokens)
+    return energies("energy", found["free_energy_before"], found["free_energy_after"])
+
+
+def observe_linear(layer: EnergyLinearAttention, sample: Sample) -> Quantities:
+    """-1/2 sum_i (q.k_i)^2, the mean over heads, of q before and after among the keys before."""
+    eps, context = layer.shape.norm_eps, sample.context
+    before, after = (rms_norm(layer.parallel.enter(t), layer.norm.weight, eps) for t in (sample.x, sample.after))
+    _, k = layer.project(before, context)
+    seen = allowed_pairs(sample.tokens, len(sample.tokens), context.causal, context.valid)
+    found = []
+    for z in (before, after):
+        q, _ = layer.project(z, context)
+        energy = quadratic_energy(rotated(wide(q), layer.turn(z, context)), k, seen)
+        found.append(layer.parallel.total(energy.sum(1)) / layer.shape.heads)
+    return energies("energy", *found)

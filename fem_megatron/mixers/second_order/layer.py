@@ -1,0 +1,172 @@
+"""Second-order attention (MHA2nd1st, MHA2nd) and linear attention in the same energy frame (mathematics 3).
+
+    z = RMSNorm(x);  q = W_Q z;  k_i = W_K z_i;   x <- x + sum_h W_O,h (r + b)        r + b: `second_order_attention`
+                                                  x <- x + sum_h W_O,h sum_i (q.k_i) k_i    linear
+
+W_O stands for the paper's (eta / H) W_Q^T and is learned freely, its sign too: the step that descends the free energy is
+W_O = -(eta / H) W_Q^T, linear attention's W_O = (eta T / H) W_Q^T.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
+from fem_megatron.parallel import Parallel
+from fem_megatron.state import Context
+from fem_megatron.update import Update, rms_norm, rotate
+from kernels.pairs import allowed_pairs
+from kernels.second_order_attention import second_order_attention
+from kernels.second_order_attention.reference import energy_linear_attention, free_energy, rotated
+
+
+class _EnergyHeads(Update):
+    """q and k of this rank's heads. ``in_proj`` packs head after head (W_Q,h, then W_K,h), so that a rank's slice is whole heads.
+
+    Positions, with ``model.rope``: the energy of q_t with k_i is |R_t q_t - R_i k_i|^2 / 2 = |q_t - R_(i-t) k_i|^2 / 2, and the step is
+    taken in q_t's own frame, where it depends on differences of positions alone: keys stand in for values here, and a step left in the
+    rotated frame would turn with t. The paper adds absolute embeddings to its tokens; without ``model.rope`` only the causal mask tells an
+    order.
+    """
+
+    def __init__(self, shape: SecondOrderShape | EnergyLinearShape, parallel: Parallel) -> None:
+        self.shape = shape
+        super().__init__(shape, parallel)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        h = self.parallel.enter(rms_norm(x, self.norm.weight, self.shape.norm_eps))
+        return x + self.parallel.leave(self.step(h, context))
+
+    def step(self, z: Tensor, context: Context) -> Tensor:
+        """The whole sequence's normed tokens [s, b, D] -> this rank's summand of the step, [s, b, D]."""
+        raise NotImplementedError
+
+    def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """z [s, b, D] -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
+        q, k = linear(z, self.in_proj.weight).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
+        if self.shape.rope:
+            k = rotate(k, context, self.shape.rope_base)
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+
+    def turn(self, z: Tensor, context: Context) -> Tensor | None:
+        """(cos | sin) of the positions of z's tokens, [1 or b, 1, s, d_h], float32 at least; None without model.rope."""
+        if not self.shape.rope:
+            return None
+        wide = torch.promote_types(z.dtype, torch.float32)
+        unit = torch.zeros(z.shape[0], 1, 1, self.shape.head, dtype=wide, device=z.device)
+        unit[..., : self.shape.head // 2] = 1.0
+        return rotate(unit, context, self.shape.rope_base).permute(1, 2, 0, 3)
+
+    def back(self, o: Tensor) -> Tensor:
+        """W_O: [b, local heads, s, d_h] -> this rank's summand of [s, b, D]."""
+        out: Tensor = self.out_proj(o.permute(2, 0, 1, 3).flatten(2))
+        return out
+
+
+class SecondOrderAttention(_EnergyHeads):
+    """MHA2nd1st, or MHA2nd where the shape says exact; with one head the paper's Att2nd1st and Att2nd in its multi-head form.
+
+    The decoding state is k alone (turned to its position): half of standard attention's KV-cache.
+    Tensor parallel: heads are whole on a rank, so G = W_Q W_Q^T and its factor are the rank's own.
+    """
+
+    diagnostics = "fem_megatron.mixers.second_order.diagnostics:observe"
+
+    shape: SecondOrderShape
+
+    def step(self, z: Tensor, context: Context) -> Tensor:
+        """As `_EnergyHeads.step`. Raises ValueError where MHA2nd is given more tokens than model.second_order.exact_max_length."""
+        longest, length = self.shape.max_length(), context.past + z.shape[0]
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"model.second_order.exact_max_length={longest}, but mha2nd was given {length} tokens; raise it, or use mixer mha2nd1st"
+            )
+        q, k = self.project(z, context)
+        k = context.extend("k", k, dim=2)
+        temperature, newton = self.temperatures()
+        step = second_order_attention(
+            q,
+            k,
+            self.gram(),
+            temperature,
+            newton,
+            exact=self.shape.exact,
+            causal=context.causal,
+            valid=context.valid,
+            turn=self.turn(z, context),
+            jitter=self.shape.switches.jitter,
+        )
+        return self.back(step)
+
+    def gram(self) -> Tensor:
+        """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least."""
+        weight = self.in_proj.weight.unflatten(0, (-1, 2, self.shape.head))[:, 0]
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return wide @ wide.mT
+
+    def temperatures(self) -> tuple[Tensor, Tensor]:
+        """T and T' of this rank's heads, float32 at least; NaN where a raw one is not positive, so that training's own check stops it."""
+        found = []
+        for learned in (self.temperature, self.newton_temperature):
+            wide = learned.to(torch.promote_types(learned.dtype, torch.float32))
+            found.append(wide.exp() if self.shape.switches.temperature == "log" else torch.where(wide > 0, wide, torch.nan))
+        return found[0], found[1]
+
+    @torch.no_grad()
+    def diagnose(self, x: Tensor, context: Context, tokens: Tensor) -> dict[str, Tensor]:
+        """The free energy of a sample ``tokens`` [n] of positions, before and after the update, and the update's size.
+
+        Returns free_energy_before, free_energy_after (the mean over all heads, theorem 2; after: the moved token's q among the keys that it
+        saw) and step_norm (of the update of x, Euclidean), each [n, b]. The context must be one without a state; x is the layer's slice.
+        """
+        temperature, _ = self.temperatures()
+        moved = self(x, context)
+        before, after = (self.parallel.enter(rms_norm(part, self.norm.weight, self.shape.norm_eps)) for part in (x, moved))
+        seen = allowed_pairs(tokens, len(before), context.causal, context.valid)
+        _, k = self.project(before, context)
+        energies = []
+        for z in (before, after):
+            q, _ = self.project(z, context)
+            energy = free_energy(rotated(q, self.turn(z, context))[:, :, tokens], k, temperature, seen)
+            energies.append(self.parallel.total(energy.sum(1)).T / self.shape.heads)
+        return {
+            "free_energy_before": energies[0],
+            "free_energy_after": energies[1],
+            "step_norm": self.parallel.enter(moved - x)[tokens].to(energies[0].dtype).norm(dim=-1),
+        }
+
+
+class EnergyLinearAttention(_EnergyHeads):
+    """Linear attention whose values are its keys; no normaliser in the paper's form (``linear_read: sum``), no temperature: W_O holds it.
+
+    The decoding state is a head's sum of k k^T, float32: O(1) in the length.
+    """
+
+    diagnostics = "fem_megatron.mixers.second_order.diagnostics:observe_linear"
+
+    shape: EnergyLinearShape
+
+    def step(self, z: Tensor, context: Context) -> Tensor:
+        """As `_EnergyHeads.step`."""
+        length, turn = z.shape[0], self.turn(z, context)
+        q, k = self.project(z, context)
+        valid = None if context.valid is None else context.valid[:, -length:]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = rotated(q.to(wide), turn), k.to(wide)
+        o, sums = energy_linear_attention(q, k, causal=context.causal, valid=valid, state=context.recall("sums"))
+        context.keep("sums", sums)
+        o = rotated(o, turn, back=True)
+        if self.shape.switches.linear_read == "mean":
+            o = o / self.tokens_seen(z, context)[:, None, :, None]
+        return self.back(o.to(z.dtype))
+
+    def tokens_seen(self, z: Tensor, context: Context) -> Tensor:
+        """How many tokens each of z's reads, at least 1: [1 or b, s], float32 at least."""
+        length, wide = z.shape[0], torch.promote_types(z.dtype, torch.float32)
+        valid = context.valid
+        if valid is None:
+            valid = torch.ones(1, context.past + length, dtype=torch.bool, device=z.device)
+        seen = valid.cumsum(1)[:, -length:] if context.causal else valid.sum(1, keepdim=True).expand(-1, length)
+        return seen.clamp_min(1).to(wide)

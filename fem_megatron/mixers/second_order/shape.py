@@ -1,0 +1,162 @@
+"""Sizes of second-order attention (MHA2nd1st, MHA2nd) and of linear attention in the same energy frame (mathematics 3). Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fem_common.settings import setting
+from fem_megatron.shape import Packing, Shape, Weight, Weights, keys_seen
+
+if TYPE_CHECKING:
+    from fem_megatron.config import ModelConfig
+
+LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; further ones it sums up
+
+
+@dataclass(frozen=True)
+class SecondOrderConfig:
+    """Switches of second-order attention; read only where ``model.mixer`` is mha2nd1st, mha2nd or energy_linear."""
+
+    exact_max_length: int = setting(512, "mha2nd: longest sequence; it holds a d x d system of every token and head, and solves it.")
+    jitter: float = setting(
+        1e-6, "Added to the diagonal of G = W_Q W_Q^T before its Cholesky factorisation, times the mean of that diagonal; 0: none."
+    )
+    temperature: str = setting(
+        "raw",
+        "What is learned. raw: T and T' themselves, as in the paper (a head gives NaN if one falls to 0); log: their logarithms.",
+        ("raw", "log"),
+    )
+    linear_read: str = setting(
+        "sum",
+        "energy_linear: sum over the tokens seen, as in the paper, or their mean, whose size does not grow with them.",
+        ("sum", "mean"),
+    )
+
+
+@dataclass(frozen=True)
+class _Heads(Shape):
+    """What both mixers share: D -> H heads of q and k, and back; no values, so three quarters of standard attention's matrices."""
+
+    hidden: int
+    heads: int
+    rope: bool
+    rope_base: float
+    norm_eps: float
+    causal: bool
+    switches: SecondOrderConfig
+
+    @property
+    def head(self) -> int:
+        """d_h: channels of a head."""
+        return self.hidden // self.heads
+
+    def weights(self) -> Weights:
+        """norm, in_proj (head-major: a head's W_Q, then its W_K), out_proj."""
+        return {
+            "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
+            "in_proj.weight": Weight((2 * self.hidden, self.hidden), split=0, bare=True),
+            "out_proj.weight": Weight((self.hidden, self.hidden), split=1),
+        }
+
+    def packing(self) -> dict[str, Packing]:
+        """Values are keys, so that out_proj reads something else than attention's."""
+        return {"in_proj.weight": Packing(self.heads, dict.fromkeys("qk", self.head), {"q": "q", "k": "k"})}
+
+    def split_widths(self) -> dict[str, int]:
+        return {"model.num_attention_heads": self.heads}
+
+    def rotary_size(self) -> int:
+        return self.head if self.rope else 0
+
+
+def _sizes(model: ModelConfig) -> tuple[int, int, bool, float, float, bool, SecondOrderConfig]:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if hidden % heads:
+        raise ValueError(f"model.num_attention_heads={heads} does not divide model.hidden_size={hidden}")
+    if model.rope and hidden // heads % 2:
+        raise ValueError(f"model.rope turns pairs of channels, but a head has {hidden // heads}; change model.num_attention_heads")
+    return hidden, heads, model.rope, model.rope_base, model.norm_eps, model.causal, model.second_order
+
+
+@dataclass(frozen=True)
+class SecondOrderShape(_Heads):
+    """A Newton step a head. ``exact``: MHA2nd, a solve for every token; else MHA2nd1st, the inverse's first-order term."""
+
+    layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
+    kept = (35.0, 34.0)
+
+    exact: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, *, exact: bool) -> SecondOrderShape:
+        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit or a switch is out of its range."""
+        shape = cls(*_sizes(model), exact=exact)
+        if shape.switches.jitter < 0:
+            raise ValueError(f"model.second_order.jitter={shape.switches.jitter}; 0 is none, 1e-6 the default")
+        if shape.switches.exact_max_length < 1:
+            raise ValueError(f"model.second_order.exact_max_length={shape.switches.exact_max_length}; at least 1, 512 is the default")
+        return shape
+
+    def weights(self) -> Weights:
+        """As `_Heads`, and each head's T (of the weights) and T' (of the Newton step), or their logarithms; both start at d_h."""
+        start = math.log(self.head) if self.switches.temperature == "log" else float(self.head)
+        names = ("temperature", "newton_temperature")
+        return super().weights() | {name: Weight((self.heads,), split=0, init=start) for name in names}
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """By part. "gram": u = G r, and a sequence's G, shared out over its tokens. "solves": triangular, and d_h x d_h where exact.
+
+        torch's counter does not see the solves.
+        """
+        seen, d = keys_seen(length, whole_square or not self.causal), self.head
+        products = 2.0 * seen * self.hidden * (2 + d if self.exact else 4)
+        gram = 2.0 * self.hidden * d + 2.0 * self.hidden * self.hidden * d / length
+        solves = 2.0 * self.hidden * d + (self.hidden * (2.0 / 3.0 * d * d + 2.0 * d) if self.exact else 0.0)
+        return {"mixer projections": self.linear_flops(), "attention": products, "gram": gram, "solves": solves}
+
+    def reads(self) -> set[str]:
+        names = {"jitter", "temperature"} | ({"exact_max_length"} if self.exact else set())
+        return {f"second_order.{name}" for name in names}
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """Keys alone: half of standard attention's cache."""
+        return length * self.hidden * element
+
+    def max_length(self) -> int | None:
+        """What mha2nd is refused over; mha2nd1st takes any."""
+        return self.switches.exact_max_length if self.exact else None
+
+    def summary(self) -> str:
+        """Heads, and which Newton step."""
+        return f"{self.heads} heads of {self.head}, {'exact' if self.exact else 'first-order'} Newton step"
+
+
+@dataclass(frozen=True)
+class EnergyLinearShape(_Heads):
+    """A gradient step a head on F = -1/2 sum_i (q.k_i)^2: linear attention whose values are its keys."""
+
+    layer_class = "fem_megatron.mixers.second_order.layer:EnergyLinearAttention"
+    kept = (32.0, 28.0)
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> EnergyLinearShape:
+        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit."""
+        return cls(*_sizes(model))
+
+    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
+        """Projections, comparisons within a chunk, and the sums that stand for all before."""
+        inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
+        return {"mixer projections": self.linear_flops(), "attention": self.hidden * (inside + 4.0 * self.head)}
+
+    def reads(self) -> set[str]:
+        return {"second_order.linear_read"}
+
+    def state_bytes(self, length: int, element: int) -> int:
+        """A head's d_h x d_h sum of k k^T, whatever the length."""
+        return self.hidden * self.head * max(4, element)
+
+    def summary(self) -> str:
+        """Heads and the state's size."""
+        return f"{self.heads} heads of {self.head}, state {self.head} x {self.head}"

@@ -1,0 +1,120 @@
+"""What a layer asks of its surroundings: six moves of an activation between ranks, two products that may be fused, its parameters.
+
+``OneProcess`` is the answer of a single process (tests, decoding, the exported model), ``megatron.tensor_parallel`` Megatron-core's.
+No Megatron-core here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fem_megatron.shape import Weight, Weights
+
+
+class Parallel(Protocol):
+    """One tensor-parallel rank's view. Outside a mixer an activation is [s / size, b, D] under sequence parallelism, else [s, b, D]."""
+
+    size: int
+    rank: int
+    dtype: torch.dtype
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The residual stream's slice -> [s, b, D], the whole sequence, for use by this rank's part; its gradient is summed over ranks."""
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """linear(enter(x), weight) for an x that nothing else needs entered: under sequence parallelism only the slice is kept."""
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """This rank's summand of [s, b, D] -> the sum over ranks, in the residual stream's slicing."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[..., n / size] -> [..., n]; what follows must be the same on every rank."""
+
+    def share(self, whole: Tensor) -> Tensor:
+        """A tensor that every rank holds whole, for use by this rank's part: the same values, its gradient summed over ranks."""
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, for use by this rank's part: its gradient is summed over ranks, too."""
+
+    def swiglu(self, packed: Tensor) -> Tensor:
+        """silu(a) * b of [a | b]: [s, b, 2 n] -> [s, b, n]."""
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE's product: the pairs (x_i, x_(i + d/2)) of x [s, b, heads, d] turned; cos and sin [s, 1 or b, 1, d / 2]."""
+
+    def parameter(self, weight: Weight) -> nn.Parameter:
+        """This rank's part of a weight, its constant filled in, or empty where it is to be drawn."""
+
+
+class OneProcess:
+    """No parallelism: every move is the identity; and no fusion."""
+
+    size = 1
+    rank = 0
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def gather(self, part: Tensor) -> Tensor:
+        return part
+
+    def share(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def total(self, partial: Tensor) -> Tensor:
+        return partial
+
+    def swiglu(self, packed: Tensor) -> Tensor:
+        return swiglu(packed)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return turned(x, cos, sin)
+
+    def parameter(self, weight: Weight) -> nn.Parameter:
+        return parameter(weight, weight.shape, self.dtype)
+
+
+def swiglu(packed: Tensor) -> Tensor:
+    """silu(a) * b of [a | b], over the last dimension."""
+    gate, up = packed.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x_i, x_(i + d/2)) of the last dimension turned by its angle; cos and sin as x, half as wide, or broadcast."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of ``shape``, marked with the weight it is a part of (``parameter.spec``); constants are filled in."""
+    constant = weight.init if isinstance(weight.init, int | float) else None
+    made = nn.Parameter(torch.empty(shape, dtype=dtype) if constant is None else torch.full(shape, constant, dtype=dtype))
+    made.spec = weight  # type: ignore[attr-defined]
+    return made
+
+
+def add_weights(module: nn.Module, weights: Weights, parallel: Parallel) -> None:
+    """Give ``module`` this rank's part of each weight: a matrix ``a.weight`` that is not bare as an nn.Linear ``a``, others alone."""
+    for name, weight in weights.items():
+        *path, leaf = name.split(".")
+        made = parallel.parameter(weight)
+        owner = module
+        for depth, part in enumerate(path):
+            if not hasattr(owner, part):
+                linear = depth == len(path) - 1 and leaf == "weight" and made.ndim == 2 and not weight.bare
+                owner.add_module(part, nn.Linear(made.shape[1], made.shape[0], bias=False, device="meta") if linear else nn.Module())
+            owner = owner.get_submodule(part)
+        setattr(owner, leaf, made)

@@ -1,0 +1,140 @@
+"""A decoding state of a fixed size, so that every step has the same shapes and is compiled once. No mixer's mathematics here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Room:
+    """Places for so many tokens, of which the first ``taken`` hold one: an int64 of no dimension, a tensor lest compiled steps know it.
+
+    A KV-cache here has one place more. In it a step's single token stands again, so that the new tokens are the last of the keys, as every
+    kernel has it, and what lies between them and the past is masked.
+    """
+
+    places: int
+    taken: Tensor
+
+    def check(self, length: int) -> None:
+        """Raises ValueError where ``length`` more tokens have no place; waits for the device."""
+        if (needed := int(self.taken) + length) > self.places:
+            raise ValueError(f"the cache has room for {self.places} tokens, and {needed} are asked for: make it larger (max_cache_len)")
+
+    def first(self, new: Tensor, dim: int) -> Tensor:
+        """A cache that holds the first tokens, ``new`` along ``dim``."""
+        size = list(new.shape)
+        size[dim] = self.places + 1
+        cache = new.new_zeros(size)
+        cache.narrow(dim, 0, new.shape[dim]).copy_(new)
+        return cache
+
+    def extend(self, cache: Tensor, new: Tensor, dim: int) -> Tensor:
+        """Writes ``new`` behind the past -> [places + s along ``dim``], the new ones last."""
+        length = new.shape[dim]
+        cache.index_copy_(dim, self.taken + torch.arange(length, device=new.device), new)
+        if length > 1:
+            return torch.cat((cache.narrow(dim, 0, self.places), new), dim=dim)
+        cache.narrow(dim, self.places, 1).copy_(new)
+        return cache
+
+    def valid(self, known: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+        """Which of ``extend``'s keys are the past's and the ``length`` new ones', [batch, places + length] bool.
+
+        known [batch, up to places] bool: False at padding, in the order of the text; None, or beyond it: no padding.
+        """
+        slot = torch.arange(self.places, device=device)
+        now = self.taken + torch.arange(length, device=device)
+        if known is None:
+            known = torch.ones(batch, self.places, dtype=torch.bool, device=device)
+        elif known.shape[1] < self.places:
+            known = torch.nn.functional.pad(known, (0, self.places - known.shape[1]), value=True)
+        return torch.cat((known & (slot < self.taken), known[:, now]), dim=1)
+
+    def adjacent(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where each of ``extend``'s keys is found if the past is to end where the ``length`` new ones begin, and which are keys at all."""
+        index = torch.arange(self.places + length, device=device)
+        past = index - (self.places - self.taken)
+        new = index >= self.places
+        return torch.where(new, index, past.clamp_min(0)), new | (past >= 0)
+
+
+State = dict[str, Tensor]
+"""A decoding state: named tensors, the batch first. The layers own the names."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an update may know besides x.
+
+    positions: [s] or [s, b], of the whole sequence, None: 0, 1, 2, ...
+    valid: [b, past + s] bool, False at padding, None: all are tokens. In a room [b, its places + s], once it holds a past.
+    state: the layer's decoding state, which it reads and replaces; None: nothing is kept (training).
+    past: tokens that the state stands for. causal: a token sees itself and what is before it.
+    iteration, origin: of a block that is applied several times, which time this is (from 0) and its first input.
+    memory: what an update keeps from one iteration to the next within a forward pass (momentum); with gradients, unlike the state.
+    room: of a state that is written in place and never grows. touching: the keys of a room are read without a gap before the new ones.
+    """
+
+    positions: Tensor | None = None
+    valid: Tensor | None = None
+    state: State | None = None
+    past: int = 0
+    causal: bool = True
+    iteration: int = 0
+    origin: Tensor | None = None
+    memory: dict[str, Tensor] | None = None
+    prefix: str = ""
+    room: Room | None = None
+    touching: bool = False
+
+    def within(self, name: str) -> Context:
+        """The same for a part of the layer, whose state lies under ``name``."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def recall(self, name: str) -> Tensor | None:
+        """What the state holds under ``name``; None at the start and where nothing is kept."""
+        return None if self.state is None else self.state.get(self.prefix + name)
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Put ``value`` (batch first) into the state, if there is one; of a part of a larger tensor a copy, so that the rest can go."""
+        if self.state is None:
+            return
+        value, old = value.detach(), self.recall(name)
+        if self.room is None:
+            self.state[self.prefix + name] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        elif old is None:
+            self.state[self.prefix + name] = value.clone(memory_format=torch.contiguous_format)
+        else:
+            old.copy_(value)
+
+    def extend(self, name: str, new: Tensor, dim: int = 1) -> Tensor:
+        """All past values and ``new`` (batch first) along ``dim``; a KV-cache's step."""
+        old = self.recall(name)
+        if self.room is not None:
+            return self._extend_in_room(self.room, name, old, new, dim)
+        whole = new if old is None else torch.cat((old.to(new.dtype), new), dim=dim)
+        self.keep(name, whole)
+        return whole
+
+    def _extend_in_room(self, room: Room, name: str, cache: Tensor | None, new: Tensor, dim: int) -> Tensor:
+        assert self.state is not None
+        if cache is None:
+            self.state[self.prefix + name] = room.first(new.detach(), dim)
+            return new
+        keys = room.extend(cache, new.to(cache.dtype), dim).to(new.dtype)
+        return keys.index_select(dim, room.adjacent(new.shape[dim], new.device)[0]) if self.touching else keys
+
+    def without_gap(self, length: int) -> Context:
+        """The same for a layer that counts how far a key is from the ``length`` new tokens by its place among the keys."""
+        if self.room is None or self.valid is None or self.valid.shape[1] == length:
+            return self
+        index, keys = self.room.adjacent(length, self.valid.device)
+        return replace(self, valid=self.valid[:, index] & keys, touching=True)
+
+    def valid_now(self, length: int) -> Tensor | None:
+        """valid of the ``length`` new tokens, [s, b]."""
+        return None if self.valid is None else self.valid[:, -length:].T

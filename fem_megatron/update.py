@@ -1,0 +1,91 @@
+"""The frame of every layer: an update x -> x' of the residual stream, and what is known around it (positions, padding, past)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fem_megatron.mixers.attention.shape import RopeScaling
+from fem_megatron.parallel import Parallel, add_weights, turned
+from fem_megatron.shape import Shape
+from fem_megatron.state import Context
+
+
+class Layer(nn.Module):
+    """A module whose parameters are given to it by name (``add_weights``), so that they are no attributes its class would show."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Update(Layer):
+    """x' = x + step(x): a mixer or an MLP with its norm. Its parameters are those that its shape lists.
+
+    diagnostics: "module:function", (update, `diagnostics.Sample`) -> the quantities to look at besides the step norm; None: no others.
+    """
+
+    diagnostics: ClassVar[str | None] = None
+
+    def __init__(self, shape: Shape, parallel: Parallel) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.build()
+        add_weights(self, shape.weights(), parallel)
+
+    def build(self) -> None:
+        """Modules that must exist before the weights are given to them."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [s (/ tensor-parallel size under sequence parallelism), b, D] -> the updated residual stream, same shape and type."""
+        raise NotImplementedError
+
+    def start(self, x: Tensor) -> Tensor:
+        """Where the step starts from, in x's slicing: x itself."""
+        return x
+
+
+def rotate(x: Tensor, context: Context, base: float, parallel: Parallel | None = None, scaling: RopeScaling | None = None) -> Tensor:
+    """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is.
+
+    parallel: whose fused product is used, where it has one. scaling: of the frequencies.
+    """
+    size = x.shape[-1]
+    if size == 0:
+        return x
+    positions = context.positions
+    if positions is None:
+        positions = torch.arange(context.past, context.past + x.shape[0], device=x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequencies = 1.0 / (base ** (torch.arange(0, size, 2, dtype=wide, device=x.device) / size))
+    if scaling is not None:
+        frequencies = scaled(frequencies, scaling)
+    angles = (positions.to(wide)[..., None] * frequencies).view(x.shape[0], -1, 1, size // 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return turned(x, cos, sin) if parallel is None else parallel.turn(x, cos, sin)
+
+
+def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """RoPE's frequencies made slower (see ``RopeScaling``), in radians a token."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original * frequencies / (2 * torch.pi)
+    smooth = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of a linear attention's products beside a stream x: x's own on a GPU, for its matrix units; float32 or wider on a CPU."""
+    return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, times the weight if there is one."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """LayerNorm without bias over the last dimension."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, None, eps)

@@ -1,0 +1,160 @@
+"""Correctness of an operation's implementations, on any device: errors against float64, finiteness, determinism, every element written.
+
+A `Suite` names an operation's cases and its definition; `check` runs one of them. The tests run suites small in Triton's interpreter, the
+GPU suite runs them at real sizes on the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels
+
+Inputs = dict[str, Any]
+Outputs = tuple[Tensor, ...]
+
+FLOAT32_BOUND = 1e-5  # norm-wise, of every output and gradient
+BFLOAT16_FACTOR = 1.5  # of the definition's own error when every step of it is bfloat16
+BFLOAT16_ROUNDING = 2.0**-9  # of one rounding of the result: half a unit in its last place
+BFLOAT16_MOST = 0.25  # whatever the definition's own error: where that is noise (small beta, wide ranges) it would bound nothing
+WITHOUT_GRADIENTS = ("decode",)  # implementations that are not for training
+# What others wrote need not give the same bits twice on a GPU: some of their backward passes add up in any order.
+OTHERS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "efficient", "sdpa", "fused", "fla")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """An operation's cases.
+
+    cases: name -> a function of a size (as ``small``) that gives float64 inputs on the CPU, by argument name; tensors of floats are
+    differentiated. definition(inputs): the outputs by the equations alone, all at once, in the inputs' type. call(inputs, implementation):
+    the public function. small: a size for the interpreter (odd, several blocks); real: one for a GPU.
+    loose: (case, result) -> a bound of its own, the reason beside it in the suite; in bfloat16 the larger of the two holds.
+    """
+
+    op: str
+    cases: Mapping[str, Callable[[Mapping[str, int]], Inputs]]
+    definition: Callable[[Inputs], Outputs]
+    call: Callable[[Inputs, str], Outputs]
+    small: Mapping[str, int]
+    real: Mapping[str, int]
+    loose: Mapping[tuple[str, str], float]
+
+
+def suites() -> dict[str, Suite]:
+    """Operation -> its cases, of every ``kernels/<op>/cases.py``."""
+    found = {}
+    for each in pkgutil.iter_modules(kernels.__path__):
+        if each.ispkg and importlib.util.find_spec(f"kernels.{each.name}.cases"):
+            suite = importlib.import_module(f"kernels.{each.name}.cases").SUITE
+            found[suite.op] = suite
+    return found
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check: an output or a gradient, its error against float64 and what it may be."""
+
+    case: str
+    result: str
+    error: float
+    bound: float
+
+    @property
+    def good(self) -> bool:
+        """Whether the error is in bounds; NaN is not."""
+        return self.error <= self.bound
+
+
+def check(
+    suite: Suite, case: str, implementation: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, real: bool = False
+) -> list[Finding]:
+    """Errors of a case's outputs and gradients. Infinity where one is not finite or, on a GPU, differs between two runs by a bit.
+
+    The latter is not asked of others' code on a GPU (``OTHERS``), gradients not of what has none (``WITHOUT_GRADIENTS``). Uninitialised
+    memory is filled with NaN meanwhile, so an element that is not written shows.
+    """
+    made = suite.cases[case](suite.real if real else suite.small)
+    rounded = {name: _floats(x, lambda t: t.to(dtype).double()) for name, x in made.items()}
+    gradients = implementation not in WITHOUT_GRADIENTS
+    truth = results(suite.definition, rounded, torch.float64, device, weighted_in=dtype, gradients=gradients)
+    with poisoned_memory():
+        got = results(lambda x: suite.call(x, implementation), rounded, dtype, device, gradients=gradients)
+        # Programs run in any order on a GPU; on a CPU they run one after another.
+        alone = torch.device(device).type == "cpu"
+        again = got if alone else results(lambda x: suite.call(x, implementation), rounded, dtype, device, gradients=gradients)
+    rough = results(suite.definition, rounded, dtype, device, gradients=gradients) if dtype == torch.bfloat16 else truth
+    same = implementation not in OTHERS
+    findings = []
+    for name, expected in truth.items():
+        error = relative(got[name], expected)
+        if not got[name].isfinite().all() or (same and not torch.equal(got[name], again[name])):
+            error = float("inf")
+        bound = suite.loose.get((case, name), FLOAT32_BOUND)
+        if dtype == torch.bfloat16:
+            own = relative(rough[name], expected)
+            bound = BFLOAT16_FACTOR * max(own, BFLOAT16_ROUNDING)
+            bound = min(bound, BFLOAT16_MOST) if bound == bound else BFLOAT16_MOST
+            bound = max(bound, suite.loose.get((case, name), 0.0))
+        findings.append(Finding(case, name, error, bound))
+    return findings
+
+
+def results(
+    call: Callable[[Inputs], Outputs],
+    inputs: Inputs,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    weighted_in: torch.dtype | None = None,
+    gradients: bool = True,
+) -> dict[str, Tensor]:
+    """Outputs, by number, and the gradients of a random weighting of them, by input; both detached.
+
+    weighted_in: the type that the weights are rounded to, None: dtype; so that runs in several types are given the same ones. gradients
+    False: the outputs alone.
+    """
+    given = {name: _floats(x, lambda t: t.detach().to(device, dtype).requires_grad_(gradients)) for name, x in inputs.items()}
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+    leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    outputs = call(given)
+    named = {f"output {n}": o.detach() for n, o in enumerate(outputs)}
+    if not gradients:
+        return named
+    rng = torch.Generator().manual_seed(9)
+    weights = [torch.randn(o.shape, generator=rng, dtype=torch.float64).to(weighted_in or dtype).to(device, o.dtype) for o in outputs]
+    found = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+    return named | {f"d {name}": g for name, g in zip(leaves, found, strict=True) if g is not None}
+
+
+def relative(got: Tensor, truth: Tensor) -> float:
+    """Norm-wise relative error; absolute where the truth is zero."""
+    got, truth = got.double(), truth.double()
+    size = float(truth.norm())
+    return float((got - truth).norm()) / (size if size > 0 else 1.0)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, and torch's own operations take their deterministic forms."""
+    before = torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
+
+
+def _floats(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return change(x) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -1,0 +1,129 @@
+"""The free-energy read's cases under linear attention's prior: every range and beta of the fast form, what it hands over, faint rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kernels.check import Inputs, Outputs, Suite
+from kernels.free_energy import free_energy_read
+from kernels.linear_attention import linear_attention, log_weights
+from kernels.linear_attention.cases import weights_and_decays
+
+
+def _random(size: Mapping[str, int], decay: str = "head", *, beta: float = 1.95, value_range: float | None = None) -> Inputs:
+    """Features above 0; value_range: v uniform so that beta * v spans about this much."""
+    rng = torch.Generator().manual_seed(size["tokens"])
+    shape = size["batch"], size["heads"], size["tokens"]
+
+    def uniform(*width: int) -> torch.Tensor:
+        return torch.rand(*shape, *width, generator=rng, dtype=torch.float64)
+
+    keys, values = size["keys"], size["values"]
+    v = torch.randn(*shape, values, generator=rng, dtype=torch.float64)
+    made: Inputs = {
+        "q": uniform(keys) + 1e-3,
+        "k": uniform(keys) + 1e-3,
+        "v": v if value_range is None else (uniform(values) - 0.5) * value_range / beta,
+        "beta": torch.full((size["heads"], values), beta, dtype=torch.float64),
+        "lam": uniform(values),
+        "gate": 2 * uniform(values),
+    }
+    if decay != "none":
+        made["log_decay"] = -0.3 * uniform(*([keys] if decay == "channel" else []))
+    return made
+
+
+def _ramp(size: Mapping[str, int]) -> Inputs:
+    made = _random(size)
+    made["v"][:] = torch.linspace(-70, 70, size["tokens"], dtype=torch.float64)[:, None] / 1.95
+    return made
+
+
+def _sharp(size: Mapping[str, int]) -> Inputs:
+    """Few keys matter to a row: products of features whose logarithms are eight times as far apart."""
+    made = _random(size, "none")
+    return {**made, "q": made["q"] ** 8 + 1e-6, "k": made["k"] ** 8 + 1e-6}
+
+
+def _equal(size: Mapping[str, int]) -> Inputs:
+    """In one half of the channels; in all of them the weights' gradients would be rounding alone."""
+    made = _random(size)
+    made["v"][..., : size["values"] // 2] = 0.75
+    return made
+
+
+def _faint(size: Mapping[str, int]) -> Inputs:
+    """Features of 1e-6 alone, as where a ReLU is closed, before and after full resets."""
+    made = _random(size, value_range=40.0)
+    tokens = size["tokens"]
+    made["k"][:, :, : tokens // 4] = 1e-6
+    made["q"][:, :, : tokens // 2] = 1e-6
+    made["log_decay"][:, :, tokens // 2] = -torch.inf
+    return made
+
+
+def _forgotten(size: Mapping[str, int]) -> Inputs:
+    """About exp(30) forgotten at a reset, exp(-30) after it."""
+    made = _random(size, "channel")
+    tokens = size["tokens"]
+    made["v"] = torch.where(torch.arange(tokens) < tokens // 2, 15.0, -15.0)[:, None] + 4 * made["v"].clamp(-1, 1)
+    made["log_decay"][:, :, tokens // 2] = -500.0
+    return made
+
+
+def _definition(x: Inputs) -> Outputs:
+    """All terms at once, as logarithms."""
+    beta, v = x["beta"][:, None], x["v"]
+    weights, _, _ = weights_and_decays(x)
+    read = weights > 0
+    logs = torch.where(read, weights, 1).log().masked_fill(~read, -torch.inf).log_softmax(-1)
+    mu = logs.exp() @ v
+    free_energy = (logs[..., None] + (beta * v)[:, :, None]).logsumexp(3) / beta
+    return (x["gate"] * ((1 - x["lam"]) * mu + x["lam"] * free_energy),)
+
+
+def _call(x: Inputs, implementation: str) -> Outputs:
+    """As the layers call it: features and decays in the type of sums."""
+    wide = torch.promote_types(x["q"].dtype, torch.float32)
+    q, k = x["q"].to(wide), x["k"].to(wide)
+    decay = None if "log_decay" not in x else x["log_decay"].to(wide)
+    return (
+        free_energy_read(
+            x["v"],
+            x["beta"],
+            x["lam"],
+            x["gate"],
+            lambda streams: linear_attention(q, k, streams, decay, normalise=True, implementation=implementation)[0],
+            lambda start, stop: log_weights(q, k, decay, start, stop),
+            exact=x.get("exact", False),
+            implementation=implementation,
+        ),
+    )
+
+
+SUITE = Suite(
+    op="free_energy",
+    cases={
+        "linear attention": lambda size: _random(size, "none"),
+        "a decay a head": _random,
+        "a decay a channel": lambda size: _random(size, "channel"),
+        "range 80": lambda size: _random(size, value_range=79.0),
+        "range 80, a decay a channel": lambda size: _random(size, "channel", value_range=79.0),
+        "ramp 140": _ramp,
+        "sharp": _sharp,
+        "beta 0.02": lambda size: _random(size, beta=0.02),
+        "beta 40": lambda size: _random(size, beta=40.0, value_range=40.0),
+        "equal values": _equal,
+        "faint tokens": _faint,
+        "forgotten": _forgotten,
+        "one token": lambda size: _random({**size, "tokens": 1}),
+    },
+    definition=_definition,
+    call=_call,
+    small={"batch": 1, "heads": 1, "tokens": 37, "keys": 12, "values": 10},
+    real={"batch": 1, "heads": 2, "tokens": 512, "keys": 64, "values": 32},
+    # A lone token's F is its value: beta's gradient is 0, and the definition's own is rounding.
+    loose={("one token", "d beta"): 2.0},
+)

@@ -1,0 +1,156 @@
+"""Linear attention's cases: decays of every strength beside each other, resets, faint tokens, rows that read nothing, signed features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kernels.check import Inputs, Outputs, Suite
+from kernels.linear_attention import linear_attention
+
+
+def _random(
+    size: Mapping[str, int], decay: str = "none", *, strength: float = 0.3, normalise: bool = True, initial: bool = False
+) -> Inputs:
+    """Features in [0, 1], or signed where not normalised; log-decays uniform down to -strength."""
+    rng = torch.Generator().manual_seed(size["tokens"])
+    shape = size["batch"], size["heads"], size["tokens"]
+
+    def uniform(*width: int) -> Tensor:
+        return torch.rand(*width, generator=rng, dtype=torch.float64)
+
+    keys, values = size["keys"], size["values"]
+    q, k = (uniform(*shape, keys) - (0 if normalise else 0.5) for _ in range(2))
+    made: Inputs = {"q": q, "k": k, "v": 2 * uniform(*shape, values) - 1, "normalise": normalise}
+    if decay != "none":
+        made["log_decay"] = -strength * uniform(*shape, *([keys] if decay == "channel" else []))
+    if initial:
+        made["initial"] = uniform(*shape[:2], keys, values + normalise)
+    return made
+
+
+def _mixed(size: Mapping[str, int], decay: str) -> Inputs:
+    """Steps of -1e6, -40 and full resets among steps of about -1e-3."""
+    made = _random(size, decay, strength=2e-3, initial=True)
+    tokens = size["tokens"]
+    for place, log_decay in ((0, -40.0), (1, -1e6), (5, -torch.inf), (6, -40.0), (7, -40.0)):
+        made["log_decay"][:, :, place :: max(11, tokens // 8)] = log_decay
+    return made
+
+
+def _some_channels(size: Mapping[str, int]) -> Inputs:
+    """Each channel's resets at places of its own."""
+    made = _random(size, "channel", strength=0.02)
+    drawn = torch.rand(made["log_decay"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    made["log_decay"][drawn < 0.1] = -torch.inf
+    made["log_decay"][(drawn > 0.1) & (drawn < 0.2)] = -30.0
+    return made
+
+
+def _faint(size: Mapping[str, int], decay: str) -> Inputs:
+    """Features of 1e-6 alone, as where a ReLU is closed: the first rows' weights are all about 1e-12, and later ones' once a reset came."""
+    made = _random(size, decay)
+    tokens = size["tokens"]
+    made["k"][:, :, : tokens // 4] = 1e-6
+    made["q"][:, :, tokens // 8 : tokens // 2] = 1e-6
+    if decay != "none":
+        made["log_decay"][:, :, tokens // 2] = -torch.inf
+        made["k"][:, :, tokens // 2 : tokens // 2 + 4] = 1e-6
+    return made
+
+
+def _nothing(size: Mapping[str, int], decay: str) -> Inputs:
+    """Rows that read nothing: before the first key, after a reset, and with a query of zeros."""
+    made = _random(size, decay)
+    tokens = size["tokens"]
+    made["k"][:, :, :3] = 0
+    made["q"][:, :, -2] = 0
+    if decay != "none":
+        made["log_decay"][:, :, tokens // 2] = -torch.inf
+        made["k"][:, :, tokens // 2 : tokens // 2 + 3] = 0
+    return made
+
+
+def _equal(size: Mapping[str, int]) -> Inputs:
+    """Beside a state of other values: without it the weights' gradients would be rounding alone."""
+    made = _random(size, "head", initial=True)
+    made["v"][:] = 0.75
+    return made
+
+
+def weights_and_decays(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """All weights [b, h, t, i], what is kept between i and t [b, h, t, i, 1 or dk], and the log-decays [b, h, t, 1 or dk].
+
+    Sums of log-decays over (i, t] are made term by term.
+    """
+    q, k = x["q"], x["k"]
+    tokens = q.shape[2]
+    decay = x.get("log_decay", torch.zeros_like(q[..., 0]))
+    decay = decay if decay.dim() == 4 else decay[..., None]
+    late = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
+    steps = decay[:, :, :, None].expand(-1, -1, -1, tokens, -1).masked_fill(late.triu()[..., None], 0)
+    kept = steps.cumsum(2).masked_fill(late.triu(1)[..., None], -torch.inf).exp()
+    if not x.get("causal", True):
+        kept = torch.where(late.triu(1)[..., None], kept.transpose(2, 3), kept)
+    weights = (q[:, :, :, None] * k[:, :, None] * kept).sum(-1) if decay.shape[-1] > 1 else (q @ k.mT) * kept[..., 0]
+    return weights, kept, decay
+
+
+def _definition(x: Inputs) -> Outputs:
+    """All weights at once."""
+    q, k, v, normalise, initial = x["q"], x["k"], x["v"], x["normalise"], x.get("initial")
+    weights, kept, decay = weights_and_decays(x)
+    values = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v
+    y, state = weights @ values, (k * kept[:, :, -1]).mT @ values
+    if initial is not None:
+        since = decay.cumsum(2).exp()
+        y = y + (q * since) @ initial
+        state = state + since[:, :, -1, :, None] * initial
+    if normalise:
+        mass = y[..., -1:]
+        empty = mass <= 0
+        y = torch.where(empty, v, y[..., :-1] / mass.masked_fill(empty, 1))
+    return y, state
+
+
+def _call(x: Inputs, implementation: str) -> Outputs:
+    if "initial" in x:  # states are float32 at least
+        x = {**x, "initial": x["initial"].to(torch.promote_types(x["q"].dtype, torch.float32))}
+    return linear_attention(**x, implementation=implementation)
+
+
+SUITE = Suite(
+    op="linear_attention",
+    cases={
+        "no decay": _random,
+        "a decay a head": lambda size: _random(size, "head"),
+        "a decay a channel": lambda size: _random(size, "channel"),
+        "no decay, with a state": lambda size: _random(size, initial=True),
+        "a decay a head, with a state": lambda size: _random(size, "head", initial=True),
+        "a decay a channel, with a state": lambda size: _random(size, "channel", initial=True),
+        "plain": lambda size: _random(size, normalise=False, initial=True),
+        "plain, a decay a head": lambda size: _random(size, "head", normalise=False, initial=True),
+        "plain, a decay a channel": lambda size: _random(size, "channel", normalise=False, initial=True),
+        "strong beside weak, a head": lambda size: _mixed(size, "head"),
+        "strong beside weak, a channel": lambda size: _mixed(size, "channel"),
+        "resets of single channels": _some_channels,
+        "all strong, a head": lambda size: _random(size, "head", strength=12.0),
+        "all strong, a channel": lambda size: _random(size, "channel", strength=12.0),
+        "faint tokens": lambda size: _faint({**size, "heads": 4}, "none"),
+        "faint tokens, a decay a head": lambda size: _faint(size, "head"),
+        "faint tokens, a decay a channel": lambda size: _faint(size, "channel"),
+        "rows that read nothing": lambda size: _nothing(size, "none"),
+        "rows that read nothing, a decay a head": lambda size: _nothing(size, "head"),
+        "rows that read nothing, a decay a channel": lambda size: _nothing(size, "channel"),
+        "equal values": _equal,
+        "one token": lambda size: _random({**size, "heads": 8, "tokens": 1}, "head", initial=True),
+        "one channel, plain": lambda size: _random({**size, "keys": 1}, "head", normalise=False),
+    },
+    definition=_definition,
+    call=_call,
+    small={"batch": 1, "heads": 1, "tokens": 37, "keys": 12, "values": 20},
+    real={"batch": 1, "heads": 2, "tokens": 1001, "keys": 64, "values": 96},
+    loose={},
+)

@@ -1,0 +1,99 @@
+"""The state-space read's cases: values of any range, steps and rates small and large, padding, every part of the read left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from kernels.aft_read.cases import half_equal, masked, padded, ramped, seen, two_level_read
+from kernels.check import Inputs, Outputs, Suite
+from kernels.ssm_read import ssm_read
+
+
+def _random(size: Mapping[str, int], beta: float = 1.95, value_range: float | None = None, step: float = 1.0) -> Inputs:
+    """value_range: v uniform, so that beta * v spans this much. step: times the steps."""
+    rng = torch.Generator().manual_seed(size["tokens"])
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    b, h, t, d, n = (size[name] for name in ("batch", "heads", "tokens", "channels", "states"))
+    v, lam, gate = (normal(b, h, t, d) for _ in range(3))
+    if value_range is not None:
+        v = (torch.rand(b, h, t, d, generator=rng, dtype=torch.float64) - 0.5) * value_range / beta
+    return {
+        "delta": step * softplus(normal(b, h, t, d) - 1),
+        "rate": softplus(normal(h, d, n)) + torch.arange(n),
+        "b_in": softplus(normal(b, h, t, n)) + 1e-3,
+        "c_out": softplus(normal(b, h, t, n)) + 1e-3,
+        "v": v,
+        "beta": torch.full((h, d), beta, dtype=torch.float64),
+        "lam": lam.sigmoid(),
+        "gate": softplus(gate),
+    }
+
+
+def _forgetting(size: Mapping[str, int]) -> Inputs:
+    """A few steps so long that what came before underflows."""
+    made = _random(size)
+    made["delta"][:, :, size["tokens"] // 3 :: 5] += 60
+    return made
+
+
+def _definition(x: Inputs) -> Outputs:
+    """All weights at once; tokens that nobody reads give 0."""
+    through = masked(x["delta"], x).cumsum(2)
+    before = through - masked(x["delta"], x)
+    span = through[:, :, :, None] - through[:, :, None]
+    if not x.get("causal", True):
+        later = torch.ones(span.shape[2:4], dtype=torch.bool, device=span.device).triu(1)[..., None]
+        span = torch.where(later, before[:, :, None] - before[:, :, :, None], span)
+    modes = x["c_out"][:, :, :, None, None].log() + x["b_in"][:, :, None, :, None].log() - span[..., None] * x["rate"][:, None, None]
+    logs = (modes.logsumexp(-1) + x["delta"][:, :, None].log()).masked_fill(~seen(x), -torch.inf)
+    logs = logs.log_softmax(3) if x.get("normalise", True) else logs
+    return two_level_read(x, logs, logs)
+
+
+def _call(x: Inputs, implementation: str) -> Outputs:
+    return (masked(ssm_read(**x, implementation=implementation)[0], x),)
+
+
+def _only(size: Mapping[str, int], *left_out: str) -> Inputs:
+    return {name: t for name, t in _random(size).items() if name not in left_out}
+
+
+SUITE = Suite(
+    op="ssm_read",
+    cases={
+        "normal": _random,
+        "short steps": lambda size: _random(size, step=0.02),
+        "range 80": lambda size: _random(size, value_range=80.0),
+        "ramp 140": lambda size: ramped(_random(size, step=0.1)),
+        "beta 0.02": lambda size: _random(size, beta=0.02),
+        "beta 40": lambda size: _random(size, beta=40.0),
+        "equal values": lambda size: half_equal(_random(size)),
+        "forgetting": _forgetting,
+        "padded": lambda size: padded(_random, size),
+        "one token": lambda size: _random({**size, "tokens": 1}),
+        "mu alone": lambda size: _only(size, "beta", "lam"),
+        "F alone": lambda size: _only(size, "lam", "gate"),
+    },
+    definition=_definition,
+    call=_call,
+    small={"batch": 1, "heads": 2, "tokens": 9, "channels": 3, "states": 2},
+    real={"batch": 1, "heads": 2, "tokens": 256, "channels": 64, "states": 16},
+    loose={
+        # F = (m + log(sum of exponentials) - log(sum of weights)) / beta rounds at eps / beta, 3e-6 here, beside F - mu of 1e-2.
+        ("beta 0.02", "d lam"): 3e-3,
+        ("beta 0.02", "d beta"): 3e-3,
+        # Likewise: the posterior's weights less the prior's, over beta.
+        ("beta 0.02", "d c_out"): 1e-4,
+        ("beta 0.02", "d b_in"): 1e-4,
+        ("beta 0.02", "d rate"): 1e-4,
+        ("beta 0.02", "d delta"): 1e-4,
+        ("one token", "d beta"): 1e12,  # the truth is 0 but for float64's rounding
+    },
+)

@@ -1,0 +1,161 @@
+"""What the Triton kernels of several operations share: tiles of memory, which pairs of a tile count, and what the compile gate builds.
+
+A module of kernels ends with ``BUILDS``, a tuple of `Build`, made with the same functions that its wrappers take block sizes, warps and
+stages from. `python -m tools.kernel_gate` finds them and compiles them without a GPU. Pairs count as `kernels.pairs.allowed_pairs` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.implementations import interpreted
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel at one production shape.
+
+    label: what docs/kernels.md calls it, as "forward, d_k 128, d_v 64, causal". kernel: the ``@triton.jit`` function. types: the Triton
+    type of every argument that is not a constexpr, in any order ("*bf16", "*fp32", "*i32", "*i1", "i32", "fp32"). constants: every
+    constexpr argument, and pointers that are None. aligned: names of integer arguments that are multiples of 16 (pointers always are).
+    matrix: its products must be wgmma on sm_90. allowed: ptxas warning, as "C7515" -> why it is accepted.
+    """
+
+    label: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int
+    stages: int
+    matrix: bool = False
+    aligned: tuple[str, ...] = ()
+    allowed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A program's own rows, the others it takes at once, warps, and stages of its pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# What arguments of these names are in every kernel.
+_KINDS = dict.fromkeys(("scale", "factor", "unit", "eps"), "fp32") | dict.fromkeys(("valid", "shifted", "wild"), "*i1")
+
+
+def build(
+    label: str, kernel: Any, constants: Mapping[str, Any], warps: int, stages: int, *, bf16: str = "", fp32: str = "",
+    kinds: Mapping[str, str] | None = None, even: str = "", odd: str = "", matrix: bool = False, allowed: Mapping[str, str] | None = None,
+) -> Build:  # fmt: skip
+    """The `Build` of a kernel by its arguments' names: pointers to ``bf16`` and to ``fp32``, others in ``kinds``; the rest are integers.
+
+    Multiples of 16 are the strides (names in _b, _h, _t, or short ones in b, h, t) but for those in ``odd``, and the integers in ``even``.
+    Constants that the kernel has not are left out.
+    """
+    names = [name for name in kernel.arg_names if name not in constants]
+    known = _KINDS | dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(fp32.split(), "*fp32") | dict(kinds or {})
+    types = {name: known.get(name, "i32") for name in names}
+    strides = {name for name in names if name.endswith(("_b", "_h", "_t")) or (len(name) < 4 and name[-1] in "bht")}
+    aligned = {name for name in (*strides.difference(odd.split()), *even.split()) if types.get(name) == "i32"}
+    given = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return Build(label, kernel, types, given, warps, stages, matrix, tuple(sorted(aligned)), allowed or {})
+
+
+def fitting(dtype: torch.dtype, small: Blocks, float32: Blocks, bfloat16: Blocks) -> Blocks:
+    """Block sizes by type; ``small`` in Triton's interpreter, so that a test has several. float32 multiplies without tensor cores."""
+    return small if interpreted() else float32 if dtype == torch.float32 else bfloat16
+
+
+def padded(width: int) -> int:
+    """The power of two, at least 16, that a tile has for a width."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """t with its last dimension contiguous, as the kernels read it."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def strides_of(*tensors: Tensor | None) -> list[int]:
+    """The first three strides of each, batch, head and token; zeros where there is none."""
+    return [n for t in tensors for n in ((0, 0, 0) if t is None else t.stride()[:3])]
+
+
+def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None = None) -> Tensor:
+    """Uninitialised, of t's shape but for its last dimension where ``width`` is given, in memory in the order of t's dimensions."""
+    order = sorted(range(3), key=lambda n: (t.stride(n), -n), reverse=True)
+    shape = [t.shape[n] for n in order] + [t.shape[3] if width is None else width]
+    return t.new_empty(shape, dtype=dtype).permute(*(order.index(n) for n in range(3)), 3)
+
+
+@triton.jit
+def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on and from column WIDTH on."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    mask = row < count
+    if WIDTH < PADDED:
+        mask &= column < WIDTH
+    return tl.load(base + row * stride + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns before WIDTH."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    tl.store(base + row * stride + column, tile.to(base.dtype.element_ty), mask=(row < count) & (column < WIDTH))
+
+
+@triton.jit
+def place(heads, rows, ROWS: tl.constexpr):
+    """(sequence, head, head of all, first row) of a program; grid: blocks of rows, the last first, times heads of all.
+
+    Under a causal mask the last queries have the most to do.
+    """
+    blocks = tl.cdiv(rows, ROWS)
+    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
+    return head_of_all // heads, head_of_all % heads, head_of_all, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+
+
+@triton.jit
+def good_at(valid, position, count):
+    """Whether the tokens at these positions are not padding; None where there is none."""
+    good = None
+    if valid is not None:
+        good = tl.load(valid + position, mask=position < count, other=0).to(tl.int1)
+    return good
+
+
+@triton.jit
+def seen(query, key, count, query_good, key_good, CAUSAL: tl.constexpr):
+    """Whether the token at position ``query`` sees ``key``, of ``count``; broadcast against each other, and so are the ..._good.
+
+    Padding sees itself alone, and nobody sees it. Queries past the last are not looked at.
+    """
+    allowed = key <= query if CAUSAL else (key < count) & (query >= 0)
+    if query_good is not None:
+        allowed &= (query_good & key_good) | (key == query)
+    return allowed
+
+
+@triton.jit
+def probabilities(scores, level):
+    """exp2 of scores less their log-sum-exp.
+
+    Never above 1: scores in the millions are rounded by more than 128, and differently in a tile of other rows.
+    """
+    return tl.exp2(tl.minimum(scores - level, 0.0))

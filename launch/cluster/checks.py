@@ -1,0 +1,234 @@
+"""What `doctor` asks Slurm from the submitting host: controller, partition, nodes, account; would it take a job?"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fem_common.text import counted, nearest
+from launch.cluster import slurm
+from launch.cluster.profile import Profile
+from launch.cluster.profile_values import seconds
+from launch.node.checks import Check
+
+LISTED = 8  # names in a message
+UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "": 1.0}  # of Slurm's memory sizes, in MiB
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as Slurm has it in its configuration."""
+
+    name: str
+    state: str  # IDLE, ALLOCATED, MIXED+DRAIN, DOWN* ...
+    reason: str
+    gpus: int
+    cpus: int
+    memory: int  # MiB
+    partitions: tuple[str, ...]
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it takes jobs, now or after those that it has."""
+        return not re.search(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|MAINT|POWERING_DOWN|INVAL|UNKNOWN|\*", self.state)
+
+
+def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
+    """All but the trial: what Slurm says of the profile, without a job. nodes_wanted: of a job, None: not said."""
+    try:
+        version = slurm.version().split("-wlm ")[-1]
+        said = [line.strip() for line in slurm.call("scontrol", "ping").splitlines() if line.strip()]
+        if not any(line.endswith("UP") for line in said):
+            raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or come back later")
+        yield Check("ok", "Slurm", f"{version}; {'; '.join(said)}")
+    except slurm.SlurmError as error:
+        yield Check("FAILED", "Slurm", str(error))
+        return
+    try:
+        configuration = fields(slurm.call("scontrol", "show", "config"), separator="\n")
+        known = {found["PartitionName"]: found for found in records(slurm.call("scontrol", "show", "partition", "--oneliner"))}
+        found, chosen = partition(profile, known)
+        yield from found
+        for name in chosen:
+            yield from limits(profile, known[name], nodes_wanted)
+        if chosen:
+            yield from machines(profile, all_nodes(), chosen, nodes_wanted)
+        yield account(profile, configuration)
+        yield from preemption(configuration)
+    except slurm.SlurmError as error:
+        yield Check("FAILED", "Slurm", str(error))
+
+
+def partition(profile: Profile, known: Mapping[str, Mapping[str, str]]) -> tuple[list[Check], list[str]]:
+    """Whether the profile's partitions are there: lines, and the names of those that are."""
+    wanted = profile.slurm.partition.split(",") if profile.slurm.partition else [n for n, p in known.items() if p.get("Default") == "YES"]
+    if not wanted:
+        names = ", ".join(known) or "none at all"
+        return [Check("FAILED", "partition", f"the cluster has no default; it has {names}", "set slurm.partition")], []
+    lines = []
+    for name in wanted:
+        if name not in known:
+            near = nearest(name, known, 0.5)
+            hint = f"did you mean {near}?" if near else f"choose one of {', '.join(list(known)[:LISTED])}"
+            lines.append(Check("FAILED", "partition", f"there is no partition {name}", f"slurm.partition: {hint}"))
+        elif known[name].get("State") != "UP":
+            lines.append(Check("FAILED", "partition", f"{name} is {known[name].get('State')}", "choose another, or ask the administrators"))
+        else:
+            lines.append(Check("ok", "partition", f"{name} is up, {counted(int(known[name].get('TotalNodes', 0)), 'node')}"))
+    return lines, [name for name in wanted if name in known]
+
+
+def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None) -> Iterator[Check]:
+    """The profile's time limit, account, QOS and the number of nodes against a partition's."""
+    name, most = found["PartitionName"], seconds(found.get("MaxTime", "UNLIMITED"))
+    wanted = seconds(profile.slurm.time) if profile.slurm.time else None
+    if wanted is not None and wanted > most:
+        text = f"slurm.time = {profile.slurm.time} is more than partition {name} gives: {found['MaxTime']}"
+        yield Check("FAILED", "time limit", text, f"slurm.time: {found['MaxTime']} (a run outlives it: it saves and requeues itself)")
+    elif wanted is None and found.get("DefaultTime") not in (None, "NONE") and seconds(found["DefaultTime"]) < most:
+        yield Check("warning", "time limit", f"slurm.time is null: a submission gets {found['DefaultTime']}", "set slurm.time")
+    elif (wanted or most) <= 2 * profile.slurm.signal_seconds:
+        text = f"slurm.signal_seconds = {profile.slurm.signal_seconds} leaves little of slurm.time for work"
+        yield Check("warning", "time limit", text, "a longer slurm.time, or a smaller slurm.signal_seconds")
+    else:
+        yield Check(
+            "ok", "time limit", f"{profile.slurm.time or found.get('MaxTime')}, partition {name} gives up to {found.get('MaxTime')}"
+        )
+    for what, key, value in (("account", "AllowAccounts", profile.slurm.account), ("QOS", "AllowQos", profile.slurm.qos)):
+        allowed = found.get(key, "ALL")
+        if value and allowed not in ("ALL", "(null)") and value not in allowed.split(","):
+            yield Check("FAILED", what, f"partition {name} does not take {value}", f"slurm.{what.lower()}: one of {allowed}")
+    largest = found.get("MaxNodes", "UNLIMITED")
+    if nodes_wanted and largest.isdigit() and nodes_wanted > int(largest):
+        yield Check("FAILED", "nodes", f"partition {name} gives a job {largest} nodes at most, {nodes_wanted} are wanted", "fewer --nodes")
+
+
+def machines(profile: Profile, known: Sequence[Node], chosen: Sequence[str], nodes_wanted: int | None) -> Iterator[Check]:
+    """The partitions' nodes against what the profile takes of a node, and how many are in service."""
+    mine = [node for node in known if set(node.partitions) & set(chosen)]
+    wanted, gpus = profile.nodes, profile.nodes.gpus or 0
+    if not mine:
+        yield Check("FAILED", "nodes", f"partition {', '.join(chosen)} has no nodes", "choose another slurm.partition")
+        return
+    most = max(node.gpus for node in mine)
+    fit = [node for node in mine if node.gpus >= gpus and node.cpus >= wanted.cpus and node.memory >= mebibytes(wanted.memory)]
+    if most < gpus:
+        text = f"the profile takes {counted(gpus, 'GPU')} a node; the nodes have {most}"
+        yield Check("FAILED", "nodes", text, f"nodes.gpus: {most}" if most else "a partition with GPUs; Slurm knows of none here (Gres)")
+        return
+    if not fit:
+        cpus, memory = max(node.cpus for node in mine), max(node.memory for node in mine)
+        takes = f"{wanted.cpus} CPUs" + (f" and {wanted.memory} of memory" if wanted.memory else "")
+        text = f"the profile takes {takes} of a node; no node has as much"
+        yield Check("FAILED", "nodes", text, f"nodes.cpus: {cpus} at most; nodes.memory: {memory}M at most")
+        return
+    if gpus and most > gpus and wanted.exclusive:
+        yield Check("warning", "nodes", f"nodes have {most} GPUs, the profile takes {gpus} and the whole node", f"nodes.gpus: {most}")
+    away, excluded = [node for node in fit if not node.in_service], hosts(profile.slurm.exclude)
+    left = [node for node in fit if node.in_service and node.name not in excluded]
+    if away:
+        told = "; ".join(f"{node.name} {node.state} ({node.reason or 'no reason given'})" for node in away[:LISTED])
+        yield Check("warning", "nodes", f"{len(away)} out of service: {told}{' ...' if len(away) > LISTED else ''}")
+    if len(left) < (nodes_wanted or 1):
+        text = f"{counted(len(left), 'node')} in service fit the profile, {nodes_wanted or 1} wanted"
+        yield Check("FAILED", "nodes", text, "fewer --nodes, or wait for the others")
+        return
+    has = f"{counted(gpus, 'GPU')} and " if gpus else ""
+    yield Check("ok", "nodes", f"{len(left)} of {len(mine)} are in service and have {has}{counted(wanted.cpus, 'CPU')} or more")
+
+
+def account(profile: Profile, configuration: Mapping[str, str]) -> Check:
+    """Whether accounting lets this user use the profile's account and QOS; where there is none, nobody asks."""
+    storage = configuration.get("AccountingStorageType", "")
+    if "slurmdbd" not in storage:
+        return Check("ok", "account", "this cluster keeps no accounts")
+    if shutil.which("sacctmgr") is None:
+        return Check("warning", "account", "not checked: sacctmgr is not installed here")
+    user = getpass.getuser()
+    try:
+        answer = slurm.call("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account,qos")
+    except slurm.SlurmError as error:
+        return Check("warning", "account", f"not checked: {error}")
+    rows = [(name, qos.split(",")) for name, _, qos in (line.partition("|") for line in answer.splitlines() if line)]
+    accounts = list(dict.fromkeys(name for name, _ in rows))
+    enforced = "associations" in configuration.get("AccountingStorageEnforce", "")
+    if not rows:
+        text = f"user {user} is in no account"
+        return Check("FAILED" if enforced else "ok", "account", text, "ask the administrators for one" if enforced else "")
+    if profile.slurm.account and profile.slurm.account not in accounts:
+        text = f"user {user} is not in the account {profile.slurm.account}"
+        return Check("FAILED", "account", text, f"slurm.account: one of {', '.join(accounts)}")
+    mine = {qos for name, names in rows for qos in names if profile.slurm.account in (None, name)}
+    if profile.slurm.qos and profile.slurm.qos not in mine:
+        text = f"user {user} may not use the QOS {profile.slurm.qos}"
+        return Check("FAILED", "QOS", text, f"slurm.qos: one of {', '.join(sorted(mine))}")
+    return Check("ok", "account", f"{profile.slurm.account or 'the default'} (of {', '.join(accounts[:LISTED])})")
+
+
+def preemption(configuration: Mapping[str, str]) -> Iterator[Check]:
+    """Whether a job that is preempted is told so early enough to save."""
+    if configuration.get("PreemptMode", "OFF") in ("OFF", "GANG", "SUSPEND,GANG"):
+        return
+    if "preempt_send_user_signal" in configuration.get("SlurmctldParameters", ""):
+        yield Check("ok", "preemption", "a preempted job is sent its signal at once, and has the partition's GraceTime to save")
+        return
+    wait = configuration.get("KillWait", "30 sec")
+    text = f"a preempted job is sent SIGTERM and has its partition's GraceTime, or KillWait ({wait}), to save"
+    yield Check("warning", "preemption", text, "save often enough, or ask for SlurmctldParameters=preempt_send_user_signal")
+
+
+def would_take(script: Path) -> Check:
+    """Slurm's own word on a batch script, by `sbatch --test-only`."""
+    try:
+        slurm.call("sbatch", "--test-only", str(script))
+    except slurm.SlurmError as error:
+        return Check("FAILED", "sbatch", str(error), "the #SBATCH lines are in `submit --dry-run`; the slurm and nodes sections make them")
+    return Check("ok", "sbatch", "Slurm would take such a job")
+
+
+def all_nodes() -> list[Node]:
+    """Every node that Slurm knows. Raises SlurmError."""
+    found = []
+    for record in records(slurm.call("scontrol", "show", "nodes", "--oneliner")):
+        gpus = sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", record.get("Gres", ""))))
+        found.append(
+            Node(
+                name=record["NodeName"],
+                state=record.get("State", "UNKNOWN"),
+                reason=record.get("Reason", "").partition(" [")[0],
+                gpus=gpus,
+                cpus=int(record.get("CPUTot", 0)),
+                memory=int(record.get("RealMemory", 0)),
+                partitions=tuple(record.get("Partitions", "").split(",")),
+            )
+        )
+    return found
+
+
+def hosts(lists: Sequence[str]) -> set[str]:
+    """The nodes in lists such as node[01-04],node07. Raises SlurmError."""
+    return set(slurm.call("scontrol", "show", "hostnames", ",".join(lists)).split()) if lists else set()
+
+
+def records(text: str) -> list[dict[str, str]]:
+    """The records of scontrol's --oneliner, a line each."""
+    return [fields(line) for line in text.splitlines() if "=" in line]
+
+
+def fields(text: str, separator: str = " ") -> dict[str, str]:
+    """``A=b C=d e`` -> {A: b, C: d e}; with a line break for separator a field is a line, blanks around its = allowed."""
+    if separator == "\n":
+        pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+        return {name.strip(): value.strip() for name, _, value in pairs}
+    parts = re.split(r"(?:^|\s)([A-Za-z][\w:/]*)=", text.strip())
+    return dict(zip(parts[1::2], (value.strip() for value in parts[2::2]), strict=True))
+
+
+def mebibytes(size: str | None) -> float:
+    """A memory size as Slurm writes it (1800G, 16000) in MiB; the partition's default, or all of it, is 0."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)", size or "0")
+    return int(match[1]) * UNITS[match[2]] if match else 0.0

@@ -1,0 +1,178 @@
+"""The doctor's trial: a small job through everything that a real one goes through, whose program is `launch.node.measure`.
+
+It is rendered, submitted (or, with a local profile, started here), checks its nodes and starts ranks as every job does; what is read
+afterwards is what it left in its directory. It is cancelled when it waits or runs too long.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launch.cluster import slurm
+from launch.cluster.profile import Profile
+from launch.job import Item, Job, attempts, last_lines, launch_folder, rank_log, read_json, snapshot, write_json
+
+RUN_SECONDS = 300.0  # of the ranks: their start on a cold file system, and the measurements
+POLL_SECONDS = 0.5
+END_SECONDS = 20.0  # for the first files of a job that is over to be seen here,
+MORE_SECONDS = 5.0  # and for more, once there are some
+MINUTES = 20  # the job's time limit
+
+
+@dataclass
+class Outcome:
+    """What came of the trial."""
+
+    directory: Path
+    nodes: tuple[str, ...] = ()  # that it ran on, as far as known
+    began: float | None = None  # unix time at which its nodes' check began
+    result: dict[str, Any] | None = None  # bandwidth.json
+    received: float = 0.0  # unix time at which that was first seen here
+    trouble: str = ""  # why it came to nothing
+    tail: list[str] = field(default_factory=list)  # the last lines that it said
+
+
+def make(profile: Profile, profile_path: str, nodes: int, directory: Path) -> tuple[Job, Profile]:
+    """The trial's job and its profile: the given one, but one attempt, a short time limit, the check of the nodes on, nobody told.
+
+    The directory is made, with the code in it. Raises UserError where there is no code to copy.
+    """
+    signal = min(profile.slurm.signal_seconds, 60)
+    mine = replace(
+        profile,
+        logs=None,
+        slurm=replace(profile.slurm, time=str(MINUTES) if profile.slurm.time else None, signal_seconds=signal),
+        restarts=replace(profile.restarts, max_failures=0, max_attempts=1),
+        health=replace(profile.health, check=True),
+        notify=replace(profile.notify, command=None),
+    )
+    snapshot.take(directory)
+    backend = "nccl" if profile.nodes.gpus else "gloo"
+    floor = profile.health.all_reduce_gb_per_second
+    arguments = ["-m", "launch.node.measure", "all-reduce", str(directory), f"--backend={backend}"]
+    arguments += [] if floor is None else [f"--floor={floor:g}"]
+    arguments += [f"--shared={folder}" for folder in dict.fromkeys([*profile.paths.shared, str(directory)])]
+    job = Job(
+        name="launch-doctor",
+        kind="command",
+        directory=str(directory),
+        working_directory=str(directory),
+        code=str(snapshot.code_folder(directory)),
+        python=profile.interpreters(sys.executable)[0],
+        nodes=nodes,
+        processes_per_node=profile.processes_per_node,
+        torchrun=True,
+        items=(Item(str(directory), tuple(arguments), "launch-doctor"),),
+        profile=mine.as_json(),
+        profile_path=profile_path,
+    )
+    job.save()
+    return job, mine
+
+
+def on_slurm(job: Job, script: Path, wait_seconds: float, say: Callable[[str], None]) -> Outcome:
+    """Submit the trial and see it through; it is cancelled where it waits in the queue, or runs, too long. Raises SlurmError."""
+    outcome, limit = Outcome(Path(job.directory)), RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
+    job_id = slurm.submit(script)
+    submitted, started, over = time.monotonic(), None, None
+    try:
+        while over is None or time.monotonic() - over < (MORE_SECONDS if logs(outcome) else END_SECONDS):
+            look(outcome)
+            state = slurm.queue([job_id]).get(job_id)
+            # COMPLETING can last: a node that hangs is waited for by Slurm, and not here.
+            if state is None or not state.active or state.state == "COMPLETING" or (last_attempt(outcome) or {}).get("decision"):
+                over = over or time.monotonic()
+                told = last_attempt(outcome) or {}
+                if outcome.result or (told.get("decision") and told.get("outcome") != "finished"):
+                    break
+            elif state.state == "PENDING":
+                say(f"job {job_id} waits in the queue ({state.reason})")
+                if time.monotonic() - submitted > wait_seconds:
+                    outcome.trouble = f"job {job_id} waited {wait_seconds:.0f} s in the queue ({state.reason}) and was cancelled"
+                    break
+            else:
+                started = started or time.monotonic()
+                outcome.nodes = outcome.nodes or tuple(slurm.call("scontrol", "show", "hostnames", state.nodes).split())
+                say(f"job {job_id} runs on {state.nodes}")
+                if time.monotonic() - started > limit:
+                    silent = "" if last_attempt(outcome) or not outcome.nodes else f"; {outcome.nodes[0]} did not start it"
+                    outcome.trouble = f"job {job_id} had not ended after {limit:.0f} s and was cancelled{silent}"
+                    break
+            time.sleep(POLL_SECONDS)
+    finally:
+        slurm.cancel([job_id])
+    return explained(outcome, f"job {job_id}")
+
+
+def here(job: Job, say: Callable[[str], None]) -> Outcome:
+    """Start the trial on this machine and see it through."""
+    outcome, limit = Outcome(Path(job.directory)), RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
+    environment = {**slurm.clean_environment(), "PYTHONPATH": job.code, "PYTHONSAFEPATH": "1"}
+    with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
+        command = [sys.executable, "-m", "launch.supervise", job.directory]
+        supervisor = subprocess.Popen(command, cwd=job.directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        say("the trial runs on this machine")
+        deadline = time.monotonic() + limit
+        try:
+            while supervisor.poll() is None:
+                look(outcome)
+                if time.monotonic() > deadline:
+                    outcome.trouble = f"the trial had not ended after {limit:.0f} s and was stopped"
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            supervisor.terminate()
+            try:
+                supervisor.wait(60)
+            except subprocess.TimeoutExpired:
+                supervisor.kill()
+                supervisor.wait()
+    look(outcome)
+    return explained(outcome, "the trial")
+
+
+def look(outcome: Outcome) -> None:
+    """Tell the trial the time, and read what it has written by now."""
+    write_json(outcome.directory / "clock.json", {"time": time.time()})
+    if outcome.result is None and (result := read_json(outcome.directory / "bandwidth.json")):
+        outcome.result, outcome.received = result, time.time()
+    if attempt := last_attempt(outcome):
+        outcome.nodes, outcome.began = tuple(attempt["nodes"]) or outcome.nodes, float(attempt["started"])
+
+
+def last_attempt(outcome: Outcome) -> dict[str, Any] | None:
+    """The attempt's record, or None where there is none (yet)."""
+    folders = attempts(outcome.directory)
+    record = read_json(folders[-1] / "attempt.json") if folders else None
+    return record if isinstance(record, dict) else None
+
+
+def logs(outcome: Outcome) -> list[Path]:
+    """What Slurm and the supervisor say, as files."""
+    return sorted(launch_folder(outcome.directory).glob("slurm-*.out"))
+
+
+def explained(outcome: Outcome, name: str) -> Outcome:
+    """The outcome of a trial that is over, with the reason where it left no result."""
+    if outcome.result is not None:
+        outcome.trouble = ""
+        return outcome
+    failure = (last_attempt(outcome) or {}).get("failure") or {}
+    state = read_json(launch_folder(outcome.directory) / "state.json") or {}
+    said = failure.get("message") or state.get("message")
+    if not outcome.trouble and said:
+        outcome.trouble = f"{name} failed: {said}"
+    elif not outcome.trouble and not logs(outcome):
+        where = f" on {', '.join(outcome.nodes)}" if outcome.nodes else ""
+        outcome.trouble = f"{name} ended without a word in {outcome.directory}: the nodes{where} do not see that folder"
+    elif not outcome.trouble:
+        outcome.trouble = f"{name} ended before its ranks were started"
+    for log in [*logs(outcome)[-1:], *(rank_log(folder, 0) for folder in attempts(outcome.directory)[-1:])]:
+        outcome.tail += last_lines(log, 5)
+    return outcome

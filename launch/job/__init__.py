@@ -1,0 +1,143 @@
+"""What was asked for (``launch/job.json``), where a job keeps everything, and how its small files are written.
+
+Standard library alone: the supervisor reads these inside jobs.
+
+    DIR/launch/job.json          what was asked for (`Job`), profile and all
+    DIR/launch/job.sh            the rendered batch script (Slurm)
+    DIR/launch/config.yaml       the resolved configuration of a run, which every attempt starts from
+    DIR/launch/code/             the code snapshot that every attempt runs; code.json beside it: revision, changes, sha256; changes.diff
+    DIR/launch/submissions.jsonl a line a submission: time, job id, user's command
+    DIR/launch/slurm-%j.out      what Slurm and the supervisor say (appended over requeues); of an array slurm-%A_%a.out
+
+An item is one run of the job: the job's own directory, or, in an array, a directory of its own:
+
+    ITEM/launch/state.json       how the item stands, by its supervisor
+    ITEM/launch/stop.json        someone asked it to stop, or the supervisor gave up: it is not restarted until `requeue` removes this
+    ITEM/attempts/0001/          attempt.json, environment.json, job.sh, config.yaml
+        logs/rank_00000.log      a line is "<unix time> <text>"; ranks/rank_00000.json: pid, host, exit, error
+        health/NODE.json         the pre-flight check;  dumps/rank_00000.txt: stacks of a hang;  flight/: NCCL's flight recorder
+    ITEM/progress.json, metrics.jsonl, checkpoints/ ...      a training run's own (see pretrain's README)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fem_common.files import write_whole
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Item:
+    """One run of a job: the whole of it, or one task of an array."""
+
+    directory: str  # absolute; attempts, state and the run's own files
+    arguments: tuple[str, ...]  # after the interpreter: ("-m", "pretrain", "/runs/x/launch/config.yaml")
+    name: str
+    environment: dict[str, str] = field(default_factory=dict)  # for this item alone: an array command's SLURM_ARRAY_TASK_*
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: items that run on the same code with the same resources."""
+
+    name: str
+    kind: str  # "run": a training run, which has steps to watch and a checkpoint to save; "command": anything else
+    directory: str  # absolute
+    working_directory: str  # absolute; relative paths of the command start here
+    code: str  # absolute; the snapshot, first on PYTHONPATH
+    python: str  # the ranks' interpreter
+    nodes: int
+    processes_per_node: int
+    torchrun: bool  # False: one process, started as it is
+    items: tuple[Item, ...]
+    profile: dict[str, Any]  # launch.cluster.profile.Profile as plain values
+    profile_path: str
+    array: bool = False  # items are the tasks of a Slurm job array
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of an item."""
+        return self.nodes * self.processes_per_node
+
+    def save(self) -> None:
+        """Write DIR/launch/job.json."""
+        write_json(launch_folder(Path(self.directory)) / "job.json", {"format": FORMAT, **asdict(self)})
+
+
+def load_job(directory: Path) -> Job | None:
+    """The job in a directory, or None where there is none."""
+    raw = read_json(launch_folder(directory) / "job.json")
+    if raw is None or raw.pop("format", None) != FORMAT:
+        return None
+    items = tuple(Item(**{**item, "arguments": tuple(item["arguments"])}) for item in raw.pop("items"))
+    return Job(items=items, **raw)
+
+
+def launch_folder(directory: Path) -> Path:
+    """The launcher's folder of a job or an item."""
+    return directory / "launch"
+
+
+def attempts(directory: Path) -> list[Path]:
+    """An item's attempt folders, oldest first."""
+    return sorted(path for path in (directory / "attempts").glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+
+
+def rank_log(attempt: Path, rank: int) -> Path:
+    """The log of a rank."""
+    return attempt / "logs" / f"rank_{rank:05}.log"
+
+
+def rank_record(attempt: Path, rank: int) -> Path:
+    """What is known of a rank's process (`launch.node.rank`)."""
+    return attempt / "ranks" / f"rank_{rank:05}.json"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a small JSON file so that a reader sees the old one or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(value, indent=1) + "\n", synced=False)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's value, or None where there is none, or not a whole one (yet)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def last_lines(path: Path, count: int = 1) -> list[str]:
+    """The last lines of a file that say something; none where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def append_json(path: Path, value: Any) -> None:
+    """Add a line to a JSON-lines file; lines of several writers stay whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """The values of a JSON-lines file; a last line that is not whole is left out, a missing file is empty."""
+    values = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            continue
+    return values

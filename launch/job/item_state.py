@@ -1,0 +1,153 @@
+"""How a job's items stand: finished, at work (and where), stopped, or none of these. Standard library alone.
+
+What the queue says of a job counts more than what its supervisor wrote last.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import UserError
+from launch.cluster import slurm
+from launch.job import Job, launch_folder, load_job, read_json, read_json_lines
+
+SLACK = 2.0  # seconds between two clocks' readings of one moment
+
+
+def process_of(state: Mapping[str, Any] | None) -> int | None:
+    """The process id in a state that a supervisor on this machine wrote, if that very process lives; None: it does not, or is elsewhere.
+
+    A process that got the number later started after the state was written.
+    """
+    if not state or state.get("host") != socket.gethostname() or not isinstance(state.get("pid"), int):
+        return None
+    started = start_time(state["pid"])
+    return state["pid"] if started is not None and started <= float(state.get("time") or 0.0) + SLACK else None
+
+
+def start_time(pid: int) -> float | None:
+    """When a process started, in unix time; None where it is over (a zombie is over)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
+    if fields[0] in "ZX":
+        return None
+    return time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+AT_WORK = ("checking", "running", "saving", "waiting")  # a supervisor's states with a process behind them
+SUBMISSIONS = 50  # so many of the last job ids are asked for; the queue is searched for the batch script besides
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How an item stands."""
+
+    index: int
+    kind: str  # "finished"; "active"; "stopped": until `requeue`; "idle": may be submitted
+    job_id: str | None = None  # active on Slurm: the id that scancel knows, ID or ID_TASK
+    state: str | None = None  # active: PENDING, RUNNING, ..., or "local"
+    pid: int | None = None  # active here: the supervisor
+    message: str = ""  # active: why it waits; stopped: why; idle: why it ended, where the same command may start it again
+
+    @property
+    def where(self) -> str:
+        """The job or the process that it is, in words."""
+        return f"job {self.job_id} ({self.state})" if self.job_id else f"process {self.pid}" if self.pid else self.message
+
+
+def standings(job: Job, *, ask: bool = True) -> list[Standing]:
+    """Every item of a job. ``ask`` False: without the queue. Raises SlurmError where it is asked and does not answer."""
+    rows = _queue(job) if ask else {}
+    return [_standing(job, index, rows) for index in range(len(job.items))]
+
+
+def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
+    launch = launch_folder(Path(job.items[index].directory))
+    state: dict[str, Any] = read_json(launch / "state.json") or {}
+    if state.get("state") == "finished":
+        return Standing(index, "finished")
+    if index in rows:
+        job_id, row = rows[index]
+        return Standing(index, "active", job_id, row.state, message=row.reason)
+    pid = process_of(state)
+    if pid is not None and state.get("state") in AT_WORK:
+        return Standing(index, "active", state="local", pid=pid)
+    if state.get("state") in AT_WORK and not state.get("job_id") and state.get("host") not in (None, "", socket.gethostname()):
+        told = f"process {state.get('pid')} of host {state.get('host')} (if that is gone, remove {launch / 'state.json'})"
+        return Standing(index, "active", state="local", message=told)
+    stop = read_json(launch / "stop.json")
+    if stop is not None:
+        return Standing(index, "stopped", message=f"{stop.get('why', 'stopped')}: {stop.get('message') or 'no reason given'}")
+    return Standing(index, "idle", message=str(state.get("message") or "") if state.get("state") == "stopped" else "")
+
+
+def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
+    """Item -> its job's id and state, of the items that are in the queue."""
+    if job.profile.get("scheduler") != "slurm":
+        return {}
+    directory = Path(job.directory)
+    ids = [line["job_id"] for line in read_json_lines(launch_folder(directory) / "submissions.jsonl") if line.get("job_id")]
+    states = slurm.queue(ids[-SUBMISSIONS:], past=False) if ids else {}
+    states |= slurm.jobs_of(launch_folder(directory) / "job.sh")
+    rows = {}
+    for job_id, state in states.items():
+        _, underscore, task = job_id.partition("_")
+        if state.active and job.array == bool(underscore) and (not underscore or task.isdigit()):
+            rows[int(task) if underscore else 0] = (job_id, state)
+    return {index: row for index, row in rows.items() if index < len(job.items)}
+
+
+def state_of(directory: str) -> dict[str, Any]:
+    """state.json of an item, by its directory; empty where there is none."""
+    state = read_json(launch_folder(Path(directory)) / "state.json")
+    return state if isinstance(state, dict) else {}
+
+
+def submissions(job: Job) -> list[dict[str, Any]]:
+    """The lines of submissions.jsonl that have a job's id, oldest first."""
+    lines = read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
+    return [line for line in lines if isinstance(line, dict) and line.get("job_id")]
+
+
+def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:
+    """Whether an unfinished item went to Slurm after its state was written: as another job than that, or, where that names none, later."""
+    if job.profile.get("scheduler") != "slurm" or state.get("state") == "finished":
+        return False
+    last = next((line for line in reversed(submissions(job)) if index in (line.get("items") or (index,))), None)
+    if last is None:
+        return False
+    if state.get("job_id"):
+        return str(state["job_id"]).partition("_")[0] != str(last["job_id"])
+    return float(last.get("time") or 0.0) > float(state.get("time") or 0.0)
+
+
+def find_job(path: str | Path) -> tuple[Job, list[int]]:
+    """The job of a directory and which of its items are meant: all, or the one whose directory it is. Raises UserError."""
+    given = Path(path).absolute()
+    job = load_job(given)
+    if job is not None:
+        return job, list(range(len(job.items)))
+    for parent in given.parents[:3]:
+        job = load_job(parent)
+        for index, item in enumerate(job.items if job else ()):
+            if job and Path(item.directory).resolve() == given.resolve():
+                return job, [index]
+    raise UserError(f"{path}: {'no launch/job.json here' if given.is_dir() else 'no such directory'}; give the directory of a run or a job")
+
+
+def counted(standing: Sequence[Standing]) -> str:
+    """So many of each kind, in words; of one alone its kind."""
+    words = {"finished": "finished", "active": "under way", "stopped": "stopped", "idle": "to do"}
+    if len(standing) == 1:
+        return words[standing[0].kind]
+    counts = {kind: sum(item.kind == kind for item in standing) for kind in words}
+    return ", ".join(f"{count} {words[kind]}" for kind, count in counts.items() if count)

@@ -1,0 +1,249 @@
+"""What a submission will do: a wanted job against what is in its directory, and in words (``submit --dry-run``).
+
+The same job goes on with its snapshot; another is refused without ``--update``. A run's settings are compared as the snapshot's code reads
+them: a setting that newer code adds changes nothing for an old run. The model's part of the plan is pretrain's own.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fem_common import files
+from fem_common.errors import UserError
+from launch.cluster import profile_values
+from launch.cluster.profile import Profile
+from launch.job import Item, Job, attempts, launch_folder, load_job, snapshot
+from launch.job.item_state import Standing, counted, standings
+from launch.job.request import Wanted, data_fault, pretrain, read_config
+
+ABSENT = "<absent>"
+OVER = ("state.json", "stop.json")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job as it will be, before anything is written."""
+
+    job: Job
+    configs: Mapping[str, str]  # an item's directory -> its run's configuration
+    code: snapshot.Code | None  # the snapshot that stays; None: a new one is to be taken
+    asked: tuple[int, ...]  # the items asked for this time
+    standings: tuple[Standing, ...]  # of all items
+    reopened: tuple[int, ...] = ()  # items that `--update` starts again: what is said of their end is removed
+    notes: tuple[str, ...] = ()  # what to tell
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The items that are asked for and may start."""
+        return tuple(index for index in sorted(self.asked) if self.standings[index].kind == "idle")
+
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """The configurations of the runs that may start."""
+        found = (self.configs.get(self.job.items[index].directory) for index in self.ready)
+        return tuple(text for text in found if text is not None)
+
+
+def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
+    """What becomes of a wanted job. ``ask`` False: without asking Slurm what is in the queue.
+
+    Raises:
+        UserError: the directory has a job of other settings, or one that is at work and was to be updated.
+    """
+    job, directory = wanted.job, Path(wanted.job.directory)
+    before = load_job(directory)
+    known = standings(before, ask=ask) if before else []
+    # One that Slurm refused at once was never more than a description, and binds nobody to its settings.
+    begun = before is not None and (
+        (launch_folder(directory) / "submissions.jsonl").exists()
+        or any(item.kind != "idle" for item in known)
+        or any(attempts(Path(item.directory)) for item in before.items)
+    )
+    if before is None or not begun:
+        every = tuple(range(len(job.items)))
+        return Draft(job, wanted.configs, None, every, tuple(Standing(index, "idle") for index in every))
+    merged = replace(job, items=_merged_items(before, job))
+    was = {item.directory: standing for item, standing in zip(before.items, known, strict=True)}
+    now = [replace(was.get(item.directory, Standing(0, "idle")), index=index) for index, item in enumerate(merged.items)]
+    place = {item.directory: index for index, item in enumerate(merged.items)}
+    asked = tuple(place[item.directory] for item in job.items)
+    notes = []  # of the cluster, which is no setting of a run
+    if before.profile != job.profile:
+        key, old, new = first_difference(before.profile, job.profile)
+        notes.append(f"the profile's {key} was {old}, is {new}")
+    if before.python != job.python:
+        notes.append(f"the interpreter was {before.python}, is {job.python}")
+    if not update:
+        code = snapshot.read_code(directory)
+        configs = _same(before, merged, wanted, code)
+        notes.append(f"goes on with the code of its snapshot ({code.label})" if code else "its snapshot is gone: takes a new one")
+        return Draft(merged, configs, code, asked, tuple(now), notes=tuple(notes))
+    busy = next((standing for standing in known if standing.kind == "active"), None)
+    if busy is not None:
+        raise UserError(
+            f"{directory}: {busy.where} has the old settings; first: python -m launch cancel --save {shlex.quote(str(directory))}"
+        )
+    sweep = job.array and job.kind == "run"
+    reopened = _changed_items(before, merged, wanted.configs) if sweep else list(range(len(merged.items)))
+    now = [Standing(item.index, "idle") if item.index in reopened else item for item in now]
+    return Draft(merged, wanted.configs, None, asked, tuple(now), tuple(reopened), tuple(notes))
+
+
+def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
+    """The items of before in their places (a task's number is its name in the queue), new ones after them."""
+    if not (before.array and job.array):
+        return job.items
+    new = {item.directory: item for item in job.items}
+    if job.kind == "command":
+        return job.items
+    kept = tuple(new.pop(item.directory, item) for item in before.items)
+    return (*kept, *new.values())
+
+
+def _same(before: Job, merged: Job, wanted: Wanted, code: snapshot.Code | None) -> Mapping[str, str]:
+    """The configurations of the wanted items, as the snapshot reads them. Raises UserError where the directory's are others."""
+    where, how = before.directory, "--update takes the new settings and the code as it is now; or give it another directory"
+    for key in ("kind", "array", "working_directory", "nodes", "processes_per_node", "torchrun"):
+        old, new = getattr(before, key), getattr(merged, key)
+        if old != new:
+            raise UserError(f"{where} has a job whose {key} is {old}, not {new}; {how}")
+    if merged.kind == "command":
+        if len(before.items) != len(merged.items):
+            raise UserError(f"{where} has a job of {len(before.items)} tasks, not {len(merged.items)}; {how}")
+        old_words, words = (" ".join(job.items[0].arguments[1:]) for job in (before, merged))
+        if old_words != words:
+            raise UserError(f"{where} has the job `{old_words}`, not `{words}`; {how}")
+        return {}
+    configs = wanted.configs
+    if code is not None and any(written(place) not in (text, None) for place, text in configs.items()):
+        try:
+            configs = wanted.again(snapshot.code_folder(Path(where)))
+        except UserError as error:
+            raise UserError(f"{where} has a job with the code of {code.label}, which says: {error}; {how}") from None
+    for place, text in configs.items():
+        old_text = written(place)
+        if old_text is not None and old_text != text:
+            key, was, now = first_difference(read_config(old_text), read_config(text))
+            raise UserError(f"{place} has a run whose {key} is {was}, not {now}; {how}")
+    return configs
+
+
+def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list[int]:
+    """The items that are new or whose settings differ from what their directories say."""
+    old = {item.directory: item for item in before.items}
+    return [
+        index
+        for index, item in enumerate(merged.items)
+        if old.get(item.directory) != item or (item.directory in configs and written(item.directory) != configs[item.directory])
+    ]
+
+
+def written(directory: str) -> str | None:
+    """The configuration that a run's directory has from its submission; None where it has none."""
+    try:
+        return (launch_folder(Path(directory)) / "config.yaml").read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any]:
+    """(dotted key, old value, new value) of the first setting that differs, in the order of the new one."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = [(str(name), old.get(name, ABSENT), new.get(name, ABSENT)) for name in [*new, *(name for name in old if name not in new)]]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = [(str(number), *pair) for number, pair in enumerate(zip(old, new, strict=True))]
+    else:
+        return key, old, new
+    for name, was, now in pairs:
+        if was != now or type(was) is not type(now):
+            return first_difference(was, now, f"{key}.{name}".lstrip("."))
+    return key or "text", old, new
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Nobody else submits, cancels or requeues this job meanwhile. Raises InUse where someone does."""
+    launch_folder(directory).mkdir(parents=True, exist_ok=True)
+    with files.locked(launch_folder(directory) / "submit.lock", f"{directory}: another launch command is at it; wait for its end"):
+        yield
+
+
+def write(draft: Draft) -> Draft:
+    """Put the draft into its directory: snapshot, configurations, job.json. To be called with the directory locked."""
+    directory = Path(draft.job.directory)
+    code = draft.code or snapshot.take(directory)
+    for index in draft.reopened:
+        for name in OVER:
+            (launch_folder(Path(draft.job.items[index].directory)) / name).unlink(missing_ok=True)
+    for place, text in draft.configs.items():
+        launch_folder(Path(place)).mkdir(parents=True, exist_ok=True)
+        files.write_whole(launch_folder(Path(place)) / "config.yaml", text, synced=False)
+    for item in draft.job.items:
+        launch_folder(Path(item.directory)).mkdir(parents=True, exist_ok=True)
+    draft.job.save()
+    return replace(draft, code=code)
+
+
+def shape(job: Job) -> str:
+    """Nodes and processes, in words."""
+    nodes, processes = job.nodes, job.processes_per_node
+    whole = f" = {nodes * processes}" if nodes > 1 else ""
+    return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{whole}"
+
+
+def describe(draft: Draft, profile: Profile, words: Sequence[str], exclude: Sequence[str], after: str | None, at_once: int | None) -> str:
+    """The plan as text: what, where, how much, and the command. ``words``: CONFIG.yaml and overrides of a run, else empty."""
+    job, code = draft.job, draft.code
+    names, left_out = snapshot.source_files(snapshot.ROOT) if code is None else ((), 0)
+    fresh = f"{snapshot.ROOT} as it is now: {len(names)} files, {left_out} left out that are no sources"
+    rows = [
+        ("job", f"{job.name}, {what(draft, at_once)}"),
+        ("directory", job.directory + (", which has this job already" if code else "")),
+        ("resources", f"{shape(job)}, {profile.nodes.gpus or 0} GPUs and {profile.nodes.cpus} CPUs a node"),
+        ("partition", profile.slurm.partition or "the cluster's default"),
+        ("time", _time(draft, profile)),
+        ("code", f"the snapshot of its first submission ({code.label})" if code else fresh),
+        ("python", job.python),
+        ("excluded", ", ".join([*profile.slurm.exclude, *exclude]) or "no node"),
+        ("after", after or "nothing"),
+        ("starts", " ".join(["python", *job.items[0].arguments])),
+        ("command", f"sbatch --parsable {shlex.quote(str(launch_folder(Path(job.directory)) / 'job.sh'))}"),
+    ]
+    if draft.starting:
+        rows.append(("data", data_fault(draft.starting, job.world_size) or "is there"))
+    lines = [f"{name:<11}{text}" for name, text in rows]
+    lines += [f"{'note':<11}{note}" for note in draft.notes]
+    if job.array:
+        lines += ["", *(f"{draft.standings[index].kind:<9}{job.items[index].directory}" for index in draft.asked)]
+    elif words:
+        try:
+            told = pretrain(words, job.world_size, "--plan").rstrip()
+        except UserError as error:  # the data may be what an earlier job of a chain makes
+            told = f"pretrain's plan is not known yet: {error}"
+        lines += ["", told]
+    return "\n".join(lines) + "\n"
+
+
+def what(draft: Draft, at_once: int | None) -> str:
+    """The items that would start, in words."""
+    if not draft.job.array:
+        return "a training run" if draft.job.kind == "run" else "a command"
+    limit = f", {at_once} at once" if at_once else ""
+    return f"{len(draft.ready)} of {len(draft.asked)} items{limit} ({counted([draft.standings[index] for index in draft.asked])})"
+
+
+def _time(draft: Draft, profile: Profile) -> str:
+    """The time limit, and what it may cost at most."""
+    limit = profile_values.seconds(profile.slurm.time or "") / 3600
+    if not math.isfinite(limit):
+        return profile.slurm.time or "the partition's limit"
+    nodes = draft.job.nodes * len(draft.ready)
+    devices = nodes * (profile.nodes.gpus or 0)
+    cost = f"{limit * devices:,.0f} GPU hours" if devices else f"{limit * nodes:,.0f} node hours"
+    return f"{profile.slurm.time} a submission: at most {cost} before it is requeued"

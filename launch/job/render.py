@@ -1,0 +1,158 @@
+"""The batch script of a job, from the job, its profile and a template that takes quoted text alone.
+
+Quoted text arrives in bash and in #SBATCH lines unchanged, and nothing in it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fem_common.errors import UserError
+from launch.cluster.profile import Profile
+from launch.job import Job, launch_folder
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)
+
+
+class Quoted(str):
+    """Text that may stand in a script as it is. The template takes nothing else."""
+
+    __slots__ = ()
+
+
+def shell(text: str) -> Quoted:
+    """``text`` as one word of bash on one line. Raises UserError for what no argument of a program can hold."""
+    check(text, "text")
+    if not _CONTROL.search(text):
+        return Quoted(shlex.quote(text))
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return Quoted("$'" + _CONTROL.sub(lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")), escaped) + "'")
+
+
+def directive(option: str, value: str) -> Quoted:
+    """``--option=value`` as sbatch reads it on a #SBATCH line. Raises UserError for a value with a line break or control character.
+
+    sbatch takes a backslash for an escape inside both kinds of quotes, and an unquoted # for a comment's beginning.
+    """
+    check(value, option)
+    if _CONTROL.search(value):
+        raise UserError(f"{option} = {value!r}: line breaks and control characters cannot stand in an option of sbatch")
+    if _PLAIN_DIRECTIVE.fullmatch(value):
+        return Quoted(f"{option}={value}")
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return Quoted(f'{option}="{escaped}"')
+
+
+def file_pattern(path: str) -> str:
+    """A folder's path for --output, where % begins a replacement. Raises UserError for a backslash, which turns all of them off."""
+    if "\\" in path:
+        raise UserError(f"{path!r}: Slurm cannot write into a folder with a backslash in its name; name another by logs of the profile")
+    return path.replace("%", "%%")
+
+
+def check(text: str, what: str) -> None:
+    """Raises UserError where ``text`` holds NUL or is no valid Unicode: no file and no program's argument can hold that."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{what} = {text!r}: NUL and half characters cannot be passed to a program")
+
+
+HEAD_NODES = 3  # restarts of a job up to which a run whose supervisor cannot even be started on its node is tried on another
+_DEPENDENCY = re.compile(r"[a-z]+(:[0-9_+]+)*([,?][a-z]+(:[0-9_+]+)*)*", re.ASCII)
+_ARRAY = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+)?)?(,[0-9]+(-[0-9]+(:[0-9]+)?)?)*(%[1-9][0-9]*)?", re.ASCII)
+
+
+def render(job: Job, profile: Profile, *, dependency: str | None = None, array: str | None = None, exclude: Sequence[str] = ()) -> str:
+    """The batch script: #SBATCH lines, the user's setup, and the supervisor in place of the shell.
+
+    ``dependency`` is what sbatch takes (``afterok:12``), ``array`` the items to start (``0,2,5%2``), ``exclude`` nodes besides the
+    profile's. The same arguments give the same text.
+
+    Raises:
+        UserError: the profile is not one of Slurm, or a value cannot stand where it belongs.
+    """
+    if profile.scheduler != "slurm":
+        raise UserError(
+            f"{job.profile_path}: scheduler = {profile.scheduler}: only a profile of Slurm has a batch script; use `launch local`"
+        )
+    values: dict[str, Any] = {
+        "directives": list(_directives(job, profile, dependency, array, exclude)),
+        "modules": [shell(name) for name in profile.setup.modules],
+        "environment": [(Quoted(name), shell(value)) for name, value in profile.environment.items()],
+        "lines": [Quoted(line) for line in profile.setup.lines],
+        "working_directory": shell(job.working_directory),
+        "code": shell(job.code),
+        "python": shell(profile.interpreters(sys.executable if profile.container.runtime != "none" else job.python)[1]),
+        "directory": shell(job.directory),
+        "head_nodes": shell(str(HEAD_NODES)) if job.kind == "run" else None,
+    }
+    return _template().render(values)
+
+
+def _directives(job: Job, profile: Profile, dependency: str | None, array: str | None, exclude: Sequence[str]) -> Iterator[Quoted]:
+    """The options of sbatch in the order they are read by people: what, how much, where, how long, how."""
+    nodes, slurm = profile.nodes, profile.slurm
+    logs = profile.logs or str(launch_folder(Path(job.directory)))
+    yield directive("--job-name", job.name)
+    yield directive("--output", file_pattern(logs) + ("/slurm-%j.out" if array is None else "/slurm-%A_%a.out"))
+    if array is not None:
+        yield directive("--array", _of_pattern(array, _ARRAY, "array"))
+    yield directive("--nodes", str(job.nodes))
+    yield directive("--ntasks-per-node", "1")
+    yield directive("--cpus-per-task", str(nodes.cpus))
+    if nodes.memory is not None:
+        yield directive("--mem", nodes.memory)
+    if nodes.gres is not None or nodes.gpus:
+        yield directive("--gres", nodes.gres or f"gpu:{nodes.gpus}")
+    if nodes.exclusive:
+        yield Quoted("--exclusive")
+    for option in ("partition", "account", "qos", "reservation", "constraint", "time"):
+        value = getattr(slurm, option)
+        if value is not None:
+            yield directive(f"--{option}", value)
+    away = list(dict.fromkeys([*slurm.exclude, *exclude]))
+    if away:
+        yield directive("--exclude", ",".join(away))
+    if dependency is not None:
+        yield directive("--dependency", _of_pattern(dependency, _DEPENDENCY, "dependency"))
+        yield directive("--kill-on-invalid-dep", "yes")
+    yield directive("--signal", f"B:USR1@{slurm.signal_seconds}")
+    yield from map(Quoted, ("--requeue", "--open-mode=append", "--export=ALL"))
+    for text in slurm.options:
+        option, equals, value = text.partition("=")
+        yield directive(option, value) if equals else Quoted(option)
+
+
+def _of_pattern(text: str, pattern: re.Pattern[str], what: str) -> str:
+    if not pattern.fullmatch(text):
+        raise UserError(f"{what} = {text!r}: not what sbatch takes")
+    return text
+
+
+def _only_quoted(value: Any) -> Quoted:
+    """The template's guard: text that was not quoted does not get into a script."""
+    if not isinstance(value, Quoted):
+        raise TypeError(f"not quoted: {value!r}")
+    return value
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        finalize=_only_quoted,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return environment.get_template("job.sh.j2")

@@ -1,0 +1,203 @@
+"""What a command line asks for, as a `Job`: a training run, resolved by pretrain in a process of its own, or a command of ours.
+
+Writes nothing. No other room is imported: a run's settings are known here as YAML text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fem_common import secrets
+from fem_common.errors import UserError
+from launch.cluster.profile import Profile
+from launch.cluster.slurm import clean_environment
+from launch.job import Item, Job, launch_folder
+from launch.job.snapshot import ROOT, code_folder
+
+COMMANDS = Path("runs") / "jobs"  # default folder of commands' directories
+SECONDS = 600.0  # for pretrain to read a configuration: a cold shared file system's imports
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run or a command, and what it is to run on."""
+
+    words: tuple[str, ...]  # CONFIG.yaml and its overrides, or MODULE and its arguments
+    is_command: bool  # the words are MODULE and its arguments
+    profile: Profile
+    profile_path: str
+    nodes: int = 1
+    processes: int | None = None  # ranks a node; None: the profile's for a run, 1 for a command
+    name: str | None = None
+    directory: str | None = None
+    tasks: int | None = None  # of a command: a job array of so many
+    update: bool = False  # take new settings and new code where there is a job already
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job as asked for, before what is already in its directory is looked at."""
+
+    job: Job
+    configs: Mapping[str, str]  # an item's directory -> its run's whole configuration as YAML; empty for commands
+    again: Callable[[Path], Mapping[str, str]]  # `configs` as the code in another folder resolves them
+
+
+def wanted(request: Request) -> Wanted:
+    """The job that a request asks for. Raises UserError, with pretrain's own words where a configuration is refused."""
+    if request.nodes < 1 or (request.processes is not None and request.processes < 1):
+        raise UserError("--nodes and --processes must be at least 1")
+    for name, value in os.environ.items():  # words are written into the job's files
+        found = secrets.values({name: value}) if secrets.is_secret(name) and not os.path.exists(value) else ()
+        if any(secret in word for word in request.words for secret in found):
+            raise UserError(f"a word of the command is what ${name} holds, and would be written to files; jobs have ${name} anyway")
+    return _command(request) if request.is_command else _run(request)
+
+
+def work_directory() -> str:
+    """The working directory as the user names it: the way through links may be the one that other hosts know."""
+    named = os.environ.get("PWD", "")
+    return named if os.path.isabs(named) and os.path.isdir(named) and os.path.samefile(named, ".") else os.getcwd()
+
+
+def absolute(path: str | Path) -> str:
+    """A path from the working directory as the user names it, without ``..`` and a trailing slash."""
+    return os.path.normpath(os.path.join(work_directory(), os.path.expanduser(path)))
+
+
+def pretrain(words: Sequence[str], world_size: int, stop: str, code: Path = ROOT, directory: str | None = None) -> str:
+    """What ``pretrain CONFIG overrides --resolve`` (or another option of its that stops) prints. Raises UserError with its words."""
+    ours = [f"parallel.world_size={world_size}"]
+    if directory is not None:
+        ours.append(f"run_dir={json.dumps(directory, ensure_ascii=False)}")
+    command = [sys.executable, "-m", "pretrain", *words, *ours, stop]
+    environment = {name: value for name, value in clean_environment().items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"pretrain read {words[0]} for {SECONDS:g} seconds without an end; is a file system stuck?") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no word"]
+        told = [line.removeprefix("pretrain: error: ") for line in lines if line.startswith("pretrain: error: ")]
+        last = "; ".join(told) or lines[-1]
+        raise UserError(last if done.returncode == 2 else f"python -m pretrain {words[0]} {stop} failed with {done.returncode}: {last}")
+    return done.stdout
+
+
+def data_fault(configs: Iterable[str], world_size: int) -> str | None:
+    """What pretrain finds wrong with the data that resolved configurations name, in one line; None where all is there and fits."""
+    different = {json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs}
+    for text in different.values():
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            try:
+                pretrain([file.name], world_size, "--check")
+            except UserError as error:
+                return str(error)
+    return None
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """A resolved configuration as plain values."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    values = yaml.load(text, Loader=loader)
+    if not isinstance(values, dict) or not values.get("run_dir") or not values.get("name"):
+        raise UserError("pretrain --resolve printed no configuration with name and run_dir; is the code of one version?")
+    return values
+
+
+def run_item(directory: str, name: str) -> Item:
+    """The item that trains a run in a directory."""
+    return Item(directory, ("-m", "pretrain", str(launch_folder(Path(directory)) / "config.yaml")), name)
+
+
+def new_job(request: Request, name: str, directory: str, items: Sequence[Item], array: bool) -> Job:
+    """A job of training runs, or of commands. A single process needs no torchrun, unless that is to bind it to its GPU's CPUs."""
+    profile, run = request.profile, not request.is_command
+    processes = request.processes or (profile.processes_per_node if run else 1)
+    return Job(
+        name=request.name or name,
+        kind="run" if run else "command",
+        directory=directory,
+        working_directory=work_directory(),
+        code=str(code_folder(Path(directory))),
+        python=profile.interpreters(sys.executable)[0],
+        nodes=request.nodes,
+        processes_per_node=processes,
+        torchrun=request.nodes * processes > 1 or (run and profile.nodes.numa != "none"),
+        items=tuple(items),
+        profile=profile.as_json(),
+        profile_path=absolute(request.profile_path),
+        array=array,
+    )
+
+
+def _run(request: Request) -> Wanted:
+    if request.tasks is not None:
+        raise UserError("--tasks is for a command after --; many runs of one configuration: python -m launch sweep")
+    if not request.words:
+        raise UserError("nothing to do: give CONFIG.yaml, or a command after --, as: -- data_prep run --out DIR")
+    world_size = request.nodes * (request.processes or request.profile.processes_per_node)
+    asked = None if request.directory is None else absolute(request.directory)
+
+    def resolved(code: Path) -> str:
+        return pretrain(request.words, world_size, "--resolve", code, asked)
+
+    text = resolved(ROOT)
+    values = read_config(text)
+    directory, name = absolute(values["run_dir"]), request.name or str(values["name"])
+    job = new_job(request, name, directory, [run_item(directory, name)], array=False)
+    return Wanted(job, {directory: text}, lambda code: {directory: resolved(code)})
+
+
+def _command(request: Request) -> Wanted:
+    if not request.words:
+        raise UserError("nothing after --; give a command of ours, as: -- data_prep merge DIR")
+    module, *arguments = request.words
+    _check_module(module)
+    name = request.name or command_name(request.words)
+    directory = absolute(request.directory or COMMANDS / name)
+    argv, tasks = ("-m", module, *arguments), request.tasks
+    if tasks is None:
+        items = [Item(directory, argv, name)]
+    elif tasks < 1:
+        raise UserError(f"--tasks is {tasks}; it must be at least 1")
+    else:
+        # What a command of an array reads, whatever part of the array is submitted.
+        every = {f"SLURM_ARRAY_TASK_{key}": str(value) for key, value in (("COUNT", tasks), ("MIN", 0), ("MAX", tasks - 1), ("STEP", 1))}
+        told = [{**every, "SLURM_ARRAY_TASK_ID": str(index)} for index in range(tasks)]
+        items = [Item(f"{directory}/tasks/{i:04}", argv, f"{name}[{i}]", told[i]) for i in range(tasks)]
+    job = new_job(request, name, directory, items, tasks is not None)
+    return Wanted(job, {}, lambda code: {})
+
+
+def command_name(words: Sequence[str]) -> str:
+    """A name for a command: module, verb, and a hash of it all, so that the same command has the same directory."""
+    verb = next((word for word in words[1:2] if re.fullmatch(r"[a-z][a-z0-9-]*", word)), None)
+    told = "-".join(filter(None, [words[0].removeprefix("tools.").replace(".", "-"), verb]))
+    return f"{told}-{hashlib.sha256(chr(0).join([work_directory(), *words]).encode(errors='surrogateescape')).hexdigest()[:8]}"
+
+
+def _check_module(module: str) -> None:
+    """Raises UserError where a module is none of the commands that jobs may be."""
+    parts = module.split(".")
+    allowed = module in ("pretrain", "data_prep") or (parts[0] == "tools" and len(parts) > 1)
+    path = ROOT.joinpath(*parts)
+    if not allowed or not all(part.isidentifier() for part in parts):
+        raise UserError(f"{module}: not a command of ours; give pretrain, data_prep or a module of tools, as: -- tools.hf export RUN OUT")
+    if not (path / "__main__.py").is_file() and not path.with_suffix(".py").is_file():
+        raise UserError(f"{module}: there is no such command in {ROOT}")

@@ -1,0 +1,155 @@
+"""The code that a job runs: a copy of the rooms' files as they are when it is submitted; a later change reaches no running job.
+
+The rooms stand beside this one, in a checkout or among the installed packages. Standard library and git alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fem_common.errors import UserError
+from launch.job import launch_folder, read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("data_prep", "fem_common", "fem_megatron", "kernels", "launch", "pretrain", "tools")
+BESIDE = "configs"  # of a checkout: what some commands read
+SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".json", ".toml", ".j2", ".sh", ".cu", ".cuh", ".cpp", ".h")
+LARGEST = 1 << 20  # bytes of a file; a source file has less
+LARGEST_DIFF = 16 << 20  # bytes of changes.diff
+REVISION = "REVISION.json"
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a snapshot is a snapshot of."""
+
+    revision: str | None  # git's, of the checkout; None outside one
+    dirty: bool | None  # whether the files differ from the revision
+    files: int
+    bytes: int
+    left_out: int  # files that are no source of ours: too large, of another kind, a link to elsewhere
+    sha256: str  # over names and contents of all files
+
+    @property
+    def label(self) -> str:
+        """The revision as people name it, else the content's."""
+        return f"{self.revision[:12]}{' with changes' if self.dirty else ''}" if self.revision else f"sha256 {self.sha256[:12]}"
+
+
+def code_folder(directory: Path) -> Path:
+    """The snapshot of a job."""
+    return launch_folder(directory) / "code"
+
+
+def read_code(directory: Path) -> Code | None:
+    """What a job's snapshot is of; None where there is no whole snapshot."""
+    raw = read_json(launch_folder(directory) / "code.json")
+    try:
+        return Code(**raw) if raw and code_folder(directory).is_dir() else None
+    except TypeError:
+        return None
+
+
+def take(directory: Path, root: Path = ROOT) -> Code:
+    """Copy the rooms' files below ``root`` into the job's folder, in place of an older snapshot: what was copied.
+
+    The files are made read-only. An interruption leaves the older snapshot, or none: never half of one.
+
+    Raises:
+        UserError: no room is below ``root``.
+    """
+    launch, target = launch_folder(directory), code_folder(directory)
+    names, left_out = source_files(root)
+    if not names:
+        raise UserError(f"{root}: none of the packages {', '.join(ROOMS)} is here; run launch from the checkout or install it")
+    launch.mkdir(parents=True, exist_ok=True)
+    fresh, old = launch / f".code.{os.getpid()}", launch / f".code.old.{os.getpid()}"
+    digest, size = hashlib.sha256(), 0
+    try:
+        for name in names:
+            content = (root / name).read_bytes()
+            digest.update(os.fsencode(name) + f"\0{len(content)}\0".encode() + content)
+            size += len(content)
+            (fresh / name).parent.mkdir(parents=True, exist_ok=True)
+            (fresh / name).write_bytes(content)
+            (fresh / name).chmod(0o444)
+        revision, changes = _revision(root, names)
+        code = Code(revision, bool(changes) if revision else None, len(names), size, left_out, digest.hexdigest())
+        if revision is None and (installed := read_json(root / REVISION)):  # from a snapshot
+            code = Code(**{**asdict(code), "revision": installed.get("revision"), "dirty": installed.get("dirty")})
+        (fresh / REVISION).write_text(json.dumps(asdict(code), indent=1) + "\n", encoding="utf-8")
+        (launch / "code.json").unlink(missing_ok=True)
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+    finally:
+        for folder in (fresh, old):
+            shutil.rmtree(folder, ignore_errors=True)
+    diff = launch / "changes.diff"
+    diff.write_bytes(changes[:LARGEST_DIFF]) if changes else diff.unlink(missing_ok=True)
+    write_json(launch / "code.json", asdict(code))
+    return code
+
+
+def source_files(root: Path) -> tuple[list[str], int]:
+    """The rooms' source files below ``root``, sorted, as paths relative to it, and how many other files were passed over.
+
+    In a git checkout: those that git tracks, or would without being told to ignore them. Elsewhere all but caches.
+    """
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *ROOMS, BESIDE)
+    names = _decode(listed) if listed else _walk(root)
+    present = [name for name in names if (root / name).is_file()]  # git lists what is deleted, too
+    ours = [name for name in present if _is_source(root, name)]
+    return sorted(ours), len(present) - len(ours)
+
+
+def _is_source(root: Path, name: str) -> bool:
+    path = root / name
+    if not name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
+        return False
+    return path.resolve().is_relative_to(root.resolve())
+
+
+def _walk(root: Path) -> Iterable[str]:
+    beside = [BESIDE] if (root / BESIDE / "run").is_dir() and (root / BESIDE / "cluster").is_dir() else []  # not another's of that name
+    for room in (*ROOMS, *beside):
+        for folder, folders, files in os.walk(root / room):
+            folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+            yield from (os.path.relpath(os.path.join(folder, file), root) for file in files if not file.endswith(".pyc"))
+
+
+def _decode(listed: bytes) -> list[str]:
+    return list(dict.fromkeys(os.fsdecode(name) for name in listed.split(b"\0") if name))
+
+
+def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
+    """git's revision of a checkout at ``root``, and the rooms' changes since as a diff, new files included."""
+    revision = _git(root, "rev-parse", "HEAD")
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if not revision or not top or Path(os.fsdecode(top.rstrip(b"\n"))).resolve() != root.resolve():
+        return None, b""
+    changes = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", *ROOMS, BESIDE) or b""
+    tracked = set(_decode(_git(root, "ls-files", "-z", "--", *ROOMS, BESIDE) or b""))
+    for name in names:
+        if name not in tracked:
+            changes += _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-index", "--", os.devnull, name) or b""
+    return revision.decode().strip(), changes
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    """git's answer about the checkout that has ``root``; None where there is none, or no git."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(root), "-c", "core.quotePath=false", *arguments]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=120)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    compares = "--no-index" in arguments  # 1: they differ
+    return done.stdout if done.returncode == 0 or (compares and done.returncode == 1) else None

@@ -1,0 +1,246 @@
+"""Why a rank failed, by what it said, and which of an attempt's ranks failed first. Standard library alone: it runs inside jobs.
+
+One failure brings the others down: peers report a closed connection, torchrun and Slurm end what is left. These are not the
+cause.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fem_common.exits import Exit
+from launch.job import rank_log, read_json
+
+TRACEBACK_BYTES = 8192
+_LINE_CHARACTERS = 2000  # of a line are looked at
+_RECENT_LINES = 400  # of a rank that a signal ended: what was said before these is another matter
+_ABORT_LINES = 20  # an error and the words that follow from it
+
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")  # a rank that fails after one of these was ended by others
+_STAMP = re.compile(rb"(\d+\.\d+) ")
+_PREFIX = re.compile(r"^\[rank\d+\]:? ?")  # torch's, on each line of an exception in a distributed program
+_TRACEBACK = re.compile(r"^\s*(?:Original )?Traceback \(most recent call last\):")
+_CHAIN = re.compile(r"^(During handling of the above exception|The above exception was the direct cause)")
+_WEAK = re.compile(r"^(Exception ignored in|Exception ignored on|Error in atexit|Error in sys\.excepthook)")
+_FATAL = re.compile(
+    r"^(?P<fault>Fatal Python error: .*)"
+    r"|^\s*(?P<what>what\(\):  .*)"
+    r"|^(?P<program>[a-z_][\w.]*: error: .*)"
+    r"|(?P<watchdog>Watchdog caught collective operation timeout.*)"
+    r"|(?P<ecc>(?:[Uu]ncorrectable ECC|fallen off the bus|NVRM: Xid).*)"
+)
+_LOST_PEER = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|remote process exited|nccl(?:Remote|System)Error|broken pipe|got 0 bytes"
+    r"|(?:recvValue|sendBytes|recvBytes|sendBuf) failed|timed out waiting|(?:socket|wait) time(?:d )?-?out|WorkNCCL.*timed out"
+    r"|Watchdog caught collective|DistStoreError|DistNetworkError|Application timeout caused pair closure",
+    re.IGNORECASE,
+)
+_MEMORY = re.compile(r"out ?of ?memory|MemoryError|Cannot allocate memory|bad_alloc", re.IGNORECASE)
+_NODE = re.compile(
+    r"ECC error|uncorrectable|fallen off the bus|\bXid\b|CUDA-capable device|CUDA error: (?:hardware|unknown error|system|device not ready)"
+    r"|NVML|driver shutting down|Remote I/O error|devices? unavailable|device\(s\) is/are busy",
+    re.IGNORECASE,
+)
+_NCCL = re.compile(r"nccl|ProcessGroup|collective operation|gloo", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An error a rank reported."""
+
+    message: str  # one line
+    time: float
+    traceback: str | None  # at most `TRACEBACK_BYTES` of it, its end
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed."""
+
+    rank: int
+    host: str
+    message: str  # one line
+    traceback: str | None
+    kind: str  # config | diverged | busy | memory | node | nccl | signal | lost | exit
+    time: float
+    exit: int | None  # 128 + n after a signal n; None: its keeper died, too
+    signal: str | None  # the signal's name
+    lost_peer: bool  # it only reports that another went away
+    reported: bool  # the message is its own
+
+
+class Findings:
+    """What a rank's lines say about an error, seen one by one as they come."""
+
+    def __init__(self) -> None:
+        self.last_line = ""  # that is not empty
+        self._lines = 0
+        self._block: list[str] = []  # the traceback that is being read, or was last
+        self._open = self._weak_next = self._weak = False
+        self._between: list[str] = []  # lines since its end: of a chain, they belong to it
+        self._began, self._indent = 0.0, 0
+        self._cause: Cause | None = None
+        self._cause_line = 0
+        self._names_peer = False  # the line is NCCL's own account of the error just seen
+
+    def see(self, line: str, now: float) -> None:
+        """Take the next line, said at the time `now`."""
+        self._lines += 1
+        line = _PREFIX.sub("", line[:_LINE_CHARACTERS].rstrip())
+        self.last_line = line.strip() or self.last_line
+        if _TRACEBACK.match(line):
+            self._begin(line, now)
+        elif self._open:
+            self._block.append(line)
+            if line and len(line) - len(line.lstrip()) <= self._indent:
+                self._finish(line.strip())
+        else:
+            self._see_plain(line, now)
+
+    def cause(self, signal: str | None) -> Cause | None:
+        """The reported error of a rank that ended with an error, or by a signal: of SIGKILL nobody reports anything."""
+        if self._cause is None or signal == "SIGKILL" or (signal and not self._is_recent(_RECENT_LINES)):
+            return None
+        return self._cause
+
+    def _is_recent(self, lines: int) -> bool:
+        return self._cause is not None and self._lines - self._cause_line <= lines
+
+    def _begin(self, line: str, now: float) -> None:
+        chained = self._open or any(_CHAIN.match(between) for between in self._between)
+        self._block = [*self._block, *self._between, line] if chained else [line]
+        if not chained:
+            self._weak, self._began = self._weak_next, now
+        self._indent = len(line) - len(line.lstrip())
+        self._between, self._open, self._weak_next = [], True, False
+
+    def _finish(self, line: str) -> None:
+        self._open = False
+        if not (self._weak and self._cause):
+            text = "\n".join(self._block).encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
+            self._found(Cause(line, self._began, text))
+
+    def _see_plain(self, line: str, now: float) -> None:
+        """A line outside any traceback."""
+        self._between = [*self._between[-3:], line]
+        self._weak_next = bool(_WEAK.match(line))
+        fatal = _FATAL.search(line)
+        if self._names_peer and line and self._cause:
+            self._found(replace(self._cause, message=f"{self._cause.message} ({line.strip()})"))
+        elif fatal and not (fatal["fault"] and self._is_recent(_ABORT_LINES)):  # a crash's own words are the least: "Aborted"
+            traceback = self._cause.traceback if self._cause and self._is_recent(_ABORT_LINES) else None
+            message = line if fatal["ecc"] else next(part for part in fatal.groups() if part)
+            self._found(Cause(message.strip(), now, traceback))
+        self._names_peer = line.strip() == "Last error:" and self._is_recent(_ABORT_LINES)
+
+    def _found(self, cause: Cause) -> None:
+        self._cause, self._cause_line = cause, self._lines
+
+
+def kind_of(message: str, code: int | None, signal: str | None) -> str:
+    """What kind of failure it is: config | diverged | busy | memory | node | nccl | signal | exit."""
+    named: dict[int | None, str] = {Exit.WRONG_INPUT: "config", Exit.DIVERGED: "diverged", Exit.IN_USE: "busy"}
+    if code in named:
+        return named[code]
+    for kind, pattern in (("memory", _MEMORY), ("node", _NODE), ("nccl", _NCCL)):
+        if pattern.search(message):
+            return kind
+    return "signal" if signal else "exit"
+
+
+def blameless_signal(signal: str | None, traceback: str | None) -> bool:
+    """Whether a signal only followed the error: after an exception of Python's, gloo or NCCL may abort the interpreter on its way out."""
+    return signal == "SIGABRT" and "Traceback (most recent call last)" in (traceback or "")
+
+
+def records(attempt: Path) -> list[dict[str, Any]]:
+    """The ranks' records of an attempt, by rank."""
+    found = (read_json(path) for path in sorted((attempt / "ranks").glob("rank_*.json")))
+    return [record for record in found if isinstance(record, dict) and isinstance(record.get("rank"), int)]
+
+
+def failures(attempt: Path, *, running: bool = False) -> list[Failure]:
+    """Every rank that failed or vanished, the likely cause first; ``running``: the attempt goes on, and nothing has vanished yet.
+
+    First come those that failed of themselves (those that say why before those that do not), then those that vanished with their keeper,
+    then those that report a lost peer, then those that were ended by others; among their like, the earliest.
+    """
+    found = []
+    for record in records(attempt):
+        if record.get("exit") == 0 or (running and record.get("ended") is None):
+            continue
+        failure = _failure(attempt, record)
+        found.append((_order(failure, record), failure.time, failure.rank, failure))
+    return [failure for *_, failure in sorted(found, key=lambda entry: entry[:3])]
+
+
+def first_failure(attempt: Path, *, running: bool = False) -> Failure | None:
+    """The rank that failed first, or None where none did."""
+    return next(iter(failures(attempt, running=running)), None)
+
+
+def all_told(attempt: Path) -> bool:
+    """Whether ranks failed, and each of them only after a signal that told it to end: nothing of theirs was the cause."""
+    failed = [record for record in records(attempt) if record.get("exit") != 0]
+    return bool(failed) and all(_was_told(_failure(attempt, record), record) for record in failed)
+
+
+def wrong_on(attempt: Path) -> tuple[str, ...]:
+    """The hosts on which ranks said that the input is wrong, where other hosts had ranks, too, and none of those did; else none."""
+    hosts = {str(record.get("host")): False for record in records(attempt)}
+    for record in records(attempt):
+        hosts[str(record.get("host"))] |= record.get("exit") == Exit.WRONG_INPUT
+    said = tuple(host for host, wrong in hosts.items() if wrong)
+    return said if len(said) < len(hosts) else ()
+
+
+def last_stamp(log: Path) -> float | None:
+    """When a rank's log got its last line, or None where it has none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - (1 << 17)))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    return next((float(found[1]) for line in reversed(lines) if (found := _STAMP.match(line))), None)
+
+
+def _failure(attempt: Path, record: dict[str, Any]) -> Failure:
+    """The failure that a record tells of."""
+    rank, error, by, code = record["rank"], record.get("error"), record.get("signal"), record.get("exit")
+    if error and blameless_signal(by, record.get("traceback")):
+        by = None
+    said = {"rank": rank, "host": str(record.get("host")), "exit": code, "signal": by, "traceback": record.get("traceback")}
+    if record.get("ended") is None:
+        seen = last_stamp(rank_log(attempt, rank)) or record.get("started") or 0.0
+        message = "its process vanished without a word: killed from outside, or its node went down"
+        return Failure(**said, message=message, kind="lost", time=seen, lost_peer=False, reported=False)
+    if error:
+        message = f"{error} ({by})" if by else error
+    elif by:
+        message = f"killed by {by}" + (": the kernel's out-of-memory killer, or someone" if by == "SIGKILL" else "")
+    else:
+        message = f"exited with {code}" + (f"; its last line: {record['last_line']}" if record.get("last_line") else "")
+    kind = kind_of(error or "", code, by)
+    at = float(record.get("error_time") or record["ended"])
+    return Failure(**said, message=message, kind=kind, time=at, lost_peer=bool(_LOST_PEER.search(error or "")), reported=bool(error))
+
+
+def _order(failure: Failure, record: dict[str, Any]) -> int:
+    """Which failures are the likelier cause: the smaller comes first."""
+    if _was_told(failure, record):
+        return 4
+    if failure.lost_peer:
+        return 3
+    if failure.kind == "lost":
+        return 2
+    return 0 if failure.reported or failure.signal else 1
+
+
+def _was_told(failure: Failure, record: dict[str, Any]) -> bool:
+    """Whether a rank was told to end before it failed."""
+    told = [at for name, at in (record.get("told") or {}).items() if name in _ENDING]
+    return bool(told) and (record.get("ended") is None or min(told) <= failure.time)

@@ -1,0 +1,323 @@
+"""What nvidia-smi and the kernel say of a node: GPUs and their faults, memory, folders, network ports. Standard library alone."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BUSY_MIB = 2048  # memory in use on a GPU that should be idle; the driver's own share is well below
+NOTHING = frozenset({"", "n/a", "[n/a]", "not supported", "[not supported]", "[not found]", "[insufficient permissions]"})
+
+CORE = "index uuid name pci.bus_id driver_version memory.total memory.used ecc.errors.uncorrected.volatile.total temperature.gpu".split()
+ROWS = ["gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"]
+USERS = ["gpu_uuid", "pid", "process_name", "used_memory"]
+THROTTLING = ("hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+SAID = {
+    "hw_thermal_slowdown": "its hardware slows it down for heat",
+    "hw_power_brake_slowdown": "the power supply slows it down (power brake)",
+    "sw_thermal_slowdown": "the driver slows it down for heat",
+}
+
+
+class SmiError(Exception):
+    """nvidia-smi is missing, failed, or did not answer: one line."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said."""
+
+    code: int | None  # None: it did not end in time and was killed
+    output: str
+    errors: str
+
+
+@dataclass
+class Gpu:
+    """A GPU as nvidia-smi sees it. Sizes in MiB, temperature in °C; None where it does not say."""
+
+    index: int
+    uuid: str
+    name: str
+    bus: str
+    driver: str
+    memory_total: int | None
+    memory_used: int | None
+    ecc_uncorrected: int | None  # since the driver was loaded
+    temperature: int | None
+    row_pending: bool = False  # a repair of its memory waits for a reset
+    row_failure: bool = False  # a repair of its memory failed
+    throttled: tuple[str, ...] = ()  # of THROTTLING
+    recovery: str | None = None  # what the driver asks for: Reset, Reboot, ...
+    fabric: str | None = None  # NVSwitch: Completed, In Progress, Not Started
+    users: tuple[str, ...] = ()  # "pid 12 (python, 71000 MiB)"
+    odd: tuple[str, ...] = ()  # fields whose value is an error, such as memory.used [Unknown Error]
+
+    def faults(self) -> list[str]:
+        """What makes it unfit for a run, a line each. `throttled` is `throttling`'s."""
+        found = list(self.odd)
+        if self.ecc_uncorrected:
+            found.append(f"{self.ecc_uncorrected} uncorrected ECC errors since its driver was loaded: reset it")
+        if self.row_pending:
+            found.append("a row of its memory waits to be remapped: reset it")
+        if self.row_failure:
+            found.append("a row of its memory could not be remapped: replace it")
+        if self.recovery not in (None, "None"):
+            found.append(f"its driver asks for: {self.recovery}")
+        if self.fabric not in (None, "Completed"):
+            found.append(f"its NVLink fabric is not up ({self.fabric}): is the fabric manager running?")
+        return [f"GPU {self.index} ({self.bus}): {fault}" for fault in found]
+
+    def busy(self) -> list[str]:
+        """Whose memory is in use on a GPU that should be free."""
+        if (self.memory_used or 0) < BUSY_MIB:
+            return []
+        users = ", ".join(self.users) or "a process that cannot be seen from here"
+        return [f"GPU {self.index} ({self.bus}): {self.memory_used} MiB in use by {users}"]
+
+    def throttling(self) -> tuple[list[str], list[str]]:
+        """(faults, warnings) of clocks held down now: by the hardware, by the driver."""
+        lines = {reason: f"GPU {self.index} ({self.bus}): {SAID[reason]} ({self.temperature} °C)" for reason in self.throttled}
+        return [lines[r] for r in self.throttled if r.startswith("hw")], [lines[r] for r in self.throttled if r.startswith("sw")]
+
+
+@dataclass
+class Survey:
+    """All that nvidia-smi said."""
+
+    gpus: list[Gpu] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)  # its lines that are no GPU, such as a GPU that is lost
+
+
+def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Answer:
+    """Run a command with a time limit. One that cannot be killed (a driver that hangs) is left behind, not waited for.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=max(seconds, 0.1))
+    except subprocess.TimeoutExpired as late:
+        os.killpg(process.pid, signal.SIGKILL)
+        return Answer(None, _text(late.output), _text(late.stderr))
+    return Answer(process.returncode, _text(output), _text(errors))
+
+
+def survey(seconds: float) -> Survey:
+    """Every GPU of this machine that is visible to this process, within `seconds`.
+
+    Raises:
+        SmiError: nvidia-smi is missing, failed, or does not answer.
+    """
+    end, found = time.monotonic() + seconds, Survey()
+    for row in _query("gpu", CORE, seconds, found.complaints):
+        found.gpus.append(_gpu(row))
+    if not found.gpus:
+        return found
+    by_uuid = {gpu.uuid: gpu for gpu in found.gpus}
+    for uuid, pending, failure in _optional("remapped-rows", ROWS, end - time.monotonic()):
+        if gpu := by_uuid.get(uuid):
+            gpu.row_pending, gpu.row_failure = _yes(pending), _yes(failure)
+    for uuid, action in _optional("gpu", ["uuid", "gpu_recovery_action"], end - time.monotonic()):
+        if gpu := by_uuid.get(uuid):
+            gpu.recovery = _word(action)
+    for uuid, state in _optional("gpu", ["uuid", "fabric.state"], end - time.monotonic()):
+        if gpu := by_uuid.get(uuid):
+            gpu.fabric = _word(state)
+    for uuid, pid, name, used in _optional("compute-apps", USERS, end - time.monotonic()):
+        if gpu := by_uuid.get(uuid):
+            gpu.users += (f"pid {pid} ({name}, {used} MiB)",)
+    throttle(found.gpus, end - time.monotonic())
+    return found
+
+
+def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
+    """Set what holds down the GPUs' clocks at this moment, under the drivers' older names of it too."""
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
+        rows = _optional("gpu", ["uuid", *(f"{prefix}.{name}" for name in THROTTLING)], seconds)
+        for uuid, *states in rows:
+            if gpu := by_uuid.get(uuid):
+                gpu.throttled = tuple(name for name, state in zip(THROTTLING, states, strict=True) if state == "Active")
+        if rows:
+            return
+
+
+def listed(seconds: float) -> int:
+    """GPUs that nvidia-smi lists for this process; 0 where there is none, or no nvidia-smi."""
+    try:
+        return len(re.findall(r"^GPU \d+:", ask(["nvidia-smi", "-L"], seconds).output, re.MULTILINE))
+    except OSError:
+        return 0
+
+
+def named_gpus(seconds: float) -> list[str]:
+    """The driver's GPUs in words, alike ones counted: ``8 x NVIDIA H100 80GB HBM3, compute capability 9.0``; none where it does not say."""
+    rows = [f"{name}, compute capability {capability}" for name, capability in _optional("gpu", ["name", "compute_cap"], seconds)]
+    return [f"{rows.count(row)} x {row}" for row in dict.fromkeys(rows)]
+
+
+def chosen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this job, by number or UUID; all where it says nothing that nvidia-smi knows."""
+    words = [word.strip() for word in (visible or "").split(",") if word.strip()]
+    found = [gpu for word in words for gpu in gpus if word == str(gpu.index) or (len(word) > 4 and gpu.uuid.startswith(word))]
+    return found if words and len(found) == len(words) else list(gpus)
+
+
+def _query(what: str, fields: Sequence[str], seconds: float, complaints: list[str]) -> list[list[str]]:
+    """nvidia-smi's rows for some fields; its other lines are added to the complaints."""
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = ask(command, seconds)
+    except OSError as error:
+        raise SmiError(f"nvidia-smi cannot be started ({error.strerror}): is the NVIDIA driver installed here?") from None
+    if answer.code is None:
+        raise SmiError(f"nvidia-smi did not answer in {seconds:.1f} s: the driver hangs, or a GPU is lost")
+    rows = []
+    for line in answer.output.splitlines():
+        row = [cell.strip() for cell in next(csv.reader([line]), [])]
+        if len(row) == len(fields):
+            rows.append(row)
+        elif line.strip() and line.strip() != "No devices were found":
+            complaints.append(line.strip())
+    if answer.code and not rows and not complaints and "No devices were found" not in answer.output:
+        raise SmiError(
+            f"nvidia-smi failed with exit code {answer.code}: {last_line(answer.errors) or last_line(answer.output) or 'it says nothing'}"
+        )
+    return rows
+
+
+def _optional(what: str, fields: Sequence[str], seconds: float) -> list[list[str]]:
+    """The same for what a driver or a GPU may not know: no rows then."""
+    try:
+        return _query(what, fields, seconds, [])
+    except SmiError:
+        return []
+
+
+def _gpu(row: Sequence[str]) -> Gpu:
+    """A row of CORE as a GPU."""
+    index, uuid, name, bus, driver, *numbers = row
+    values = [int(cell) if cell.isdigit() else None for cell in numbers]
+    odd = [
+        f"{title} {cell}" for title, cell in zip(CORE, row, strict=True) if cell.startswith(("[", "ERR")) and cell.lower() not in NOTHING
+    ]
+    total, used, ecc, temperature = values
+    return Gpu(int(index) if index.isdigit() else -1, uuid, name, bus, driver, total, used, ecc, temperature, odd=tuple(odd))
+
+
+def _word(cell: str) -> str | None:
+    """A cell, or None where it says that there is nothing to say."""
+    return None if cell.lower() in NOTHING else cell
+
+
+def _yes(cell: str) -> bool:
+    """Whether a cell says yes, in the words of older and newer drivers."""
+    return cell.lower() in ("yes", "1", "true")
+
+
+def _text(raw: bytes | str | None) -> str:
+    """A process's output as text."""
+    return raw.decode(errors="replace") if isinstance(raw, bytes) else raw or ""
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+GB = 1e9
+XID = re.compile(r"^\[\s*(?P<at>\d+\.\d+)\].*?NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)(?:, (?P<said>.*))?$")
+RECENT_SECONDS = 3600.0  # an older error has been lived with, or its GPU was reset since
+# By NVIDIA's list of Xid errors. Of the hardware, the driver or the links: the GPU needs a reset, a reboot or a technician.
+# The others (13, 31, 43, 45, 63, 94 ...) are a program's own, or dealt with already.
+BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
+
+
+@dataclass(frozen=True)
+class Xid:
+    """An error that the NVIDIA driver wrote into the kernel's log."""
+
+    number: int
+    device: str  # PCI:0000:3b:00
+    text: str
+
+    @property
+    def broken(self) -> bool:
+        """Whether it means that the GPU is not fit for use."""
+        return self.number in BROKEN
+
+
+def memory_gb() -> tuple[float, float, float | None]:
+    """(free, whole) memory and the free part of /dev/shm (None: there is none), in GB."""
+    pairs = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    known = {words[0].rstrip(":"): int(words[1]) * 1024 / GB for words in pairs if len(words) > 1}
+    try:
+        shm = round(shutil.disk_usage("/dev/shm").free / GB, 3)
+    except OSError:
+        shm = None
+    return round(known.get("MemAvailable", known["MemFree"]), 2), round(known["MemTotal"], 2), shm
+
+
+def probe_folder(folder: Path) -> float:
+    """Write a file, read it back, remove it: the folder's free space in GB.
+
+    Raises:
+        OSError: one of these failed.
+    """
+    path = folder / f".launch_check_{os.uname().nodename}_{os.getpid()}_{os.urandom(4).hex()}"
+    try:
+        with path.open("xb") as file:
+            file.write(b"written by a health check\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if path.read_bytes() != b"written by a health check\n":
+            raise OSError("what was written is not what is read")
+    finally:
+        path.unlink(missing_ok=True)
+    return round(shutil.disk_usage(folder).free / GB, 3)
+
+
+def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+    """InfiniBand, RoCE and EFA ports -> their state (ACTIVE, DOWN, INIT ...); empty where there are none."""
+    ports = {}
+    for path in sorted(root.glob("*/ports/*/state")):
+        try:
+            state = path.read_text(encoding="ascii").strip().rpartition(" ")[2]
+        except OSError:
+            continue
+        ports[f"{path.parts[-4]}/{path.parts[-2]}"] = state
+    return ports
+
+
+def recent_xids(now: float | None = None) -> list[Xid] | None:
+    """The driver's errors of the last hour, one of each number and device, the latest; None where the log may not be read.
+
+    now: seconds since the machine started.
+    """
+    try:
+        answer = ask(["dmesg"], 10)
+        now = now if now is not None else float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return None
+    if answer.code != 0:
+        return None
+    found: dict[tuple[int, str], Xid] = {}
+    for line in answer.output.splitlines():
+        match = XID.match(line.strip())
+        if match and now - float(match["at"]) <= RECENT_SECONDS:
+            ago = max(0, now - float(match["at"])) / 60
+            text = f"Xid {match['number']} ({match['device']}) {ago:.0f} minutes ago: {match['said'] or 'no text'}"
+            found[int(match["number"]), match["device"]] = Xid(int(match["number"]), match["device"], text)
+    return list(found.values())

@@ -1,0 +1,257 @@
+"""The logs of an item: a rank's, as it is written (stamped lines, no secret), and all of them, as they are read. Standard library alone.
+
+Ranks' logs have a stamp on every line. The agents' (torchrun's, srun's) have none: their lines count as of when the file was last
+written, or, while it is followed, of when they came. Slurm's own file has the supervisor's lines, too, which say when it was.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
+
+from launch.job import attempts, launch_folder, read_json
+from launch.node.failures import Findings
+
+LINE_BYTES = 65536  # a line without an end is cut here
+
+
+class Scribe:
+    """The rank's log: takes the command's bytes, writes whole lines with a stamp, secrets hidden, and lets `Findings` see them.
+
+    A carriage return starts the line anew, as on a terminal: of a progress bar its last state is kept. A log that cannot be
+    written (a full disk) does not stop the command: its lines are lost, and are counted.
+    """
+
+    def __init__(self, path: Path, hidden: Sequence[str], findings: Findings) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._findings = findings
+        self._hidden = _pattern(hidden)
+        self._rest = bytearray()
+        self._since = 0.0
+        self.lost = 0
+        self.last_output: float | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Take what the command wrote."""
+        if not data:
+            return
+        now = self.last_output = time.time()
+        if not self._rest:
+            self._since = now
+        whole, end, rest = data.rpartition(b"\n")
+        lines = bytes(self._rest + whole).split(b"\n") if end else []
+        self._rest = bytearray(rest) if end else self._rest + rest
+        if len(self._rest) > LINE_BYTES:
+            lines.append(bytes(self._rest))
+            self._rest.clear()
+        if lines:
+            self._since = now
+            self._write(lines, now)
+
+    def flush(self, at_least: float = 0.0) -> None:
+        """Write the unfinished line, if it has waited for so many seconds."""
+        now = time.time()
+        if self._rest and now - self._since >= at_least:
+            rest = bytes(self._rest)
+            self._rest.clear()
+            self._write([rest], now)
+
+    def note(self, text: str) -> None:
+        """A line of the keeper's own."""
+        self.flush()
+        self._put(b"%.3f [launch] %b\n" % (time.time(), text.encode(errors="replace")), 1)
+
+    def hide(self, text: str) -> str:
+        """The text with every secret's value as ***."""
+        return self._hidden.sub(b"***", text.encode(errors="surrogateescape")).decode(errors="replace") if self._hidden else text
+
+    def _write(self, lines: Sequence[bytes], now: float) -> None:
+        stamped = bytearray()
+        for line in lines:
+            line = line.rstrip(b"\r").rpartition(b"\r")[2]
+            line = self._hidden.sub(b"***", line) if self._hidden else line
+            stamped += b"%.3f %b\n" % (now, line)
+            self._findings.see(line.decode(errors="replace"), now)
+        self._put(stamped, len(lines))
+
+    def _put(self, stamped: bytes | bytearray, lines: int) -> None:
+        """Append to the file, or count the lines as lost."""
+        try:
+            view = memoryview(stamped)
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError:
+            self.lost += lines
+
+
+def _pattern(hidden: Sequence[str]) -> re.Pattern[bytes] | None:
+    """What finds any of the values, as they are and as JSON, Python and URLs write them: the longest first."""
+    forms: set[str] = set()
+    for value in hidden:
+        forms |= {value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe="")}
+    ordered = sorted((form.encode(errors="surrogateescape") for form in forms), key=lambda form: (-len(form), form))
+    return re.compile(b"|".join(map(re.escape, ordered))) if ordered else None
+
+
+SUPERVISOR_LOG = "supervisor.log"  # in ITEM/launch: "<unix time> <text>"
+_STAMP = re.compile(rb"(\d{9,11}\.\d{1,6}) ?")
+_SUPERVISOR = re.compile(rb"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) launch: ")
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """A line that somebody said."""
+
+    time: float  # unix time
+    label: str  # "rank 3", "launch", "agents"
+    text: str
+
+    def __str__(self) -> str:
+        return f"[{self.label}] {self.text}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of lines and who says them."""
+
+    path: Path
+    label: str
+    since: float = 0.0  # lines outside these two unix times are another attempt's
+    until: float = float("inf")
+    of_slurm: bool = False  # its time is that of the supervisor's lines in it, which supervisor.log has as well
+
+    def lines(self) -> Iterator[Line]:
+        """Its lines, as they are now; nothing where there is no such file."""
+        try:
+            with self.path.open("rb") as file:
+                at = 0.0 if self.of_slurm else os.fstat(file.fileno()).st_mtime
+                for raw in file:
+                    at, line = self.parse(raw, at)
+                    if line:
+                        yield line
+        except FileNotFoundError:
+            return
+
+    def parse(self, raw: bytes, otherwise: float) -> tuple[float, Line | None]:
+        """The time of a raw line, ``otherwise`` where it tells none, and the line, unless it is none of this source's."""
+        raw = raw.rstrip(b"\r\n")
+        if self.of_slurm and (told := _SUPERVISOR.match(raw)):
+            return time.mktime(time.strptime(told[1].decode(), "%Y-%m-%d %H:%M:%S")) + 1.0, None  # its fraction is not told
+        stamp = None if self.of_slurm else _STAMP.match(raw)
+        at, text = (float(stamp[1]), raw[stamp.end() :]) if stamp else (otherwise, raw)
+        return at, Line(at, self.label, text.decode(errors="replace")) if self.since <= at < self.until else None
+
+
+class Tail:
+    """Reads what was added to a source since it was last read."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self._offset, self._rest = source, 0, b""
+        self._at, self._began = 0.0, False
+
+    def skip_to_last(self, count: int) -> None:
+        """Begin with the last ``count`` whole lines of what there is."""
+        try:
+            with self.source.path.open("rb") as file:
+                position = end = file.seek(0, os.SEEK_END)
+                data = b""
+                while position > 0 and data.count(b"\n") <= count:
+                    position = max(0, position - _BLOCK)
+                    file.seek(position)
+                    data = file.read(end - position)
+        except FileNotFoundError:
+            return
+        lines = data.splitlines(keepends=True)
+        self._offset = end - sum(map(len, lines[max(0, len(lines) - count) :]))
+
+    def read(self) -> list[Line]:
+        """New whole lines. A file that became shorter is read anew."""
+        try:
+            with self.source.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset:
+                    self._offset, self._rest = 0, b""
+                if size == self._offset:
+                    return []
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        now, lines = time.time(), []
+        for raw in whole:
+            self._at, line = self.source.parse(raw, self._at if self.source.of_slurm and not self._began else now)
+            if line:
+                lines.append(line)
+        self._began = True
+        return lines
+
+
+class Follower:
+    """Several sources, whose set may grow, read again and again: ``find`` names those that there are now."""
+
+    def __init__(self, find: Callable[[], Iterable[Source]], last: int | None = None) -> None:
+        self._find, self._tails = find, dict[Path, Tail]()
+        self._first = last
+
+    def read(self) -> list[Line]:
+        """What is new, by time. The first time: all there is, or the ``last`` so many lines."""
+        found = {source.path: source for source in self._find()}
+        for path in found.keys() - self._tails.keys():
+            tail = self._tails[path] = Tail(found[path])
+            if self._first is not None:
+                tail.skip_to_last(self._first)
+        lines = [line for tail in self._tails.values() for line in tail.read()]
+        # A source that is no longer named was read once more: its last lines may have come since.
+        self._tails = {path: tail for path, tail in self._tails.items() if path in found}
+        lines.sort(key=lambda line: line.time)
+        if self._first is not None:
+            lines, self._first = lines[max(0, len(lines) - self._first) :], None
+        return lines
+
+
+def merged(sources: Iterable[Source]) -> Iterator[Line]:
+    """All lines of several sources, by time."""
+    return heapq.merge(*(source.lines() for source in sources), key=lambda line: line.time)
+
+
+def rank_sources(attempt: Path, ranks: Collection[int] | None = None) -> list[Source]:
+    """The logs of an attempt's ranks, or of some of them."""
+    found = ((int(path.stem.rpartition("_")[2]), path) for path in sorted((attempt / "logs").glob("rank_[0-9]*.log")))
+    return [Source(path, f"rank {rank}") for rank, path in found if ranks is None or rank in ranks]
+
+
+def agent_sources(attempt: Path) -> list[Source]:
+    """The logs of what starts the ranks, and of the pre-flight check."""
+    others = (path for path in sorted((attempt / "logs").glob("*.log")) if not path.name.startswith("rank_"))
+    return [Source(path, path.stem.replace("_", " ")) for path in others]
+
+
+def slurm_source(path: Path, item: Path, attempt: Path | None = None) -> Source:
+    """What Slurm, and the batch script before the supervisor, say; of one attempt as `supervisor_source`."""
+    return replace(supervisor_source(item, attempt), path=path, label="slurm", of_slurm=True)
+
+
+def supervisor_source(item: Path, attempt: Path | None = None) -> Source:
+    """What an item's supervisor says; of one attempt: between its start and the next one's."""
+    path = launch_folder(item) / SUPERVISOR_LOG
+    if attempt is None:
+        return Source(path, "launch")
+    later = [started(other) for other in attempts(item) if other.name > attempt.name]
+    return Source(path, "launch", started(attempt), min(later, default=float("inf")))
+
+
+def started(attempt: Path) -> float:
+    """When an attempt started, by its record; 0.0 where it has none yet."""
+    record = read_json(attempt / "attempt.json")
+    return float(record.get("started") or 0.0) if isinstance(record, dict) else 0.0

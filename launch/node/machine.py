@@ -1,0 +1,306 @@
+"""``python -m launch.node.machine [--build] [--fix]``: is this machine fit for training? A line of JSON a check, for `launch doctor`.
+
+A process of its own, started with the ranks' interpreter: the only file here that asks the other rooms, which know what training needs.
+None of the checks but DeepSpeed's operations changes anything, and those only where they are asked to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from fem_common.exits import Exit
+from fem_common.text import one_line
+from launch.node import hardware
+from launch.node.checks import Check
+
+PYTHON = ((3, 11), (3, 13))
+LOOK_SECONDS = 300.0  # for an import from a cold network file system
+LITTLE_SHM, LITTLE_DISK = 1.0, 10.0  # GB: containers get 0.064 of shared memory unless told; a small checkpoint, a few of compiled code
+GPU_PACKAGES = {"flash_attn": "flash-attn", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
+GPU_EXTRA = "python -m pip install --no-build-isolation -c constraints.txt -e .[gpu]"
+SOURCE = "#include <omp.h>\n#include <string>\nint threads() { return omp_get_max_threads() + std::string().size(); }\n"
+Progress = Callable[[str, float], None]  # (op, seconds so far)
+
+
+def examine(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
+    """All checks, one after the other, those that need no torch first. One that breaks is a fault itself, and the next is made."""
+    yield from _guarded("python", python)
+    torch = list(_guarded("torch", torch_and_megatron))
+    yield from torch
+    if any(check.level == "FAILED" for check in torch):
+        yield Check("warning", "the rest", "was not looked at: it needs torch and Megatron-core")
+        return
+    for name, checks in {"gpu": gpus, "triton": triton, "deepspeed": deepspeed, "compiler": compiling}.items():
+        yield from _guarded(name, checks)
+    if find_spec("deepspeed") is not None:
+        yield from _guarded("ops", lambda: ops(build, fix, progress))
+    for name, checks in {"nvcc": cuda_toolkit, "packages": packages, "room": room}.items():
+        yield from _guarded(name, checks)
+
+
+def _guarded(name: str, checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    try:
+        yield from checks()
+    except Exception as error:  # whatever is broken here, the others are still to be told
+        yield Check("FAILED", name, f"{type(error).__name__}: {one_line(error)}")
+
+
+def _asked(*command: str, seconds: float = LOOK_SECONDS) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, stdin=subprocess.DEVNULL)
+
+
+# --- what is installed -----------------------------------------------------------------------------------------------------------
+
+
+def python() -> Iterator[Check]:
+    """The interpreter's version."""
+    here = f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}"
+    if PYTHON[0] <= sys.version_info[:2] <= PYTHON[1]:
+        yield Check("ok", "python", here)
+    else:
+        yield Check("FAILED", "python", here, "3.11 to 3.13 is needed; make setup PYTHON_BASE=/path/to/python")
+
+
+def torch_and_megatron() -> Iterator[Check]:
+    """Both are imported, as training imports them; Megatron-core is the pinned version."""
+    try:
+        torch = importlib.import_module("torch")
+        platform = importlib.import_module("fem_megatron.megatron.platform")
+    except (ImportError, OSError) as error:
+        yield Check("FAILED", "torch", f"cannot be imported ({hardware.last_line(str(error))})", "make setup")
+        return
+    yield Check("ok", "torch", f"{torch.__version__}, {platform.toolkit() or 'built without CUDA'}")
+    remedy = f"pip install megatron-core=={platform.MEGATRON_VERSION}"
+    try:
+        with warnings.catch_warnings():
+            platform.import_megatron()
+            importlib.import_module("pretrain.engines")  # imports of Megatron-core what training does
+    except (ImportError, OSError) as error:
+        yield Check("FAILED", "megatron-core", f"cannot be imported ({hardware.last_line(str(error))})", remedy)
+        return
+    yield _pinned("megatron-core", version("megatron-core"), platform.MEGATRON_VERSION, remedy)
+
+
+def _pinned(name: str, found: str, tested: str | None, remedy: str) -> Check:
+    """A package's version against the one that this code was tested with, if there is one."""
+    if tested and found != tested:
+        return Check("FAILED", name, f"{found}, but this code is verified against {tested}", remedy)
+    return Check("ok", name, found)
+
+
+def gpus() -> Iterator[Check]:
+    """The GPUs that the driver names, and whether torch computes on one."""
+    from fem_megatron.megatron.platform import has_cuda, toolkit
+    from kernels import machine
+
+    seen = hardware.named_gpus(60.0)
+    if not has_cuda():
+        if not seen:
+            yield Check("ok", "gpu", "no GPU: everything runs on the CPU with gloo")
+            return
+        why = "the driver is older than torch's CUDA, or CUDA_VISIBLE_DEVICES hides them" if toolkit() else "torch is built without CUDA"
+        remedy = "install a torch for the driver that nvidia-smi names"
+        yield Check("FAILED", "gpu", f"torch uses none of {', '.join(seen)}: {why}", remedy)
+        return
+    import torch
+
+    device = machine.device()
+    torch.ones(8, device=device).sum().item()  # a build without this GPU's machine code fails here
+    capability = machine.architecture(device)
+    yield Check("ok", "gpu", ", ".join(seen) or f"{machine.name(device)}, compute capability {capability // 10}.{capability % 10}")
+
+
+def triton() -> Iterator[Check]:
+    """Whether our kernels would run here."""
+    from kernels import machine
+    from kernels.implementations import lacks_triton, triton_version
+
+    on_gpu = machine.device().type == "cuda"
+    found, fault = triton_version(), lacks_triton(machine.device())
+    if found is None:
+        remedy = f"slower implementations run: {GPU_EXTRA}" if on_gpu else "only tests need it on a CPU: make setup"
+        yield Check("absent", "triton", "not installed", remedy)
+        return
+    yield Check("warning" if fault and on_gpu else "ok", "triton", f"{found[0]}.{found[1]}{f' ({fault})' if fault else ''}")
+
+
+def deepspeed() -> Iterator[Check]:
+    """Whether the second engine can be imported, in a process of its own, and is the tested version."""
+    from pretrain.engines.deepspeed_ops import INSTALL, prepare_environment
+
+    if find_spec("deepspeed") is None:
+        yield Check("absent", "deepspeed", "not installed; engine.name: deepspeed needs it", INSTALL)
+        return
+    prepare_environment()
+    asked = _asked(sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)")
+    if asked.returncode:
+        yield Check("FAILED", "deepspeed", f"cannot be imported ({hardware.last_line(asked.stderr)})", INSTALL)
+        return
+    tested = None
+    with contextlib.suppress(PackageNotFoundError):  # where this project is not installed itself
+        pins = [re.match(r"deepspeed==([\w.]+)", line) for line in requires("fem-megatron") or []]
+        tested = next((pin[1] for pin in pins if pin), None)
+    yield _pinned("deepspeed", hardware.last_line(asked.stdout), tested, INSTALL)
+
+
+# --- what compiles, and what was compiled ------------------------------------------------------------------------------------------
+
+
+def compiling() -> Iterator[Check]:
+    """ninja, and a compiler that makes a shared library with OpenMP."""
+    from pretrain.engines import deepspeed_ops
+
+    if missing := deepspeed_ops.lacks_ninja():
+        text, _, remedy = missing.partition(": ")
+        yield Check("FAILED" if find_spec("deepspeed") else "absent", "ninja", text, f"{remedy} (DeepSpeed starts it whenever it starts)")
+    else:
+        deepspeed_ops.prepare_environment()
+        yield Check("ok", "ninja", f"{hardware.last_line(_asked('ninja', '--version').stdout)}, {shutil.which('ninja')}")
+    if missing := deepspeed_ops.lacks_compiler():
+        text, _, remedy = missing.partition(": ")
+        yield Check("FAILED", "C++ compiler", text, f"{remedy} (Megatron-core's data sets and DeepSpeed are compiled)")
+        return
+    compiler = deepspeed_ops.compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "threads.cpp")
+        source.write_text(SOURCE)
+        done = _asked(compiler, "-fopenmp", "-fPIC", "-shared", str(source), "-o", str(source.with_suffix(".so")))
+    if done.returncode:
+        fault = next((line for line in done.stderr.splitlines() if "error" in line), hardware.last_line(done.stderr))
+        text = f"{shutil.which(compiler)} compiles no program with OpenMP ({fault})"
+        yield Check("FAILED", "C++ compiler", text, "CXX=/path/to/g++")
+    else:
+        yield Check("ok", "C++ compiler", f"{_asked(compiler, '--version').stdout.splitlines()[0]}, {shutil.which(compiler)}")
+
+
+def ops(build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
+    """DeepSpeed's compiled operations, and the folder that they are in."""
+    from pretrain.engines import deepspeed_ops
+
+    directory = deepspeed_ops.extensions_directory()
+    kind, shared = deepspeed_ops.file_system(directory)
+    if fault := deepspeed_ops.cannot_write(directory):
+        yield Check("FAILED", "extensions", fault)
+    elif shared and directory != deepspeed_ops.default_directory():
+        text = f"{directory} ({kind}) may be seen by machines whose CPU cannot run what this one compiles"
+        yield Check("warning", "extensions", text, "unset TORCH_EXTENSIONS_DIR, and each kind gets its own below ~/.cache")
+    else:
+        yield Check("warning" if shared else "ok", "extensions", f"{directory} ({kind}{', a network file system' if shared else ''})")
+    for name in deepspeed_ops.needed_ops(offload_optimizer=True):
+        yield from of_op(name, build, fix, progress)
+
+
+def of_op(name: str, build: bool, fix: bool, progress: Progress) -> Iterator[Check]:
+    """One operation: its lock, and whether it is compiled, or compiles."""
+    from pretrain.engines import deepspeed_ops
+
+    stale = deepspeed_ops.stale_lock(name)
+    if stale and fix and deepspeed_ops.remove_stale_lock(name):
+        yield Check("ok", name, f"removed {stale}, which a process that was killed had left")
+    elif stale:
+        text = f"{stale} was left by a process that was killed, and DeepSpeed waits for it for ever"
+        yield Check("FAILED", name, text, deepspeed_ops.FIX)
+        return
+    state = deepspeed_ops.op_state(name)
+    if build:
+        try:
+            seconds = deepspeed_ops.build_op(name, lambda seconds: progress(name, seconds))
+        except deepspeed_ops.OpError as error:
+            yield Check("FAILED", name, str(error))
+        else:
+            yield Check("ok", name, f"{'compiled before; loaded' if state == 'built' else 'compiled and loaded'} in {seconds:.0f} s")
+    elif state == "built":
+        yield Check("ok", name, "compiled")
+    elif state == "missing":
+        yield Check("absent", name, "not compiled yet; the first start does it, in one to five minutes", deepspeed_ops.BUILD)
+    else:
+        holders = ", ".join(map(str, deepspeed_ops.lock_holders(name))) or "of another machine or user"
+        lock = deepspeed_ops.extensions_directory() / name / "lock"
+        yield Check("warning", name, f"is being compiled or loaded by process {holders}, which holds {lock}")
+
+
+def cuda_toolkit() -> Iterator[Check]:
+    """nvcc, which packages of the extra `gpu` are compiled with, against torch's CUDA. DeepSpeed's ops above need none."""
+    from fem_megatron.megatron.platform import toolkit
+
+    built_with = re.search(r"CUDA (\d+\.\d+)", toolkit() or "")
+    if built_with is None:
+        yield Check("absent", "nvcc", "not needed: torch is built without CUDA")
+        return
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None) or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
+        yield Check("absent", "nvcc", "no CUDA toolkit; flash-attn and mamba-ssm are compiled with one where no wheel fits")
+        return
+    release = re.search(r"release (\d+\.\d+)", _asked(nvcc, "-V").stdout)
+    found = release[1] if release else "unknown"
+    if found == built_with[1]:
+        yield Check("ok", "nvcc", f"{found}, {nvcc}")
+    else:
+        text = f"{found} ({nvcc}), but torch's CUDA is {built_with[1]}"
+        yield Check("warning", "nvcc", text, "CUDA_HOME=/path, or DS_SKIP_CUDA_CHECK=1")
+
+
+def packages() -> Iterator[Check]:
+    """The optional packages of a GPU; not imported."""
+    from fem_megatron.megatron.platform import has_cuda
+
+    for module, distribution in GPU_PACKAGES.items():
+        found = None
+        if find_spec(module):
+            with contextlib.suppress(PackageNotFoundError):
+                found = version(distribution)
+            found = found or "a version unknown"
+        if found:
+            yield Check("ok", module, found)
+        elif has_cuda():
+            yield Check("absent", module, "not installed; other implementations run", GPU_EXTRA)
+        else:
+            yield Check("absent", module, "not installed; of use with a GPU only")
+
+
+def room() -> Iterator[Check]:
+    """Free space of this folder's disk and of shared memory."""
+    for name, path, little, why in (
+        ("disk", Path.cwd(), LITTLE_DISK, "checkpoints may not fit"),
+        ("shared memory", Path("/dev/shm"), LITTLE_SHM, "NCCL and data loaders use it; docker run --shm-size=8g, or --ipc=host"),
+    ):
+        if not path.is_dir():
+            yield Check("warning", name, f"there is no {path}")
+            continue
+        free = shutil.disk_usage(path).free / hardware.GB
+        yield Check("warning" if free < little else "ok", name, f"{free:.1f} GB free in {path}", why if free < little else "")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print each check, and how long an operation has been compiling, as it is known: 0."""
+    parser = argparse.ArgumentParser(prog="python -m launch.node.machine", allow_abbrev=False)
+    parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now")
+    parser.add_argument("--fix", action="store_true", help="remove the lock files of DeepSpeed compilations that were killed")
+    given = parser.parse_args(argv)
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no check
+    for check in examine(given.build, given.fix, lambda name, seconds: print(json.dumps([name, seconds]), file=out, flush=True)):
+        print(json.dumps(asdict(check)), file=out, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(Exit.INTERRUPTED)

@@ -1,0 +1,308 @@
+"""One rank's keeper: ``python -m launch.node.rank ATTEMPT -- COMMAND...`` starts the command and stays its parent until it ends.
+
+It stamps what the command says into ATTEMPT/logs/rank_NNNNN.log ("<unix time> <text>", secrets' values as ***), keeps its pid, host,
+end and error in ATTEMPT/ranks/rank_NNNNN.json, passes signals on, dumps stacks on SIGUSR2, dies with its own parent and takes the
+command and what that started with it. Exits with the command's code, 128 + n after a signal n. Standard library alone: it runs in the
+ranks' interpreter.
+
+The command ignores SIGUSR1 and SIGUSR2 until it sets handlers of its own: one that comes while it imports torch does not end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from fem_common import secrets
+from fem_common.errors import reason
+from fem_common.exits import Exit
+from fem_common.signals import signal_name
+from launch.job import rank_log, rank_record, write_json
+from launch.node import stacks
+from launch.node.failures import Findings, blameless_signal, kind_of
+from launch.node.logs import Scribe
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PATIENCE_SECONDS = 5.0  # an unfinished line is written after this; what the command leaves running gets this to end
+_PDEATHSIG, _SUBREAPER, _PTRACER = 1, 36, 0x59616D61  # of <linux/prctl.h>
+_FLIGHT_FOLDERS = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+_NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code, 2 where the command line is wrong, 126 or 127 where the command cannot be started."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) < 3 or words[1] != "--":
+        print("launch.node.rank: error: usage: python -m launch.node.rank ATTEMPT -- COMMAND...", file=sys.stderr)
+        return Exit.WRONG_INPUT
+    try:
+        return Keeper(Path(words[0]), words[2:], os.environ).run()
+    except OSError as error:
+        print(f"launch.node.rank: error: {reason(error)}", file=sys.stderr)
+        return Exit.NOT_STARTED
+
+
+class Keeper:
+    """The command of one rank, its log and its record."""
+
+    def __init__(self, attempt: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.attempt, self.command = attempt, list(command)
+        self.rank, self.local_rank = int(environ.get("RANK") or 0), int(environ.get("LOCAL_RANK") or 0)
+        self._started = self._child_ended = time.time()
+        self._environ = {**self._defaults(environ), **environ}
+        self._findings = Findings()
+        self._scribe = Scribe(rank_log(attempt, self.rank), secrets.values(environ), self._findings)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._told: dict[str, float] = {}
+        self._changed = self._dump = False
+        self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+    def _defaults(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables the command gets where nobody set them: lines as they are said, stacks of a crash, NCCL's flight recorder.
+
+        Its older names are added where there may be a GPU: older versions of torch know these alone, and newer ones warn of them.
+        """
+        flight = str(self.attempt / "flight" / "rank_")
+        pipe = str(Path(tempfile.gettempdir()) / f"launch_{int(self._started * 1000)}_{os.getpid()}_")
+        return {
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_FR_DUMP_TEMP_FILE": flight,
+            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipe,
+            **({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight} if _may_have_gpus(environ) else {}),
+        }
+
+    def run(self) -> int:
+        """Start the command, keep it, record its end."""
+        _die_with_parent()
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED[:3])
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        source, sink = os.pipe()
+        try:
+            for name in self._environ.keys() & _FLIGHT_FOLDERS:  # torch does not make them, and a pipe without its folder ends the rank
+                Path(self._environ[name]).parent.mkdir(parents=True, exist_ok=True)
+            prepare = functools.partial(_in_the_command, os.getpid())
+            quiet = subprocess.DEVNULL
+            self._child = subprocess.Popen(self.command, stdin=quiet, stdout=sink, stderr=sink, env=self._environ, preexec_fn=prepare)
+        except (OSError, ValueError) as error:
+            return self._not_started(error)
+        finally:
+            os.close(sink)
+        self._save()
+        self._follow(self._child, source)
+        self._clean_up(source)
+        return self._ended(self._child)
+
+    def _not_started(self, error: Exception) -> int:
+        """The record of a command that could not be started."""
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        message = self._scribe.hide(f"cannot start {self.command[0]}: {why}")
+        print(f"launch.node.rank: error: {message}", file=sys.stderr)
+        self._scribe.note(message)
+        code = Exit.NOT_FOUND if isinstance(error, FileNotFoundError) else Exit.NOT_STARTED
+        self._save(ended=time.time(), exit=code, kind="exit", error=message, error_time=time.time())
+        return code
+
+    def _follow(self, child: subprocess.Popen[bytes], source: int) -> None:
+        """Take the command's output and pass signals on until the command has ended."""
+        with _Wakeup() as wakeup, selectors.DefaultSelector() as selector:
+            for number in FORWARDED:
+                signal.signal(number, self._forward)
+            signal.signal(signal.SIGUSR2, self._ask_for_dump)
+            signal.signal(signal.SIGCHLD, lambda *_: None)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            selector.register(source, selectors.EVENT_READ)
+            selector.register(wakeup, selectors.EVENT_READ)
+            while child.poll() is None:
+                ready = {key.fd for key, _ in selector.select(PATIENCE_SECONDS)}
+                if wakeup in ready:
+                    os.read(wakeup, 4096)
+                if source in ready and not self._take(source):
+                    selector.unregister(source)
+                self._scribe.flush(PATIENCE_SECONDS)
+                if self._dump:
+                    self._dump = False
+                    self._dump_stacks(child.pid)
+                if self._changed:
+                    self._changed = False
+                    self._save()
+
+    def _take(self, source: int) -> bool:
+        """Take what the pipe holds; False at its end."""
+        data = os.read(source, 1 << 16)
+        self._scribe.feed(data)
+        return bool(data)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on, and note when it first came."""
+        name = signal.Signals(number).name
+        self._changed |= name not in self._told
+        self._told.setdefault(name, time.time())
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def _ask_for_dump(self, _: int, __: FrameType | None) -> None:
+        self._dump = True
+
+    def _dump_stacks(self, pid: int) -> None:
+        text = self._scribe.hide(stacks.dump(pid, self.rank, self._environ))
+        try:
+            stacks.append(self.attempt / "dumps" / f"rank_{self.rank:05}.txt", text)
+        except OSError as error:
+            self._scribe.note(f"the stacks cannot be written: {error}")
+
+    def _clean_up(self, source: int) -> None:
+        """After the command's end: end what it left running, and take the rest of its output."""
+        self._child_ended = time.time()
+        os.set_blocking(source, False)
+        meanwhile = functools.partial(self._drain, source)
+        _wait_for_children(None, 1.0, meanwhile)
+        left = _wait_for_children(signal.SIGTERM, PATIENCE_SECONDS, meanwhile)
+        _wait_for_children(signal.SIGKILL, PATIENCE_SECONDS, meanwhile)
+        self._drain(source)
+        os.close(source)
+        self._scribe.flush()
+        if left:
+            self._scribe.note(f"ended {left} {'process' if left == 1 else 'processes'} that the command left running")
+        pipe = self._environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+        with contextlib.suppress(OSError):
+            os.unlink(f"{pipe}{self.rank}.pipe")
+
+    def _drain(self, source: int) -> None:
+        """Take all that the pipe holds now."""
+        with contextlib.suppress(BlockingIOError):
+            while self._take(source):
+                pass
+
+    def _ended(self, child: subprocess.Popen[bytes]) -> int:
+        """Record the command's end; its exit code as a shell gives it."""
+        by = signal_name(-child.returncode) if child.returncode < 0 else None
+        code = 128 - child.returncode if child.returncode < 0 else child.returncode
+        found = self._findings.cause(by) if code else None
+        telling = None if found and blameless_signal(by, found.traceback) else by
+        kind = kind_of(found.message if found else "", code, telling) if code else None
+        self._save(
+            ended=self._child_ended,
+            exit=code,
+            signal=by,
+            kind=kind,
+            error=found.message if found else None,
+            error_time=found.time if found else None,
+            traceback=found.traceback if found else None,
+        )
+        return code
+
+    def _save(self, **end: object) -> None:
+        """Write the record; a disk that refuses does not end the rank."""
+        record: dict[str, object] = {"rank": self.rank, "local_rank": self.local_rank, "host": self._host, "pid": os.getpid()}
+        record |= {"child": self._child.pid if self._child else None, "started": self._started, "told": self._told}
+        record |= dict.fromkeys(("ended", "exit", "signal", "kind", "error", "error_time", "traceback"))
+        record |= {"last_line": self._findings.last_line[:1000] or None, "last_output": self._scribe.last_output}
+        record |= {"lines_lost": self._scribe.lost, **end}
+        try:
+            write_json(rank_record(self.attempt, self.rank), record)
+        except OSError as error:
+            print(f"launch.node.rank: rank {self.rank}'s record cannot be written: {error}", file=sys.stderr)
+
+
+class _Wakeup:
+    """The read end of a pipe into which Python writes a byte for every signal: `select` returns at once."""
+
+    def __enter__(self) -> int:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        return self._read
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _may_have_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether the command may find an NVIDIA GPU, and so use NCCL."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return Path("/dev/nvidiactl").exists() if visible is None else visible.strip() not in _NO_GPUS
+
+
+def _die_with_parent() -> None:
+    """Be killed when the parent dies, and be the parent of all that the command leaves behind."""
+    parent = os.getppid()
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+    _prctl(_SUBREAPER, 1)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def die_with(parent: int, number: int) -> None:
+    """Between fork and exec: be sent a signal when the parent dies; end at once where it has died already."""
+    _prctl(_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _in_the_command(keeper: int) -> None:
+    """Between fork and exec: die with the keeper, let the keeper's py-spy look, take signals again."""
+    die_with(keeper, signal.SIGKILL)
+    _prctl(_PTRACER, keeper)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Best effort: a kernel that refuses leaves us with less protection, not without a run."""
+    _LIBC.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0)))
+
+
+def _children() -> list[int]:
+    """Processes whose parent is this one and that still run."""
+    mine = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = entry.read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            mine.append(int(entry.parent.name))
+    return mine
+
+
+def _wait_for_children(number: signal.Signals | None, seconds: float, meanwhile: Callable[[], None]) -> int:
+    """Wait until no child is left, children's children as they become ours, at most so long, sending each the signal: how many got it."""
+    end, told = time.monotonic() + seconds, set[int]()
+    while children := _children():
+        if number is not None:
+            for pid in {*children} - told:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                told.add(pid)
+        meanwhile()
+        if time.monotonic() > end:
+            break
+        time.sleep(0.02)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    return len(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

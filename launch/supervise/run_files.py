@@ -1,0 +1,225 @@
+"""An item's files as its supervisor reads and writes them: the run's own progress and metrics, and the attempts. Standard library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fem_common import secrets
+from launch.job import Item, Job, attempts, launch_folder, read_json, write_json
+from launch.supervise.policy import Decision, End, Failure
+
+_CHECKPOINT = re.compile(r"step_(\d{8,})$")
+_TAIL = 1 << 14  # bytes; more than two lines of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A look at a run's files."""
+
+    state: str | None  # starting | running | complete | stopped | failed; None where nothing is known
+    step: int | None  # the last whole step
+    checkpoint: int | None  # the newest checkpoint's step
+    message: str | None
+    writer: tuple[Any, ...]  # who wrote progress.json, and when: tells one attempt's words from another's
+    metrics: int  # bytes of metrics.jsonl
+    said: int | None = None  # the step in progress.json
+
+
+def look(directory: Path) -> Sight:
+    """How the run in a directory stands, by its own files."""
+    progress = read(directory / "progress.json") or {}
+    metrics = directory / "metrics.jsonl"
+    steps = [step for step in (progress.get("step"), _last_step(metrics)) if isinstance(step, int)]
+    message = progress.get("message")
+    return Sight(
+        state=progress.get("state"),
+        step=max(steps, default=None),
+        checkpoint=newest_checkpoint(directory),
+        message=message if isinstance(message, str) else None,
+        writer=(progress.get("host"), progress.get("pid"), progress.get("time")),
+        metrics=_size(metrics),
+        said=progress.get("step") if isinstance(progress.get("step"), int) else None,
+    )
+
+
+def has_stepped(before: Sight, now: Sight) -> bool:
+    """Whether a step was done between two looks: lines of steps that an earlier attempt left do not count."""
+    ours = now.writer != before.writer and now.said is not None and now.said > (before.checkpoint or 0)
+    return ours or now.metrics != before.metrics
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A small JSON file's object; None where there is none, or where the file system does not answer for a moment."""
+    try:
+        value = read_json(path)
+    except OSError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def newest_checkpoint(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint, or None."""
+    try:
+        names = os.listdir(directory / "checkpoints")
+    except OSError:
+        return None
+    return max((int(match[1]) for match in map(_CHECKPOINT.match, names) if match), default=None)
+
+
+def _last_step(metrics: Path) -> int | None:
+    """The step of the last whole line of a metrics file that has one."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, _size(metrics) - _TAIL))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            step = json.loads(line).get("step")
+        except (ValueError, AttributeError):
+            continue
+        if isinstance(step, int):
+            return step
+    return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+# Variables of whoever started the supervisor that would mislead its ranks: another array's, another torchrun's.
+_FOREIGN = ("SLURM_ARRAY_", "TORCHELASTIC_", "PET_", "MASTER_", "ROLE_", "GROUP_")
+_FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Record:
+    """attempt.json. Times are unix times; steps are None where there is no run to have any."""
+
+    attempt: int
+    started: float
+    job_id: str | None
+    restart_count: int
+    nodes: tuple[str, ...]
+    world_size: int
+    host: str  # of the supervisor
+    pid: int  # of the supervisor
+    ended: float | None = None
+    outcome: str | None = None  # see `policy.End`
+    step_start: int | None = None
+    step_end: int | None = None
+    checkpoint_start: int | None = None
+    checkpoint_end: int | None = None
+    failure: Failure | None = None
+    decision: dict[str, Any] | None = None  # {"action", "delay_seconds", "exclude", "reason"}
+    folder: Path = field(default=Path(), compare=False)
+
+    @property
+    def progress(self) -> bool:
+        """Whether the attempt left a later checkpoint than it started from."""
+        return self.checkpoint_end is not None and self.checkpoint_end > (-1 if self.checkpoint_start is None else self.checkpoint_start)
+
+    @property
+    def end(self) -> End:
+        """The attempt as the policy sees it."""
+        stopped = (self.decision or {}).get("action") == "stop"
+        stepped = self.step_end is not None and self.step_end != (self.step_start or 0)
+        return End(self.outcome or "lost", self.failure, self.progress, self.ended or self.started, stopped, stepped)
+
+    def save(self) -> None:
+        """Write attempt.json."""
+        values = asdict(self)
+        del values["folder"]
+        write_json(self.folder / "attempt.json", values)
+
+    def decided(self, decision: Decision) -> Record:
+        """The record with a decision; saved."""
+        told = {"action": decision.action, "delay_seconds": decision.delay_seconds, "exclude": list(decision.exclude)}
+        record = replace(self, decision={**told, "reason": decision.reason})
+        record.save()
+        return record
+
+
+def records(directory: Path) -> list[Record]:
+    """An item's attempts, oldest first; a folder without a readable attempt.json (its supervisor died within a moment) is passed over."""
+    found = (_read(folder) for folder in attempts(directory))
+    return sorted((record for record in found if record is not None), key=lambda record: record.attempt)
+
+
+def _read(folder: Path) -> Record | None:
+    raw = read_json(folder / "attempt.json")
+    if not isinstance(raw, dict):
+        return None
+    known = {entry.name for entry in fields(Record)} - {"folder"}
+    values = {name: value for name, value in raw.items() if name in known}
+    failure = values.get("failure")
+    try:
+        values["failure"] = Failure(**failure) if failure else None
+        values["nodes"] = tuple(values["nodes"])
+        return Record(**values, folder=folder)
+    except (KeyError, TypeError):
+        return None
+
+
+def close_lost(directory: Path, found: list[Record], trouble: str | None = None) -> list[Record]:
+    """The attempts, those that no supervisor closed now closed as lost: it was killed, or its host went down, or it had ``trouble``."""
+    closed = []
+    for record in found:
+        if record.ended is None:
+            killed = f"the supervisor ended without a word (process {record.pid} on {record.host}): killed, or its host went down"
+            failure, newest = Failure("lost", trouble or killed), newest_checkpoint(directory)
+            record = replace(record, ended=time.time(), outcome="lost", failure=failure, checkpoint_end=newest)
+            record.save()
+        closed.append(record)
+    return closed
+
+
+def new_folder(directory: Path) -> tuple[int, Path]:
+    """The next attempt's number and its folder, made, with logs/ in it."""
+    last = attempts(directory)
+    number = int(last[-1].name) + 1 if last else 1
+    while True:
+        folder = directory / "attempts" / f"{number:04}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        (folder / "logs").mkdir()
+        return number, folder
+
+
+def ranks_environment(job: Job, item: Item, folder: Path, environ: Mapping[str, str], *, local: bool) -> dict[str, str]:
+    """The ranks' whole environment, from the supervisor's ``environ``.
+
+    ``local``: no batch script has set the profile's variables. Variables of a Slurm array reach only commands that are its tasks: any other
+    program would take itself for one.
+    """
+    ours = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES}
+    if local:
+        ours |= {name: str(value) for name, value in (job.profile.get("environment") or {}).items()}
+    ours |= {"PYTHONPATH": job.code, "PYTHONSAFEPATH": "1", "LAUNCH_ATTEMPT": str(folder)}
+    return ours | item.environment
+
+
+def keep_inputs(job: Job, item: Item, folder: Path, environment: Mapping[str, str]) -> None:
+    """Copy what the attempt is made of into its folder: job.sh, config.yaml, and what of the environment may be told."""
+    for source in (launch_folder(Path(job.directory)) / "job.sh", launch_folder(Path(item.directory)) / "config.yaml"):
+        if source.is_file():
+            shutil.copyfile(source, folder / source.name)
+    harmless = secrets.harmless_environment(environment)
+    told = {"python": platform.python_version(), "host": platform.node(), "command": [job.python, *item.arguments], "environment": harmless}
+    write_json(folder / "environment.json", told)

@@ -1,0 +1,263 @@
+"""An attempt from its start to its end: signals noted and passed on, steps watched, hangs dumped and ended. Standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fem_common.signals import taken
+from launch.job import rank_log
+from launch.node.failures import all_told
+from launch.node.logs import Source, Tail
+from launch.node.stacks import stopped_ranks
+from launch.supervise.classify import Observed
+from launch.supervise.journal import Journal
+from launch.supervise.place import Attempt, Place, PlaceError, Running
+from launch.supervise.run_files import Sight, has_stepped, look
+
+SAVE = signal.SIGUSR1  # the time limit is near, the job is preempted, or someone asked
+END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass
+class Signals:
+    """What came, in order; the same one may come many times."""
+
+    received: list[int] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Whether the ranks are to save and end."""
+        return bool(self.received)
+
+    @property
+    def ends(self) -> int:
+        """How often the end of this very process was asked for."""
+        return sum(number in END for number in self.received)
+
+    def forget(self) -> None:
+        """What was asked for is done, and work goes on."""
+        self.received.clear()
+
+    def describe(self) -> str:
+        """The signals' names, each once."""
+        return ", ".join(dict.fromkeys(signal.Signals(number).name for number in self.received))
+
+
+@contextmanager
+def noted() -> Iterator[Signals]:
+    """Note USR1, TERM, INT and HUP instead of ending; USR2 is the ranks' alone."""
+    signals = Signals()
+
+    def note(number: int, _: FrameType | None) -> None:
+        signals.received.append(number)
+
+    with taken((SAVE, *END), note), taken((signal.SIGUSR2,), signal.SIG_IGN):
+        yield signals
+
+
+_LONGEST_LOOK = 30.0  # seconds that may count between two looks: a machine that slept, or a job that was suspended, did not hang
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The profile's ``watchdog``, in seconds; 0: for ever."""
+
+    start: float  # from the start to the first step
+    step: float  # from a step to the next, or to the end
+    save: float  # from a signal to the end
+
+    @classmethod
+    def of(cls, watchdog: Mapping[str, Any], *, steps: bool) -> Patience:
+        """From a profile's values; without ``steps`` (a command) only the time after a signal is watched."""
+        start, step, save = (60.0 * float(watchdog.get(f"{name}_minutes") or 0.0) for name in ("start", "step", "save"))
+        return cls(start if steps else 0.0, step if steps else 0.0, save)
+
+
+class Watchdog:
+    """Watches one attempt."""
+
+    def __init__(self, patience: Patience, now: float) -> None:
+        self.patience = patience
+        self._last_look = now
+        self._waited = 0.0  # seconds since something moved
+        self._mark: object = None
+        self._stepped = self._told = False
+
+    def tell(self) -> None:
+        """A signal asked the attempt to end: from now on that is waited for."""
+        if not self._told:
+            self._told, self._waited = True, 0.0
+
+    def look(self, now: float, mark: object, *, stepped: bool, step: int | None) -> str | None:
+        """Seen at ``now`` (monotonic seconds): a ``mark`` that changes with every step. Why this is a hang, or None.
+
+        ``stepped``: this attempt has done a step; ``step``: the last one.
+        """
+        self._waited += min(now - self._last_look, _LONGEST_LOOK)
+        self._last_look = now
+        if mark != self._mark or stepped != self._stepped:
+            self._stepped = stepped
+            if not self._told and (stepped or self._mark is None):
+                self._waited = 0.0
+            self._mark = mark
+        if self._told:
+            return self._verdict(self.patience.save, "not saved and ended within {} of the signal")
+        if not self._stepped:
+            return self._verdict(self.patience.start, "no first step within {} of the start")
+        return self._verdict(self.patience.step, f"no step for {{}} after step {step}")
+
+    def _verdict(self, patience: float, text: str) -> str | None:
+        return text.format(duration(patience)) if patience and self._waited >= patience else None
+
+
+def duration(seconds: float) -> str:
+    """A time for people: ``20 minutes``, ``1.5 minutes``, ``6 s``."""
+    return f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
+
+
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0  # between looks at the run's files
+REPEAT_SECONDS = 5.0  # between signals to the ranks: one that was still starting did not take the last
+DUMP_SECONDS = 45.0  # for every rank's stacks
+LAST_SECONDS = 3.0  # after SIGTERM on Slurm: SIGKILL follows within KillWait, and the job is to be requeued before
+
+
+class Watch:
+    """One attempt's ranks, watched until they are gone."""
+
+    def __init__(self, attempt: Attempt, place: Place, signals: Signals, journal: Journal, stop: Callable[[], str | None]) -> None:
+        self.attempt, self.place, self.signals, self.journal = attempt, place, signals, journal
+        self._stop = stop  # why someone asked the item to stop, or None
+        self._is_run = attempt.job.kind == "run"
+        self._directory = Path(attempt.item.directory)
+        self._told_at: float | None = None
+        self._ended_at: float | None = None
+
+    def run(self, *, show: bool) -> Observed:
+        """Start the ranks and stay until they are gone; ``show``: print what rank 0 says."""
+        before = look(self._directory)
+        try:
+            running = self.place.start(self.attempt)
+        except PlaceError as error:
+            return Observed(
+                None,
+                before,
+                before,
+                told=self.signals.any,
+                refused=str(error),
+                cancelled=self._stop() is not None,
+                taken=taken_away(self.place, self.signals),
+                queue=self.place.can_requeue,
+            )
+        try:
+            code, hang, cut = self._stay(running, before, Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None)
+        except BaseException:
+            running.kill()
+            raise
+        after = look(self._directory)
+        cancelled = (cut and not self.place.can_requeue) or self._stop() is not None
+        well = code == 0 or (after.writer != before.writer and after.state in ("complete", "stopped"))
+        told = not well and self.place.can_requeue and (hang is None or cut) and all_told(self.attempt.folder)
+        taken = not well and not cancelled and (hang is None or cut) and taken_away(self.place, self.signals, told=told)
+        return Observed(
+            code,
+            before,
+            after,
+            told=self._told_at is not None,
+            hang=hang,
+            down={} if code == 0 else {node: why for node, why in self.place.down_nodes().items() if node in self.attempt.nodes},
+            cancelled=cancelled or (told and self.place.cancelled()),
+            taken=taken,
+        )
+
+    def _stay(self, running: Running, before: Sight, tail: Tail | None) -> tuple[int | None, str | None, bool]:
+        """Until the ranks are gone: the exit code, why it was a hang, and whether there was no time to wait for the end."""
+        patience = Patience.of(self.attempt.job.profile.get("watchdog") or {}, steps=self._is_run)
+        looked = time.monotonic()
+        watchdog = Watchdog(patience, looked)
+        while (code := running.poll()) is None:
+            now = time.monotonic()
+            if self._pass_on(running, watchdog, now):
+                return None, "not saved and ended before the job's end" if self.place.can_requeue else None, True
+            if now - looked >= LOOK_SECONDS:
+                looked = now
+                hang = self._look(watchdog, before, now)
+                if hang:
+                    stopped = self._end_hang(running, hang)
+                    return running.poll(), f"{hang}; {stopped}" if stopped else hang, False
+            _show(tail)
+            time.sleep(POLL_SECONDS)
+        _show(tail)
+        return code, None, False
+
+    def _pass_on(self, running: Running, watchdog: Watchdog, now: float) -> bool:
+        """Tell the ranks to save and end, if that was asked for. True: there is no time for it, and the attempt is over."""
+        if not self.signals.any:
+            return False
+        if self._told_at is None:
+            what = "saving" if self._is_run else "ending"
+            self.journal.say(f"{self.signals.describe()}: {what}")
+            self.journal.state("saving", f"{self.signals.describe()}: {what}")
+            watchdog.tell()
+        if self._told_at is None or now - self._told_at >= REPEAT_SECONDS:
+            self._told_at = now
+            running.signal(signal.SIGUSR1 if self._is_run else signal.SIGTERM)
+        if not self.signals.ends:
+            return False
+        self._ended_at = self._ended_at or now
+        if self.place.can_requeue:
+            return now - self._ended_at >= LAST_SECONDS
+        if self.signals.ends > 1 or self._stop() is not None:
+            running.kill()
+            return True
+        return False
+
+    def _look(self, watchdog: Watchdog, before: Sight, now: float) -> str | None:
+        """The watchdog's verdict upon a look at the run's files."""
+        if not self._is_run:
+            return watchdog.look(now, None, stepped=False, step=None)
+        sight = look(self._directory)
+        return watchdog.look(now, (sight.step, sight.metrics), stepped=has_stepped(before, sight), step=sight.step)
+
+    def _end_hang(self, running: Running, why: str) -> str | None:
+        """Have every rank's stacks written to dumps/, then end them all: the ranks that were stopped, in words."""
+        self.journal.say(f"hang: {why}; every rank is asked for its stacks")
+        running.signal(signal.SIGUSR2)
+        ranks, deadline, sizes = self.attempt.job.world_size, time.monotonic() + DUMP_SECONDS, None
+        while running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+            last, sizes = sizes, sorted(path.stat().st_size for path in (self.attempt.folder / "dumps").glob("rank_*.txt"))
+            if len(sizes) >= ranks and sizes == last:
+                break
+        self.journal.say(f"stacks of {len(sizes or ())} of {ranks} ranks are in {self.attempt.folder / 'dumps'}; ending the attempt")
+        running.kill()
+        stopped = stopped_ranks(self.attempt.folder / "dumps")
+        if not stopped:
+            return None
+        return f"{'rank' if len(stopped) == 1 else 'ranks'} {', '.join(map(str, stopped))} stopped: by SIGSTOP, or a debugger"
+
+
+def taken_away(place: Place, signals: Signals, *, told: bool = False) -> bool:
+    """Whether a bad end was the allocation's: this process was told to end, or the ranks were (``told``), or the queue says so.
+
+    Not where the queue says that it was the time limit, or a person's cancel.
+    """
+    if not place.can_requeue:
+        return False
+    said = place.taken()
+    return said is True or (said is None and (bool(signals.ends) or told))
+
+
+def _show(tail: Tail | None) -> None:
+    """Print the log's new lines; a terminal that went away does not end the run."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in tail.read() if tail else ():
+            print(line.text, flush=True)

@@ -1,0 +1,300 @@
+"""``doctor``: is this machine fit for training; and, with a profile, is the profile right for its cluster?
+
+    doctor [--build] [--fix]                       this machine: packages, GPU, what DeepSpeed has compiled, room
+    doctor --cluster PROFILE.yaml [--nodes 2]      a profile against its cluster, with a trial job of a few minutes on so many nodes
+    doctor --cluster PROFILE.yaml --nodes 0        only what can be seen from here
+
+A line a check: ok, absent (this machine trains without it), warning or FAILED, and what to do about it. Ends with 1 when something FAILED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import UserError, reason
+from fem_common.text import counted
+from launch.cluster import checks, trial
+from launch.cluster.checks import LISTED
+from launch.cluster.profile import Profile, load_profile
+from launch.cluster.trial import Outcome
+from launch.job import attempts, launch_folder
+from launch.job.render import render
+from launch.job.request import work_directory
+from launch.node.checks import Check, Report, read_reports
+from launch.node.hardware import last_line, probe_folder
+from launch.supervise.journal import cordon_path, cordoned
+
+CLEAR = "\r\033[K"
+PYTHON = (3, 11)
+LOOK_SECONDS = 120.0  # for an interpreter on a cold file system to say what it is
+ASK = "import sys, importlib.util as u; print(*sys.version_info[:3], u.find_spec('torch') is not None)"
+REMEDY = {
+    "bandwidth": "NCCL_DEBUG=INFO in the profile's environment shows the network it takes: NCCL_IB_HCA, NCCL_SOCKET_IFNAME, EFA's plugin",
+    "clock": "let the administrators synchronise it (chrony, NTP)",
+    "shared": "paths.shared: folders of a file system that every node mounts",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("--cluster", metavar="PROFILE.yaml", help="the cluster's profile, in configs/cluster (default: check this machine)")
+    parser.add_argument("--build", action="store_true", help="compile DeepSpeed's operations now, one to five minutes each")
+    parser.add_argument("--fix", action="store_true", help="remove the lock files of DeepSpeed compilations that were killed")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the trial job; 0: no job (default: 2, or as many as there are)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile, as slurm.partition=x")
+    parser.add_argument("--wait", type=float, default=300, metavar="S", help="longest wait in the queue, in seconds (default: %(default)g)")
+    parser.add_argument("--directory", metavar="DIR", help="folder for the trial's files (default: the first of paths.shared, or runs)")
+    parser.add_argument("--keep", action="store_true", help="keep the trial's files where all is well, too")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the checks as they are made: 0, 1 where one FAILED."""
+    if arguments.nodes is not None and arguments.nodes < 0:
+        raise UserError(f"--nodes {arguments.nodes}: must be 0 or more")
+    failed = warned = 0
+    if arguments.cluster and (arguments.build or arguments.fix):
+        raise UserError("--build and --fix are of this machine; leave --cluster out")
+    for check in examine(arguments) if arguments.cluster else this_machine(arguments):
+        failed, warned = failed + (check.level == "FAILED"), warned + (check.level == "warning")
+        show(check)
+    print(f"{failed} failed, {counted(warned, 'warning')}" if failed or warned else "all is well")
+    return 1 if failed else 0
+
+
+def show(check: Check) -> None:
+    """A check as a line, over what `compiling` left there, and its remedy as another."""
+    print(f"{CLEAR if sys.stdout.isatty() else ''}{check.level:<8} {check.name:<14} {check.text}")
+    if check.remedy:
+        print(f"{'':<23} -> {check.remedy}")
+    sys.stdout.flush()
+
+
+def compiling(name: str, seconds: float) -> None:
+    """How long an op has been compiling: one line that changes on a terminal, a line twice a minute elsewhere."""
+    live = sys.stdout.isatty()
+    if live or round(seconds) % 30 == 0:
+        line = f"{'...':<8} {name:<14} compiling or loading, {seconds:.0f} s"
+        print(f"{CLEAR}{line}" if live else line, end="" if live else "\n", flush=True)
+
+
+def this_machine(arguments: argparse.Namespace) -> Iterator[Check]:
+    """What `launch.node.machine` finds, as it finds it."""
+    given = [option for option, wanted in (("--build", arguments.build), ("--fix", arguments.fix)) if wanted]
+    with subprocess.Popen([sys.executable, "-m", "launch.node.machine", *given], stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout or ():
+            said = json.loads(line)
+            if isinstance(said, list):
+                compiling(*said)
+            else:
+                yield Check(**said)
+    if child.returncode:
+        yield Check("FAILED", "machine", f"the process that looked ended with {child.returncode}")
+
+
+def examine(arguments: argparse.Namespace) -> Iterator[Check]:
+    """All checks, one after the other; later ones may take minutes. The trial is left out where an earlier one FAILED."""
+    try:
+        profile = load_profile(arguments.cluster, arguments.set)
+    except UserError as error:
+        yield Check("FAILED", "profile", str(error))
+        return
+    yield Check("ok", "profile", f"{arguments.cluster}: {described(profile)}")
+    well = True
+    for check in (*interpreters(profile), *shared_folders(profile), *queue_side(profile, arguments)):
+        well = well and check.level != "FAILED"
+        yield check
+    if arguments.nodes == 0:
+        return
+    if not well:
+        yield Check("warning", "trial", "not made: first mend what FAILED")
+        return
+    try:
+        yield from by_trial(profile, arguments)
+    except OSError as error:
+        yield Check("FAILED", "trial", reason(error), "--directory: a folder that this host and the nodes can write")
+    except UserError as error:
+        yield Check("FAILED", "trial", str(error))
+
+
+def described(profile: Profile) -> str:
+    """What a profile is, in a few words."""
+    nodes = profile.nodes
+    what = f"{counted(nodes.gpus, 'GPU')} a node" if nodes.gpus else f"{counted(profile.processes_per_node, 'process')} a node, no GPUs"
+    container = "" if profile.container.runtime == "none" else f", in a container ({profile.container.runtime})"
+    return f"{profile.scheduler}, {what}{container}"
+
+
+# --- from this host --------------------------------------------------------------------------------------------------------------
+
+
+def interpreters(profile: Profile) -> Iterator[Check]:
+    """The ranks' interpreter, which needs torch, and the supervisor's. One inside a container is left to the trial."""
+    ranks, host = profile.interpreters(sys.executable)
+    inside = profile.container.runtime != "none"
+    if inside or host != ranks:
+        yield interpreter("host_python", host, torch=False)
+    if not inside:
+        yield interpreter("python", ranks, torch=True)
+
+
+def interpreter(key: str, path: str, *, torch: bool) -> Check:
+    """An interpreter of the profile: whether it starts here, is new enough, and has torch."""
+    try:
+        done = subprocess.run([path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return Check(
+            "FAILED", key, f"{path} cannot be started here: {error.strerror}", f"{key}: the path of an interpreter, null for this one"
+        )
+    except subprocess.TimeoutExpired:
+        return Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
+    if done.returncode:
+        return Check("FAILED", key, f"{path} ended with {done.returncode}: {last_line(done.stderr)}")
+    *version, has_torch = done.stdout.split()
+    text = f"{path}: Python {'.'.join(version)}"
+    if tuple(map(int, version)) < PYTHON:
+        return Check("FAILED", key, text, f"{key}: Python {'.'.join(map(str, PYTHON))} or newer")
+    if torch and has_torch != "True":
+        return Check("FAILED", key, f"{text} has no torch", f"{key}: the environment that the project is installed in")
+    return Check("ok", key, text)
+
+
+def shared_folders(profile: Profile) -> Iterator[Check]:
+    """The shared folders as they are here."""
+    if not profile.paths.shared and profile.scheduler == "slurm":
+        text = "paths.shared is empty: only the trial's own folder is checked"
+        yield Check("warning", "shared folders", text, "paths.shared: where runs, data and the interpreter are")
+    for name in profile.paths.shared:
+        try:
+            yield Check("ok", "shared folder", f"{name}: {probe_folder(Path(name)):.0f} GB free")
+        except OSError as error:
+            yield Check("FAILED", "shared folder", f"{name}: cannot be written here: {error.strerror or error}", REMEDY["shared"])
+
+
+def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
+    """What Slurm says, and the nodes that runs keep away from."""
+    if profile.scheduler != "slurm":
+        return
+    yield from checks.of_slurm(profile, arguments.nodes)
+    file = cordon_path(profile.paths.cordon, work_directory())
+    if away := cordoned(file):
+        told = "; ".join(f"{node} ({entry.reason})" for node, entry in list(away.items())[:LISTED])
+        yield Check("warning", "cordon", f"{len(away)} nodes: {told}", f"delete their lines in {file} once they are well")
+
+
+# --- the trial -------------------------------------------------------------------------------------------------------------------
+
+
+def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
+    """Make the trial, say what came of it, and remove its files where all was well."""
+    base = Path(arguments.directory or next(iter(profile.paths.shared), "runs")).absolute()
+    directory = base / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    launch_folder(directory).mkdir(parents=True)
+    well = False
+    try:
+        nodes = trial_nodes(profile, arguments.nodes)
+        job, mine = trial.make(profile, arguments.cluster, nodes, directory)
+        if profile.scheduler == "slurm":
+            script = launch_folder(directory) / "job.sh"
+            script.write_text(render(job, mine), encoding="utf-8")
+            yield (taken := checks.would_take(script))
+            if taken.level == "FAILED":
+                return
+            outcome = trial.on_slurm(job, script, arguments.wait, progress)
+        else:
+            outcome = trial.here(job, progress)
+        found = list(findings(profile, outcome))
+        well = all(check.level != "FAILED" for check in found)
+        yield from found
+    finally:
+        if well and not arguments.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+        else:
+            print(f"{'':<23} the trial's files: {directory}")
+
+
+def progress(text: str) -> None:
+    """Say on a terminal what the trial is doing, in place of what it did before."""
+    if sys.stderr.isatty():
+        print(f"{CLEAR}... {text}", end="", file=sys.stderr, flush=True)
+
+
+def trial_nodes(profile: Profile, wanted: int | None) -> int:
+    """Nodes of the trial: as many as wanted, else two where there are two in service. Raises SlurmError."""
+    if profile.scheduler != "slurm":
+        return 1
+    if wanted is not None:
+        return wanted
+    names = set((profile.slurm.partition or "").split(",")) - {""}
+    known = [node for node in checks.all_nodes() if not names or names & set(node.partitions)]
+    gpus, away = profile.nodes.gpus or 0, checks.hosts(profile.slurm.exclude)
+    fit = [node for node in known if node.in_service and node.gpus >= gpus and node.name not in away]
+    return max(1, min(2, len(fit)))
+
+
+def findings(profile: Profile, outcome: Outcome) -> Iterator[Check]:
+    """What the trial says, a line for each node and each thing that the nodes do together."""
+    folders = attempts(outcome.directory)
+    reports: dict[str, Report] = {}
+    if folders and outcome.nodes:
+        reports = read_reports(folders[-1] / "health", outcome.nodes, outcome.began, profile.health.clock_skew_seconds)
+    for report in reports.values():
+        yield from report.checks()
+    if outcome.result is None:
+        unfit = any(not report.ok for report in reports.values())
+        lines = "".join(f"\n{'':<23} | {line}" for line in ([] if unfit else outcome.tail))
+        see = f"python -m launch logs --errors {shlex.quote(str(outcome.directory))}"
+        yield Check("FAILED", "trial", f"{outcome.trouble}{lines}", "" if unfit else see)
+        return
+    yield Check("ok", "trial", f"ran on {', '.join(outcome.nodes)}")
+    yield from (Check("FAILED", "shared folder", fault, REMEDY["shared"]) for fault in outcome.result["shared"])
+    if not outcome.result["shared"]:
+        yield Check("ok", "shared folders", "every node writes into them and sees what the others wrote")
+    yield of_bandwidth(profile, outcome.result)
+    yield from of_clocks(profile, outcome)
+
+
+def of_bandwidth(profile: Profile, result: dict[str, Any]) -> Check:
+    """The all-reduce against its floor, and the slowest neighbours where it is below."""
+    if not result.get("sizes"):
+        return Check("ok", "all-reduce", "not measured: there is one process")
+    floor, largest = profile.health.all_reduce_gb_per_second, result["sizes"][-1]
+    ranks = f"{counted(result['world_size'], 'rank')} on {counted(len(result['nodes']), 'node')} over {result['backend']}"
+    text = f"{ranks}: bus bandwidth {largest['bus']:.4g} GB/s"
+    text += f" (algorithm {largest['algorithm']:.4g}) at {largest['mib']} MiB; {result['sizes'][0]['milliseconds']:.3g} ms for 1 MiB"
+    if floor is None:
+        return Check("ok", "all-reduce", f"{text}; no floor is set (health.all_reduce_gb_per_second)")
+    if largest["bus"] >= floor:
+        return Check("ok", "all-reduce", f"{text}; floor {floor:g}")
+    if slowest := sorted(result.get("pairs") or (), key=lambda pair: float(pair["bus"]))[:2]:
+        text += "; slowest neighbours: " + ", ".join(f"{'+'.join(pair['nodes'])} {pair['bus']:.4g}" for pair in slowest)
+    return Check("FAILED", "all-reduce", f"{text}; below the floor of {floor:g}", REMEDY["bandwidth"])
+
+
+def of_clocks(profile: Profile, outcome: Outcome) -> Iterator[Check]:
+    """The nodes' clocks beside this host's: only what is certain in spite of the time that files take to be seen is held against them."""
+    assert outcome.result is not None
+    told, limit = outcome.result["clocks"], profile.health.clock_skew_seconds
+    least, most = told["written"] - outcome.received, told["ahead_at_most"]
+    off = {}
+    for node, skew in told["skew"].items():
+        if least + skew > limit:
+            off[node] = f"at least {least + skew:.1f} s ahead of this host"
+        elif most is not None and most + skew < -limit:
+            off[node] = f"at least {-most - skew:.1f} s behind this host"
+        elif abs(skew) > limit:
+            off[node] = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} {outcome.result['nodes'][0]}"
+    yield from (Check("FAILED", "clock", f"{node} is {text}", REMEDY["clock"]) for node, text in off.items())
+    if not off:
+        apart = max(told["skew"].values()) - min(told["skew"].values())
+        known = "" if most is None else f", with this host to within {max(most, -least, 0.01):.2g} s"
+        yield Check("ok", "clocks", f"the nodes agree to {apart * 1e3:.2g} ms{known}")

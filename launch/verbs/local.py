@@ -1,0 +1,142 @@
+"""``local``: a training run, or any command of ours, on this machine, with the restarts, directory and snapshot that Slurm jobs have.
+
+    local CONFIG.yaml [section.key=value ...] --processes 2
+    local --tasks 4 --at-once 2 -- data_prep run --out DIR
+
+Rank 0's lines are shown as they come. Ctrl-C (or SIGTERM) saves a checkpoint and ends with 0, a second one ends at once; the same command
+goes on from there. A crash or a hang restarts the run, until it fails without progress too often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from fem_common.errors import UserError
+from fem_common.signals import taken
+from launch.cluster.profile import SHIPPED, from_json
+from launch.cluster.slurm import clean_environment
+from launch.job import Job
+from launch.job.item_state import counted, standings
+from launch.node import hardware
+from launch.node.rank import die_with
+from launch.verbs.submit import add_place_arguments, prepare, request_of
+
+POLL_SECONDS = 0.1
+
+
+def supervisor_command(job: Job, index: int) -> tuple[list[str], dict[str, str]]:
+    """The argv and the environment of an item's supervisor, which runs from the job's snapshot."""
+    profile = from_json(job.profile)
+    item = ["--item", str(index)] if job.array else []
+    command = [profile.interpreters(sys.executable)[1], "-m", "launch.supervise", job.directory, *item]
+    return command, {**clean_environment(), **profile.environment, "PYTHONPATH": job.code, "PYTHONSAFEPATH": "1"}
+
+
+def run_items(job: Job, items: Sequence[int], *, at_once: int = 1) -> int:
+    """Run the items' supervisors, ``at_once`` at a time, to their ends: 0, or the exit code of the first that failed.
+
+    An item that is under way or over when its turn comes, by another command, is left out.
+    SIGINT and SIGTERM are passed on to those that run, and no more are started; if this process is killed, they save and end.
+    """
+    waiting, worst, tied = list(items), 0, functools.partial(die_with, os.getpid(), signal.SIGTERM)
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    with _passed_on(running) as ending:
+        while running or (waiting and not ending):
+            while waiting and len(running) < max(at_once, 1) and not ending:
+                index = waiting.pop(0)
+                if (now := standings(job, ask=False)[index]).kind != "idle":
+                    print(f"{job.items[index].name}: left out: {now.where or now.kind}", flush=True)
+                    continue
+                command, environment = supervisor_command(job, index)
+                running[index] = subprocess.Popen(
+                    command, cwd=job.working_directory, env=environment, start_new_session=True, preexec_fn=tied
+                )
+            for index, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[index]
+                    worst = worst or process.returncode
+                    if job.array:
+                        how = "ended well" if process.returncode == 0 else f"ended with {process.returncode}"
+                        print(f"{job.items[index].name}: {how}; {len(waiting) + len(running)} to go", flush=True)
+            time.sleep(POLL_SECONDS)
+    return worst if worst >= 0 else 128 - worst
+
+
+@contextmanager
+def _passed_on(running: dict[int, subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """The signals to end that came, each passed on to the supervisors, which have sessions of their own."""
+    came: list[int] = []
+
+    def take(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        for process in running.values():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    with taken((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), take):
+        yield came
+
+
+SMI_SECONDS = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="a run and settings that replace the file's")
+    parser.set_defaults(rest=[])  # the words after --
+    add_place_arguments(parser, cluster_required=False)
+    parser.add_argument("--tasks", type=int, metavar="N", help="of a command: so many tasks, as of a job array")
+    parser.add_argument("--at-once", type=int, default=1, metavar="K", help="of --tasks: so many at a time (default: %(default)s)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prepare the job and run it here: its supervisor's exit code. Does not return for a job of one item: the supervisor takes the process.
+
+    Raises:
+        UserError: the profile is for Slurm, the job is at work already, or its settings differ from those it began with.
+    """
+    arguments.cluster = arguments.cluster or default_profile()
+    request = request_of(arguments)
+    if request.profile.scheduler != "local":
+        raise UserError(f"{arguments.cluster} is a profile of Slurm; to run there: python -m launch submit")
+    if request.nodes != 1:
+        raise UserError(f"--nodes {request.nodes}: this is one machine; --processes says how many ranks")
+    job = prepare(request, data=True)
+    known = standings(job)
+    ready = [standing.index for standing in known if standing.kind == "idle"]
+    if not ready:
+        print(f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to do it anew, or with other settings: --update")
+        return 0
+    if job.array:
+        for standing in known:
+            if standing.kind in ("active", "stopped"):
+                told = standing.where if standing.kind == "active" else standing.message
+                print(f"{job.items[standing.index].name}: left out: {told}", flush=True)
+        return run_items(job, ready, at_once=arguments.at_once)
+    return _become_supervisor(job)
+
+
+def _become_supervisor(job: Job) -> int:
+    """Replace this process by the job's supervisor, which runs from the snapshot; signals and exit code are then its own."""
+    command, environment = supervisor_command(job, 0)
+    print(f"{job.name}: {job.directory}", flush=True)
+    sys.stderr.flush()
+    os.chdir(job.working_directory)
+    os.execvpe(command[0], [*command, "--show"], environment)
+
+
+def default_profile() -> str:
+    """The shipped profile for this machine: with its GPUs, where nvidia-smi lists some. Raises UserError where profiles are not shipped."""
+    path = SHIPPED / ("local_gpu.yaml" if hardware.listed(SMI_SECONDS) else "local_cpu.yaml")
+    if not path.is_file():
+        raise UserError(f"{path} is not there; give a profile: --cluster PROFILE.yaml with scheduler: local")
+    return str(path)

@@ -1,0 +1,250 @@
+"""``logs``: what a run's ranks and its supervisor said, merged by time, each line with who said it.
+
+    logs DIR              the last attempt, all ranks
+    logs DIR -f           the last lines, and what comes, over restarts, until the run is over
+    logs DIR --errors     which rank failed first, on which node, its traceback, and who followed
+
+DIR is a job's directory, or that of one task of an array.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import UserError
+from launch.job import Item, Job, attempts, launch_folder, read_json, read_json_lines
+from launch.job.item_state import find_job, is_resubmitted
+from launch.node.failures import Failure, failures
+from launch.node.logs import Follower, Line, Source, Tail, agent_sources, merged, rank_sources, slurm_source, supervisor_source
+
+FOLLOWERS = 8  # ranks that failed after the first are told of, one by one; the rest are counted
+LAST_LINES = 15  # of a rank that gave no traceback
+
+
+def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
+    """A text for each attempt that failed: of the last one that did; of all (``all``); of one (``3``). Nothing where none failed."""
+    directory = Path(item.directory)
+    there = attempts(directory)
+    if wanted not in (None, "all"):
+        there = [path for path in there if str(int(path.name)) == wanted]
+    told = list[str]()
+    for attempt in reversed(there) if wanted is None else there:
+        text = _attempt(item, attempt)
+        if text:
+            yield text
+            told.append(text)
+            if wanted is None:
+                break
+    stop = read_json(launch_folder(directory) / "stop.json")
+    if isinstance(stop, dict) and (told or stop.get("why") == "gave up"):
+        message = stop.get("message") or "no reason given"
+        if not any(message in text for text in told):
+            yield f"{item.name}: {stop.get('why')}: {message}"
+
+
+def _attempt(item: Item, attempt: Path) -> str | None:
+    """What went wrong in an attempt, or None where nothing did."""
+    record = read_json(attempt / "attempt.json") or {}
+    failed = failures(attempt, running=not record.get("ended"))
+    told: dict[str, Any] = record.get("failure") or {}
+    if not told and (not failed or record.get("outcome") in ("finished", "saved", "cancelled", "busy")):
+        return None
+    after = f" after step {told['step']}" if told.get("step") is not None else ""
+    lines = [f"{item.name}, attempt {int(attempt.name)} ({record.get('outcome') or 'goes on'}{after}):"]
+    by_rank = bool(failed) and told.get("kind") not in ("hang", "health")
+    if told and not (by_rank and told.get("message") == failed[0].message):
+        lines.append(f"  {told.get('kind')}: {told.get('message')}")
+    if by_rank:
+        lines += _first(attempt, failed)
+    dumps = sorted((attempt / "dumps").glob("rank_*.txt"))
+    if dumps:
+        lines.append(f"  stacks of {len(dumps)} rank{'s' * (len(dumps) != 1)}: {attempt / 'dumps'}")
+    decision = record.get("decision")
+    if isinstance(decision, dict):
+        lines.append(f"  then: {decision.get('action')}: {decision.get('reason')}")
+    return "\n".join(lines)
+
+
+def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
+    """The rank that is the likely cause, which failed first where no other's word is older, and the others."""
+    first, *rest = failed
+    word = "first" if all(failure.time >= first.time for failure in rest) else "most likely"
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
+    yield f"  {word}: rank {first.rank} on {first.host} at {clock}: {first.message}"
+    said = first.traceback.splitlines() if first.traceback else _last_lines(attempt, first.rank)
+    yield from (f"    {line}" for line in said)
+    for failure in rest[:FOLLOWERS]:
+        who, later = f"rank {failure.rank} on {failure.host}", failure.time - first.time
+        yield f"  {f'then:  {who}, {later:+.1f} s' if later >= 0 else f'also:  {who}'}: {failure.message}"
+    if len(rest) > FOLLOWERS:
+        yield f"  and {len(rest) - FOLLOWERS} more"
+
+
+def _last_lines(attempt: Path, rank: int) -> list[str]:
+    """The end of a rank's log."""
+    lines: list[str] = []
+    for source in rank_sources(attempt, {rank}):
+        tail = Tail(source)
+        tail.skip_to_last(LAST_LINES)
+        lines += [line.text for line in tail.read()]
+    return lines
+
+
+FOLLOW_SECONDS = 0.5
+FOLLOW_LAST = 20  # lines that -f begins with
+SLURM_LINES = 15  # of Slurm's file, where nothing else says why
+OVER = ("finished", "stopped", "cancelled")  # a supervisor's states after which no line comes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("directory", metavar="DIR", help="the directory of a run, a job, or a task of an array")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until the run is over")
+    parser.add_argument("--attempt", metavar="N|all", help="another attempt than the last; all: every one")
+    parser.add_argument("--rank", metavar="R", help="these ranks alone: 3, or 0,8-15")
+    parser.add_argument("--item", metavar="I", type=int, help="of an array, this task alone")
+    parser.add_argument("--errors", action="store_true", help="the rank that failed first, and why")
+    parser.add_argument("--tail", metavar="N", type=int, help=f"only the last N lines (with -f: {FOLLOW_LAST})")
+    parser.add_argument("--time", action="store_true", help="with the time of each line")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the lines. Raises UserError where there is no such job, item, attempt or rank."""
+    job, items = _items(arguments.directory, arguments.item)
+    if arguments.tail is not None and arguments.tail < 1:
+        raise UserError(f"--tail is {arguments.tail}; it must be at least 1")
+    if arguments.errors:
+        return _errors(job, items, arguments)
+    ranks = _ranks(arguments.rank, job.world_size)
+    for item in items:
+        _check_attempt(Path(item.directory), arguments.attempt)
+
+    def find() -> Iterator[Source]:
+        for item in items:
+            yield from _sources(job, item, arguments.attempt, ranks, named=len(items) > 1)
+
+    if arguments.follow:
+        _follow(job, items, Follower(find, arguments.tail or FOLLOW_LAST), arguments.time)
+        return 0
+    if arguments.tail is not None:
+        lines: Iterable[Line] = Follower(find, arguments.tail).read()
+    else:
+        lines = merged(find())
+    printed = _print(lines, arguments.time)
+    if not printed:
+        print(f"launch: {arguments.directory}: nothing was said yet", file=sys.stderr)
+    return 0
+
+
+def _items(directory: str, index: int | None) -> tuple[Job, list[Item]]:
+    """The job, and the items that are meant."""
+    job, found = find_job(directory)
+    if index is None:
+        return job, [job.items[one] for one in found]
+    if index not in found:
+        raise UserError(f"--item {index}: {directory} has the items {found[0]} to {found[-1]}")
+    return job, [job.items[index]]
+
+
+def _ranks(text: str | None, world_size: int) -> set[int] | None:
+    """``0,8-15`` as numbers; None: all."""
+    if text is None:
+        return None
+    ranks = set[int]()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not match:
+            raise UserError(f"--rank {text}: not a rank; give 3, or 0,8-15")
+        ranks |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if ranks and max(ranks) >= world_size:
+        raise UserError(f"--rank {text}: the job has the ranks 0 to {world_size - 1}")
+    return ranks
+
+
+def _check_attempt(item: Path, wanted: str | None) -> None:
+    """Raises UserError where there is no such attempt."""
+    if wanted not in (None, "all") and not any(str(int(path.name)) == wanted for path in attempts(item)):
+        numbers = ", ".join(str(int(path.name)) for path in attempts(item)) or "none yet"
+        raise UserError(f"--attempt {wanted}: {item} has the attempts {numbers}")
+
+
+def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *, named: bool) -> Iterator[Source]:
+    """The files to read now: of the wanted attempt, of the last one, or of all."""
+    directory = Path(item.directory)
+    there = attempts(directory)
+    chosen = there if wanted == "all" else [path for path in there if str(int(path.name)) == wanted] if wanted else there[-1:]
+    sources = [source for attempt in chosen for source in rank_sources(attempt, ranks)]
+    if ranks is None:
+        only = chosen[0] if len(chosen) == 1 and (wanted or len(there) > 1) else None
+        sources += [source for attempt in chosen for source in agent_sources(attempt)]
+        sources += [supervisor_source(directory, only), *(slurm_source(path, directory, only) for path in _slurm_files(job, item))]
+    for source in sources:
+        yield replace(source, label=f"{item.name} {source.label}") if named else source
+
+
+def _slurm_files(job: Job, item: Item) -> list[Path]:
+    """The files of Slurm's jobs that ran, or are to run, the item."""
+    directory = Path(item.directory)
+    records = [read_json(path / "attempt.json") for path in attempts(directory)] + [read_json(launch_folder(directory) / "state.json")]
+    task = f"_{job.items.index(item)}" if job.array else ""
+    sent = [{"job_id": f"{line.get('job_id')}{task}"} for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")]
+    ids = dict.fromkeys(str(record["job_id"]) for record in [*sent, *records] if isinstance(record, dict) and record.get("job_id"))
+    folder = Path(job.profile.get("logs") or launch_folder(Path(job.directory)))
+    return [path for job_id in ids if (path := folder / f"slurm-{job_id}.out").is_file()]
+
+
+def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) -> None:
+    """Print what comes until every item is over, or until interrupted."""
+    try:
+        while True:
+            over = all(_is_over(job, item) for item in items)  # before the last look
+            _print(follower.read(), with_time)
+            if over:
+                return
+            time.sleep(FOLLOW_SECONDS)
+    except KeyboardInterrupt:
+        return
+
+
+def _is_over(job: Job, item: Item) -> bool:
+    """Whether nothing more will come: its supervisor is done, and it was not submitted again since."""
+    state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
+    return state.get("state") in OVER and not is_resubmitted(job, job.items.index(item), state)
+
+
+def _print(lines: Iterable[Line], with_time: bool) -> int:
+    """Print lines; how many there were."""
+    printed = 0
+    for line in lines:
+        clock = time.strftime("%m-%d %H:%M:%S", time.localtime(line.time)) + f"{line.time % 1:.3f} "[1:] if with_time else ""
+        sys.stdout.write(f"{clock}{line}\n")
+        printed += 1
+    sys.stdout.flush()
+    return printed
+
+
+def _errors(job: Job, items: list[Item], arguments: argparse.Namespace) -> int:
+    """Print why each item's attempt failed; where no attempt began, what Slurm says."""
+    said = 0
+    for item in items:
+        _check_attempt(Path(item.directory), arguments.attempt)
+        for text in blame(item, arguments.attempt):
+            print(text)
+            said += 1
+        began = attempts(Path(item.directory))
+        slurm = [line for path in _slurm_files(job, item) for line in slurm_source(path, Path(item.directory)).lines()]
+        if slurm and not began:
+            print(
+                f"{item.name}: no attempt began; Slurm's file ends with:", *(f"    {line.text}" for line in slurm[-SLURM_LINES:]), sep="\n"
+            )
+            said += 1
+    if not said:
+        print(f"{arguments.directory}: no rank failed")
+    return 0

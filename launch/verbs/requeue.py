@@ -1,0 +1,116 @@
+"""``requeue``: continue a run that was cancelled, gave up or was lost, with the code it began with; one that runs saves and starts again.
+
+requeue DIR...                               as it was submitted
+requeue DIR --cluster PROFILE --exclude n7   with what the profile says now, and not on node n7
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fem_common.errors import UserError
+from launch.cluster import slurm
+from launch.cluster.profile import from_json, load_profile
+from launch.job import Job, launch_folder, read_json
+from launch.job.item_state import Standing, counted, find_job, standings
+from launch.job.plan import locked
+from launch.job.request import absolute
+from launch.job.snapshot import read_code
+from launch.verbs.local import run_items
+from launch.verbs.submit import excluded, send
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="directory of a run or a job, or of one item of an array")
+    parser.add_argument("--cluster", metavar="PROFILE.yaml", help="a profile to read again (default: as it was submitted)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of --cluster, as slurm.time=48:00:00")
+    parser.add_argument("--exclude", action="append", default=[], metavar="NODES", help="nodes not to use, besides the profile's")
+    parser.add_argument("--at-once", type=int, metavar="K", help="of an array: so many tasks at a time")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Requeue each directory's items that are not finished: 0, or a local run's exit code. Raises UserError."""
+    if arguments.set and not arguments.cluster:
+        raise UserError("--set changes a profile that is read again; give --cluster, too")
+    worst = 0
+    for directory in arguments.directories:
+        job, items = find_job(directory)
+        with locked(Path(job.directory)):
+            begin = _requeue(job, items, arguments)
+        if begin is not None:
+            worst = max(worst, run_items(*begin, at_once=arguments.at_once or 1))
+    return worst
+
+
+def _requeue(job: Job, items: Sequence[int], arguments: argparse.Namespace) -> tuple[Job, list[int]] | None:
+    """Restart what runs, and submit what does not: on this machine, what is to be started once the directory is let go."""
+    chosen = [standing for standing in standings(job) if standing.index in items]
+    begin = [standing.index for standing in chosen if standing.kind in ("stopped", "idle")]
+    restart(job, [standing for standing in chosen if standing.kind == "active"], arguments.exclude)
+    if not begin:
+        if not any(standing.kind == "active" for standing in chosen):
+            print(f"{job.name}: nothing to do: {counted(chosen)}; to do it anew: submit it with --update")
+        return None
+    if read_code(Path(job.directory)) is None:
+        raise UserError(f"{job.directory}: its code snapshot is gone; submit it again: that takes a new one")
+    profile = from_json(job.profile)
+    if arguments.cluster:
+        profile = load_profile(arguments.cluster, arguments.set)
+        job = replace(job, profile=profile.as_json(), profile_path=absolute(arguments.cluster))
+        job.save()
+    for index in begin:
+        _allow(job, index)
+    if profile.scheduler != "slurm":
+        return job, begin
+    exclude = excluded(job, arguments.exclude)
+    job_id = send(job, profile, begin, at_once=arguments.at_once, after=None, exclude=exclude)
+    print(f"requeued {job.name} as job {job_id}: {f'{len(begin)} of {len(job.items)} items' if job.array else job.directory}")
+    return None
+
+
+def _allow(job: Job, index: int) -> None:
+    """Nothing forbids an item's start any more."""
+    (launch_folder(Path(job.items[index].directory)) / "stop.json").unlink(missing_ok=True)
+
+
+def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> None:
+    """Tell what runs to save and start again, though it may be saving in order to end; release what is held.
+
+    What waits is excluded from the nodes that are cordoned now, the profile's and those ``named``, and from no other.
+
+    Raises:
+        UserError: one is on a machine that is out of reach.
+    """
+    for standing in active:
+        if standing.pid is None and standing.job_id is None:
+            raise UserError(f"{job.directory}: {standing.message}; requeue it there")
+        _allow(job, standing.index)
+        if standing.pid is not None:
+            os.kill(standing.pid, signal.SIGUSR1)
+            told = "saves and starts again"
+        else:
+            told = _restart_on_slurm(job, standing, str(standing.job_id), named)
+        print(f"{job.items[standing.index].name}: {standing.where} {told}")
+
+
+def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:
+    state = read_json(launch_folder(Path(job.items[standing.index].directory)) / "state.json") or {}
+    over = state.get("job_id") == job_id and state.get("state") in ("cancelled", "stopped")
+    if standing.state == "COMPLETING" or (standing.state == "RUNNING" and over):
+        return "is just ending; if it does not come back to the queue, give this command again"
+    if standing.state == "RUNNING":
+        slurm.signal_batch([job_id], "USR1")
+        return "saves and goes back to the queue"
+    if "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
+        slurm.release([job_id])
+        return "was held, and is released"
+    away = list(dict.fromkeys([*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]))
+    slurm.exclude(job_id, away)
+    reason = f" ({standing.message})" if standing.message else ""
+    return f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"

@@ -1,0 +1,376 @@
+"""``status``: how runs stand, one line a run: queue, attempt, step, loss, tokens/s, time left, the last step's age.
+
+    status                all under runs/ but those that ended more than a day ago
+    status DIR... --items each task of an array on a line of its own
+    status --watch 10     again every 10 seconds, until all are over
+
+DIR is a job's directory, or a folder with such directories below it. What Slurm says of a job counts more than what its supervisor
+wrote last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import UserError
+from fem_common.text import count, duration
+from launch.cluster import slurm
+from launch.job import Job, attempts, launch_folder, load_job, read_json
+from launch.job.item_state import AT_WORK, find_job, is_resubmitted, process_of, state_of, submissions
+from launch.node.logs import started
+
+OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states
+LAST_SUBMISSIONS = 5  # of a job are asked for
+_STEPPING = ("running", "running?", "saving", "saving?")  # states in which steps may be made
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Row:
+    """An item, or a whole array. What is not known is None."""
+
+    name: str
+    directory: str
+    state: str  # queued, starting, checking, running, saving, waiting; finished, stopped, cancelled, lost; "new"; of an array: counts
+    active: bool  # it is in the queue or at work
+    job_id: str | None = None
+    queue: str | None = None  # Slurm's own word: RUNNING
+    attempt: int | None = None
+    failures: int = 0
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    valid_loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    step_age: float | None = None  # seconds since the last step's line, of an active run
+    since: float | None = None  # unix time of the supervisor's last word
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What Slurm says: its answer, or why there is none."""
+
+    states: Mapping[str, slurm.QueueState]
+    silent: str | None = None
+
+
+def ask(jobs: Sequence[Job]) -> Queue:
+    """Slurm's word on all jobs that are not over, in one question."""
+    ids = list[str]()
+    for job in jobs:
+        states = [state_of(item.directory) for item in job.items] if job.profile.get("scheduler") == "slurm" else []
+        if any(state.get("state") not in OVER or is_resubmitted(job, index, state) for index, state in enumerate(states)):
+            ids += _submitted(job)
+    if not ids:
+        return Queue({})
+    try:
+        return Queue(slurm.queue(ids))
+    except slurm.SlurmError as error:
+        return Queue({}, str(error))
+
+
+def rows_of(job: Job, queue: Queue, now: float, items: Sequence[int] | None = None) -> list[Row]:
+    """A row for each item of a job, or for some of them."""
+    return [_row(job, index, queue, now) for index in (range(len(job.items)) if items is None else items)]
+
+
+def summary(job: Job, rows: Sequence[Row]) -> Row:
+    """An array as one row: how many are in which state, and the first trouble."""
+    counts = Counter(row.state for row in rows)
+    trouble = next((row for row in rows if row.state in ("lost", "stopped") or row.failures), None)
+    message = f"{trouble.name}: {trouble.message}" if trouble and trouble.message else ""
+    ids = [row.job_id.partition("_")[0] for row in rows if row.job_id]
+    return Row(
+        name=job.name,
+        directory=job.directory,
+        state=", ".join(f"{count} {state}" for state, count in counts.items()),
+        active=any(row.active for row in rows),
+        job_id=ids[-1] if ids else None,
+        failures=sum(row.failures for row in rows),
+        since=max((row.since for row in rows if row.since is not None), default=None),
+        message=message,
+    )
+
+
+def _submitted(job: Job) -> list[str]:
+    return [str(line["job_id"]) for line in submissions(job)[-LAST_SUBMISSIONS:]]
+
+
+def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
+    item = job.items[index]
+    state = state_of(item.directory)
+    job_id, found = _queued(job, index, queue)
+    stop = read_json(launch_folder(Path(item.directory)) / "stop.json")
+    stop = stop if isinstance(stop, dict) else None
+    again = stop is None and state.get("state") in OVER and is_resubmitted(job, index, state)
+    word, message = _word(job, {} if again else state, stop, job_id, found, queue.silent)
+    active = bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
+    numbers = _numbers(Path(item.directory), active, word in _STEPPING, now) if job.kind == "run" else {}
+    return Row(
+        name=item.name,
+        directory=item.directory,
+        state=word,
+        active=active,
+        job_id=job_id or (str(state["job_id"]) if state.get("job_id") else None),
+        queue=found.state if found else None,
+        attempt=state.get("attempt"),
+        failures=int(state.get("failures") or 0),
+        since=state.get("time"),
+        message=message or ("" if again else str(state.get("message") or "")),
+        **numbers,
+    )
+
+
+def _queued(job: Job, index: int, queue: Queue) -> tuple[str | None, slurm.QueueState | None]:
+    """The item's job id and Slurm's word on it: an active one before the last one."""
+    found: tuple[str | None, slurm.QueueState | None] = (None, None)
+    for submitted in _submitted(job) if job.profile.get("scheduler") == "slurm" else ():
+        job_id = f"{submitted}_{index}" if job.array else submitted
+        state = queue.states.get(job_id)
+        if state is not None and not (found[1] and found[1].active and not state.active):
+            found = job_id, state
+    return found
+
+
+def _word(
+    job: Job,
+    state: Mapping[str, Any],
+    stop: Mapping[str, Any] | None,
+    job_id: str | None,
+    found: slurm.QueueState | None,
+    silent: str | None,
+) -> tuple[str, str]:
+    """The state in one word, and a message where there is a better one than the supervisor's."""
+    said = state.get("state")
+    if said == "finished":
+        return said, ""
+    if found is not None and found.active:
+        return _in_queue(said, state, found)
+    if said in (*AT_WORK, "requeued") and job.profile.get("scheduler") == "slurm" and silent:
+        return f"{said}?", ""
+    if said in AT_WORK and job.profile.get("scheduler") != "slurm":
+        if process_of(state) is not None:
+            return str(said), ""
+        if state.get("host") and state["host"] != socket.gethostname():
+            return f"{said}?", f"on {state['host']}, which cannot be seen from here"
+    if stop is not None or said in OVER:
+        why = "cancelled" if "cancelled" in (said, (stop or {}).get("why")) else "stopped"
+        return why, str((stop or {}).get("message") or "")
+    if said is not None:
+        gone = f"job {job_id}: {found.state}" if found else f"its supervisor (process {state.get('pid')} on {state.get('host')}) is gone"
+        return "lost", f"{gone}; `python -m launch requeue {shlex.quote(job.directory)}` continues"
+    if found is not None:
+        see = f"python -m launch logs {shlex.quote(job.directory)}"
+        why = f" ({found.reason})" if found.reason else ""  # DependencyNeverSatisfied, of what waited for a job that failed
+        return "lost", f"job {job_id}: {found.state}{why} before the supervisor began; see: {see}"
+    return ("unknown?" if silent and _submitted(job) else "new"), ""
+
+
+def _in_queue(said: str | None, state: Mapping[str, Any], found: slurm.QueueState) -> tuple[str, str]:
+    """The state of a job that Slurm has."""
+    if found.state == "PENDING":
+        told = f"{state['message']}; " if said == "requeued" and state.get("message") else ""
+        return "queued", f"{told}waits: {found.reason or 'not yet looked at'}"
+    if found.state == "RUNNING":
+        return (str(said), "") if said in AT_WORK else ("starting", "")
+    return found.state.lower(), ""
+
+
+def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[str, Any]:
+    """What a run's own files say; the time left only where its last attempt makes steps and has made one."""
+    progress = read_json(directory / "progress.json")
+    progress = progress if isinstance(progress, dict) else {}
+    step, valid, written = _last_lines(directory / "metrics.jsonl")
+    age = now - written if active and written is not None else None
+    seconds = step.get("step_seconds")
+    began = started(there[-1]) if (there := attempts(directory)) else 0.0
+    stepped = stepping and written is not None and written > began
+    steps = [value for value in (progress.get("step"), step.get("step")) if isinstance(value, int)]
+    done, whole = max(steps, default=None), progress.get("steps")
+    left = max(0, whole - done) if isinstance(whole, int) and done is not None else None
+    return {
+        "step": done,
+        "steps": whole,
+        "loss": step.get("loss"),
+        "valid_loss": valid.get("valid_loss"),
+        "tokens_per_second": step.get("tokens_per_second"),
+        "seconds_left": left * seconds if stepped and left is not None and isinstance(seconds, int | float) else None,
+        "step_age": age,
+    }
+
+
+def _last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None]:
+    """The last step's line, the last validation's, and when the file was written."""
+    try:
+        with path.open("rb") as file:
+            status = path.stat()
+            file.seek(max(0, status.st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return {}, {}, None
+    step: dict[str, Any] = {}
+    valid: dict[str, Any] = {}
+    for raw in reversed(lines):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            step = step or (line if "loss" in line else {})
+            valid = valid or (line if "valid_loss" in line else {})
+        if step and valid:
+            break
+    return step, valid, status.st_mtime
+
+
+ROOT = "runs"
+DEPTH = 4  # folders below a root
+RECENT_SECONDS = 86400.0
+HEADER = ("NAME", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "MESSAGE")
+WATCH_SECONDS = 10.0
+_NOT_ENTERED = {"attempts", "tasks", "checkpoints", "launch", "__pycache__"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument(
+        "directories", nargs="*", metavar="DIR", help=f"a job's directory, or a folder with jobs below it (default: {ROOT})"
+    )
+    parser.add_argument("--all", action="store_true", help="also those that ended more than a day ago")
+    parser.add_argument("--items", action="store_true", help="a line for each task of an array")
+    parser.add_argument(
+        "--watch", metavar="S", nargs="?", type=float, const=WATCH_SECONDS, help="again every S seconds, until all are over"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, all items")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the board, once or again and again. Raises UserError where a DIR is no job and has none below."""
+    if arguments.watch is not None and arguments.watch <= 0:
+        raise UserError(f"--watch is {arguments.watch}; it must be more than 0 seconds")
+    while True:
+        text, active = _board(arguments)
+        live = arguments.watch is not None and sys.stdout.isatty()
+        print(f"\x1b[H\x1b[2J{text}" if live else text, flush=True)
+        if arguments.watch is None or not active:
+            return 0
+        try:
+            time.sleep(arguments.watch)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
+    """The text, and whether anything is active."""
+    now = time.time()
+    asked = bool(arguments.directories)
+    once: dict[Path, tuple[Job, set[int]]] = {}  # each job with all of its items that are asked for
+    for job, items in (found for directory in arguments.directories or [ROOT] for found in _jobs(Path(directory), asked=asked)):
+        once.setdefault(Path(job.directory).resolve(), (job, set()))[1].update(items)
+    jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
+    queue = ask([job for job, _ in jobs])
+    found = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
+    hidden = 0
+    if not arguments.all and not arguments.directories:
+        shown = [
+            (job, rows) for job, rows in found if any(row.active or row.since is None or now - row.since < RECENT_SECONDS for row in rows)
+        ]
+        found, hidden = shown, len(found) - len(shown)
+    active = any(row.active for _, rows in found for row in rows)
+    if arguments.json:
+        return json.dumps([asdict(row) for _, rows in found for row in rows], indent=1), active
+    names = Counter(_head(job, rows).name for job, rows in found)
+    lines = [line for job, rows in found for line in _lines(job, rows, names, items=arguments.items)]
+    text = _table([HEADER, *lines]) if lines else ["no job here that did not end more than a day ago" if hidden else "no job here yet"]
+    if hidden:
+        text.append(f"{hidden} that ended more than a day ago: --all")
+    if queue.silent:
+        text.append(f"Slurm does not answer, so states with a ? are the supervisors' last words: {queue.silent}")
+    return "\n".join(text), active
+
+
+def _jobs(directory: Path, *, asked: bool) -> list[tuple[Job, list[int]]]:
+    """The jobs in a folder or below it, by name of their folder, with their items; of a task's folder, the job and that item alone."""
+    found = [job for path in _job_folders(directory, DEPTH) if (job := load_job(path)) is not None]
+    if found or not asked:
+        return [(job, list(range(len(job.items)))) for job in found]
+    return [find_job(directory)]
+
+
+def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
+    if (directory / "launch" / "job.json").is_file():
+        yield directory
+        return
+    if depth == 0:
+        return
+    try:
+        inner = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name not in _NOT_ENTERED)
+    except OSError:
+        return
+    for name in inner:
+        if not name.startswith("."):
+            yield from _job_folders(directory / name, depth - 1)
+
+
+def _head(job: Job, rows: Sequence[Row]) -> Row:
+    """The row that stands for a job: its only one, or a summary of all."""
+    return rows[0] if len(rows) == 1 else summary(job, rows)
+
+
+def _lines(job: Job, rows: Sequence[Row], names: Counter[str], *, items: bool) -> Iterator[tuple[str, ...]]:
+    """A job's lines; where other jobs have its name, too, its directory instead."""
+    head = _head(job, rows)
+    name, *cells = _cells(head)
+    yield (_place(head.directory) if names[name] > 1 else name, *cells)
+    if items and len(rows) > 1:
+        for row in rows:
+            name, *cells = _cells(row)
+            yield (f"  {name}", *cells)
+
+
+def _place(directory: str) -> str:
+    """A directory, relative to the working directory where it lies below it."""
+    path, here = Path(directory), Path.cwd()
+    return str(path.relative_to(here)) if path != here and path.is_relative_to(here) else directory
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """A row as the table shows it."""
+    attempt = "-" if row.attempt is None else str(row.attempt)
+    steps = f"{row.step if row.step is not None else '-'}{f'/{row.steps}' if row.steps else ''}"
+    loss = "-" if row.loss is None else f"{row.loss:.4f}"
+    return (
+        row.name,
+        row.state,
+        row.job_id or "-",
+        f"{attempt} ({row.failures} failed)" if row.failures else attempt,
+        steps,
+        loss if row.valid_loss is None else f"{loss} (valid {row.valid_loss:.4f})",
+        "-" if row.tokens_per_second is None else count(row.tokens_per_second),
+        "-" if row.seconds_left is None else duration(row.seconds_left),
+        "-" if row.step_age is None else f"{duration(row.step_age)} ago",
+        row.message,
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as aligned lines, without columns that nobody fills, as wide as the terminal where there is one."""
+    used = [index for index in range(len(rows[0])) if any(row[index] not in ("", "-") for row in rows[1:])]
+    widths = [max(len(row[index]) for row in rows) for index in used]
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    lines = ("  ".join(row[index].ljust(width) for index, width in zip(used, widths, strict=True)).rstrip() for row in rows)
+    return [line[:limit] for line in lines]

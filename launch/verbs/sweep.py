@@ -1,0 +1,176 @@
+"""``sweep``: many runs of one configuration, as a job array, or K at a time on this machine.
+
+    sweep CONFIG.yaml train.steps=2000 --cluster PROFILE --grid optimizer.lr=1e-4,3e-4 train.seed=1,2,3 --at-once 4
+    sweep CONFIG.yaml --cluster PROFILE --list runs.txt        a line is a run: the words of its overrides, quoted as in a shell; # comments
+
+A run has a directory of its name: what stands before a colon at the start of its line (`small: model.num_layers=2`), else its overrides.
+The same command given again starts what is not finished and not under way; a longer list adds runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fem_common.errors import UserError
+from launch.job.item_state import Standing, counted
+from launch.job.plan import Draft, locked, settle, write
+from launch.job.request import Request, Wanted, absolute, new_job, pretrain, run_item
+from launch.job.snapshot import ROOT
+from launch.verbs.local import run_items
+from launch.verbs.submit import add_place_arguments, add_submit_arguments, request_of, submit
+
+SWEEPS = Path("runs") / "sweeps"
+LONGEST = 120  # characters of a run's name
+AT_ONCE = 4  # configurations that are resolved at the same time
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("words", nargs="+", metavar="CONFIG.yaml section.key=value", help="the run, and settings that all runs have")
+    ways = parser.add_mutually_exclusive_group(required=True)
+    ways.add_argument("--list", type=Path, metavar="FILE", help="a line a run: its settings")
+    ways.add_argument("--grid", nargs="+", metavar="KEY=V1,V2", help="every combination of these values")
+    add_place_arguments(parser)
+    add_submit_arguments(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Submit the runs that are not done, or run them here: 0, or a local run's exit code. Raises UserError."""
+    runs = read_list(arguments.list) if arguments.list else named(grid(arguments.grid))
+    request = request_of(arguments)
+    asked = wanted_sweep(request, runs)
+    if request.profile.scheduler == "slurm":
+        return submit(asked, arguments, request.profile)
+    return _here(asked, arguments)
+
+
+def read_list(path: Path) -> dict[str, tuple[str, ...]]:
+    """Name -> overrides of each line of a list. Raises UserError."""
+    runs: dict[str, tuple[str, ...]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {str(error).lower()}") from None
+        given = words.pop(0)[:-1] if words and words[0].endswith(":") else None
+        if given is not None and not (re.fullmatch(r"[A-Za-z0-9][\w.,=+-]*", given, re.ASCII) and len(given) <= LONGEST):
+            raise UserError(f"{path}:{number}: {given!r} cannot name a folder: letters, digits and ._,=+- alone, {LONGEST} at most")
+        odd = next((word for word in words if not re.match(r"[A-Za-z_][\w.]*=", word)), None)
+        if odd is not None:
+            raise UserError(f"{path}:{number}: {odd!r} is not of the form section.key=value")
+        if given is None and not words:
+            continue
+        same = next((name for name, others in runs.items() if others == tuple(words)), None)
+        if same is not None:
+            raise UserError(f"{path}:{number}: the same run as on a line before: {shlex.join(words)}")
+        name = run_name(words) if given is None else given
+        if name in runs:
+            raise UserError(f"{path}:{number}: a line before has the name {name}, too")
+        runs[name] = tuple(words)
+    if not runs:
+        raise UserError(f"{path}: no run in it; a line is the settings of a run, as: optimizer.lr=1e-4 train.seed=2")
+    return runs
+
+
+def named(runs: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The runs by the names that their overrides give them."""
+    return {run_name(words): words for words in runs}
+
+
+def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every combination of ``key=v1,v2`` words, the last key's values changing fastest. Raises UserError.
+
+    Commas inside brackets, braces and quotes separate no values: ``model.pattern=[a,b],[c]``.
+    """
+    axes: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, values = word.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            raise UserError(f"--grid {word!r} is not of the form section.key=v1,v2")
+        if key in axes:
+            raise UserError(f"--grid {key} is given twice; write its values in one word: {key}=v1,v2")
+        axes[key] = split_values(values)
+        repeated = next((value for value in axes[key] if axes[key].count(value) > 1), None)
+        if repeated is not None or "" in axes[key]:
+            raise UserError(f"--grid {word!r}: " + (f"{repeated} is there twice" if repeated else "a value is empty"))
+    return [tuple(f"{key}={value}" for key, value in zip(axes, chosen, strict=True)) for chosen in itertools.product(*axes.values())]
+
+
+def split_values(text: str) -> list[str]:
+    """Values between the commas that stand outside of brackets, braces and quotes."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if character == "," and depth == 0 and not quote:
+            values.append("")
+            continue
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        values[-1] += character
+    return values
+
+
+def run_name(words: Sequence[str]) -> str:
+    """A run's name, which is also its directory's, from its overrides alone: readable where it can be, always another for others."""
+    told = ",".join(words)
+    plain = re.sub(r"[^A-Za-z0-9_.,=+-]", "_", told)
+    if plain == told and len(told) <= LONGEST:
+        return told
+    return f"{plain[:LONGEST]}-{hashlib.sha256(shlex.join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
+
+
+def wanted_sweep(request: Request, runs: Mapping[str, tuple[str, ...]]) -> Wanted:
+    """The job of a sweep: an item a run, by name, each with its own configuration. Raises UserError with the run that is refused."""
+    name = request.name or Path(request.words[0]).stem
+    directory = absolute(request.directory or SWEEPS / name)
+    world_size = request.nodes * (request.processes or request.profile.processes_per_node)
+    items = [run_item(f"{directory}/{run}", run) for run in runs]
+    overrides = list(runs.values())
+    job = new_job(request, name, directory, items, array=True)
+
+    def resolved(code: Path) -> Mapping[str, str]:
+        def one(index: int) -> str:
+            words = [*request.words, *overrides[index], f"name={json.dumps(f'{name}-{items[index].name}', ensure_ascii=False)}"]
+            try:
+                return pretrain(words, world_size, "--resolve", code, items[index].directory)
+            except UserError as error:
+                raise UserError(f"{shlex.join(overrides[index])}: {error}") from None
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return dict(zip((item.directory for item in items), pool.map(one, range(len(items))), strict=True))
+
+    return Wanted(job, resolved(ROOT), resolved)
+
+
+def _here(asked: Wanted, arguments: argparse.Namespace) -> int:
+    """Run on this machine what is not finished."""
+    if arguments.dependency or arguments.exclude or arguments.parsable:
+        raise UserError(f"--dependency, --exclude and --parsable are for Slurm, and {arguments.cluster} is a profile of this machine")
+    if asked.job.nodes != 1:
+        raise UserError(f"--nodes {asked.job.nodes}: {arguments.cluster} is a profile of this machine, which is one node")
+    if arguments.dry_run:
+        draft = settle(asked, update=arguments.update)
+        print("\n".join(f"{item.kind:<9}{draft.job.items[item.index].directory}" for item in _chosen(draft)))
+        return 0
+    with locked(Path(asked.job.directory)):
+        draft = settle(asked, update=arguments.update)
+        if not draft.ready:
+            print(f"{draft.job.name}: nothing to do: {counted(_chosen(draft))} ({draft.job.directory})")
+            return 0
+        draft = write(draft)
+    return run_items(draft.job, draft.ready, at_once=arguments.at_once or 1)
+
+
+def _chosen(draft: Draft) -> list[Standing]:
+    return [draft.standings[index] for index in draft.asked]

@@ -1,0 +1,1 @@
+"""Checkpoints: written, found, verified, read, resumed from."""

@@ -1,0 +1,411 @@
+"""Checkpoints as they lie on disk, without Megatron: finding a good one, reading its weights one at a time, in one process, at any layout.
+
+Reading executes nothing: ``.metadata``, which the format stores as a pickle, may name a few classes alone, and tensors are read with
+torch's ``weights_only``; every tensor's checksum is compared. Writing, and reading into an engine, is ``pretrain.checkpoint.store``'s.
+
+Long, because reading a tensor, Megatron's reader and the pickle's limits share what a damaged byte may be.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from fem_common.errors import MISTAKES, ConfigError, StorageError, reason, told
+from fem_common.files import sha256
+from fem_megatron.config import ModelConfig
+
+MANIFEST = "manifest.json"
+NOT_WEIGHTS = ("optimizer.", "rng.")
+_STEP = re.compile(r"step_(\d{8,})$")
+_METADATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
+)
+_METADATA_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
+}
+# What archives and pickles raise that are not as they were written.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change."""
+
+    step: int
+    consumed_samples: int
+    order_samples: int  # number of samples the training order was drawn for
+    skipped_steps: int = 0
+    bad_steps_in_a_row: int = 0
+
+
+class DamagedCheckpoint(ConfigError):
+    """What a checkpoint holds is not what was written."""
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What is known of weights and computed with by nobody here; it goes along with them, by ``checkpoint.load`` too.
+
+    context_length: the longest sequences that they were trained on, in tokens. special_ids: bos_token_id, eos_token_id (one or several)
+    and pad_token_id, as far as the Hugging Face folder names them that the weights come from.
+    """
+
+    context_length: int
+    special_ids: dict[str, int | list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verified checkpoint on disk."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        """The trainer's memory."""
+        return Progress(**self.manifest["progress"])
+
+    @property
+    def inherited(self) -> Inherited:
+        """What the weights bring along; of a checkpoint that is older than this record, what its configuration tells."""
+        return Inherited(**{"context_length": self.manifest["config"]["data"]["seq_length"], **self.manifest.get("inherited", {})})
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the checkpoint folder, or None. Sizes of all files, hashes of the pickles.
+
+    Raises:
+        OSError: a file system fails, which says nothing about the checkpoint.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files, hashes = manifest["files"], manifest["sha256"]
+        manifest["config"]["model"], manifest["progress"]["step"]
+    except (*MISTAKES, ValueError) as error:
+        return f"{MANIFEST} is missing" if isinstance(error, FileNotFoundError) else f"{MANIFEST} cannot be read ({type(error).__name__})"
+    except (KeyError, TypeError) as error:
+        return f"{MANIFEST} has no {error.args[0]}" if isinstance(error, KeyError) else f"{MANIFEST} is no checkpoint's"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    for name, expected in hashes.items():
+        if sha256(path / name) != expected:
+            return f"{name} does not match the hash recorded when it was saved"
+    return None
+
+
+def find(path: Path) -> Found:
+    """The checkpoint at ``path``: a step's folder, or a run directory, whose newest good one is taken.
+
+    Raises:
+        ConfigError: there is none, or the folder named is damaged.
+        OSError: a file system fails.
+    """
+    if _STEP.search(path.name):
+        wrong = damage(path)
+        if wrong:
+            raise ConfigError(f"checkpoint {path}: {wrong}")
+        return Found(path, json.loads((path / MANIFEST).read_text()))
+    damaged: dict[Path, str] = {}
+    for folder in (path / "checkpoints", path):
+        found = newest_good(folder, damaged)
+        if found:
+            return found
+    if damaged:
+        step, wrong = next(iter(damaged.items()))
+        raise ConfigError(f"{path}: no good checkpoint there: checkpoint {step} is damaged ({wrong})")
+    raise ConfigError(f"{path}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
+
+
+def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: None) -> Found | None:
+    """The newest undamaged checkpoint in ``folder``, as far as sizes and hashes tell.
+
+    damaged: those to pass over, with what is wrong; others that are found damaged are added, and named through ``say``.
+
+    Raises:
+        OSError: a file system fails.
+    """
+    for path in newest_first(folder):
+        if path in damaged:
+            continue
+        wrong = damage(path)
+        if wrong is None:
+            return Found(path, json.loads((path / MANIFEST).read_text()))
+        damaged[path] = wrong
+        say(f"checkpoint {path} is damaged ({wrong}); passing over it")
+    return None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The folders of steps in ``folder``, good or not."""
+    return sorted((path for path in folder.glob("step_*") if _STEP.search(path.name)), reverse=True)
+
+
+class Weights:
+    """The weights of the checkpoint in a step's folder, whole, by their names in the model, whatever the layout that wrote them.
+
+    shapes, dtypes: of every weight, in the order in which they were written. Tensors are on the CPU, in their stored type.
+
+    Raises:
+        ConfigError: ``.metadata`` is missing, damaged, or names what no checkpoint of ours contains.
+    """
+
+    def __init__(self, step: Path) -> None:
+        self.step = step
+        metadata = read_metadata(step / ".metadata")
+        self._places: dict[MetadataIndex, Any] = metadata.storage_data
+        self._stored = {
+            name: stored
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and not name.startswith(NOT_WEIGHTS)
+        }
+        self.shapes = {name: tuple(stored.size) for name, stored in self._stored.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: stored.properties.dtype for name, stored in self._stored.items()}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The weights of these names. What is held besides while one is read: its part that one rank had, where it had not all.
+
+        Raises:
+            DamagedCheckpoint: a weight's bytes are not as they were written, or parts of it are missing. StorageError: a file system
+                failed.
+        """
+        return {name: self._whole(name) for name in names}
+
+    def _whole(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
+            raise self._damaged(name, "its parts are not the whole")
+        if len(stored.chunks) == 1:
+            return self._part(name, stored.chunks[0])
+        whole = torch.empty(stored.size, dtype=self.dtypes[name])
+        for chunk in stored.chunks:
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place] = self._part(name, chunk)
+        return whole
+
+    def _part(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        place = self._places.get(MetadataIndex(name, chunk.offsets))
+        if place is None or Path(place.relative_path).name != place.relative_path:
+            raise self._damaged(name, "no file of the folder holds it")
+        try:
+            with (self.step / place.relative_path).open("rb", buffering=0) as file:
+                part = read_part(file, place)
+        except OSError as error:
+            raise StorageError(f"checkpoint {self.step} cannot be read: {reason(error)}") from None
+        except DamagedCheckpoint as error:
+            raise self._damaged(name, str(error)) from None
+        if part.shape != chunk.sizes or part.dtype != self.dtypes[name]:
+            raise self._damaged(name, f"{place.relative_path} holds another tensor in its place")
+        return part
+
+    def _damaged(self, name: str, why: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"checkpoint {self.step} is damaged: {name}: {why}")
+
+
+def read_part(file: IO[bytes], place: Any) -> Tensor:
+    """A tensor, or the part of one that a rank had, from its place in an open file (a `_StorageInfo` of ``.metadata``), on the CPU.
+
+    It is an archive of its own, with a checksum for each of its members. torch compares none: here all are, the tensor's own over what
+    was read anyhow.
+
+    Raises:
+        DamagedCheckpoint: its bytes are not as they were written. OSError: a file system fails.
+    """
+    stretch = cast(IO[bytes], _Stretch(file, place.offset, place.length))
+    try:
+        with zipfile.ZipFile(stretch) as archive:
+            (tensor,) = [member for member in archive.infolist() if member.filename.split("/")[1:] == ["data", "0"]]
+            for member in archive.infolist():
+                if member is not tensor:  # the others are a few bytes; reading compares
+                    archive.read(member)
+        stretch.seek(0)
+        part = torch.load(stretch, map_location="cpu", weights_only=True)
+        content: Any = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()
+        intact = zlib.crc32(content) == tensor.CRC
+    except _DAMAGE as error:
+        why = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
+        raise DamagedCheckpoint(f"{place.relative_path}: {why}") from None
+    if not intact:
+        raise DamagedCheckpoint(f"{place.relative_path}: the bytes do not match their checksum")
+    return part.detach()
+
+
+def _position(place: Any) -> tuple[str, int]:
+    """By which places in a folder are sorted to be read from the front of each file to its end."""
+    return place.relative_path, place.offset
+
+
+def damaged_tensors(step: Path, advance: Callable[[int], None]) -> Iterator[str]:
+    """Reads every tensor of a step's folder and says what is wrong, a text for each that is damaged; ``advance`` hears the bytes read.
+
+    Raises:
+        ConfigError: ``.metadata`` is missing or damaged. OSError: a file system fails.
+    """
+    places = read_metadata(step / ".metadata").storage_data
+    for index, place in sorted(places.items(), key=lambda entry: _position(entry[1])):
+        try:
+            with (step / place.relative_path).open("rb", buffering=0) as file:
+                read_part(file, place)
+        except DamagedCheckpoint as error:
+            yield f"{error} ({index.fqn})"
+        advance(place.length)
+
+
+class CheckedReader(FileSystemReader):
+    """torch's reader of a step's folder, for Megatron, but that it runs no code and compares every tensor with its checksum."""
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return read_metadata(Path(self.path) / ".metadata")
+
+    def read_metadata(self, *unused: Any, **unused_too: Any) -> Metadata:
+        """Read once. Raises ConfigError (see `read_metadata`)."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """What this rank needs, each file from its front to its end.
+
+        Raises:
+            DamagedCheckpoint: bytes are not as they were written. OSError: a file system fails.
+        """
+        items = sorted(((self.storage_data[item.storage_index], item) for item in plan.items), key=lambda entry: _position(entry[0]))
+        for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
+            with (Path(self.path) / name).open("rb", buffering=0) as file:
+                for place, item in entries:
+                    stretches = zip(item.storage_offsets, item.lengths, strict=True)
+                    part = read_part(file, place)[tuple(slice(start, start + length) for start, length in stretches)]
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:
+    """Whole (unsharded) weights by their names in the model, from a checkpoint of any layout, on the CPU, in one process.
+
+    Returns the weights in their stored dtype, the model's configuration, and the checkpoint's manifest.
+
+    Raises:
+        ConfigError: there is no good checkpoint at ``path``. StorageError: a file system failed.
+    """
+    found = find(Path(path))
+    weights = Weights(found.path)
+    return weights.read(weights.shapes), ModelConfig.from_dict(found.manifest["config"]["model"]), found.manifest
+
+
+class _Stretch(io.RawIOBase):
+    """A stretch of a file as a file: every tensor in it is a zip archive of its own."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        super().__init__()
+        self.file, self.start, self.length, self.position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        self.position = max(0, base + offset)
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        """As many bytes as there are and fit: straight to their place, without a copy."""
+        view = memoryview(buffer).cast("B")[: max(0, self.length - self.position)]
+        self.file.seek(self.start + self.position)
+        got = 0
+        while got < len(view) and (count := self.file.readinto(view[got:])):  # type: ignore[attr-defined]  # one call reads 2 GiB at most
+            got += count
+        self.position += got
+        return got
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds nothing but what a torch_dist ``.metadata`` consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = (
+            super().find_class(module, name)
+            if "." not in name and module in {*_METADATA_MODULES, *(m for m, _ in _METADATA_NAMES)}
+            else None
+        )
+        a_class_of_its_own = module in _METADATA_MODULES and isinstance(found, type) and found.__module__ == module
+        if not (a_class_of_its_own or (module, name) in _METADATA_NAMES or (module == "torch" and isinstance(found, torch.dtype))):
+            raise ConfigError(f".metadata names {module}.{name}, which no checkpoint of ours contains: not reading it")
+        return found
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What a ``.metadata`` file says, and nothing else that it could do.
+
+    Raises:
+        ConfigError: it is missing or damaged, or names what no checkpoint of ours contains.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except ConfigError:
+        raise
+    except FileNotFoundError:
+        raise ConfigError(f"checkpoint {path.parent}: {path.name} is missing") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"checkpoint {path.parent}: {path.name} is damaged ({type(error).__name__})") from None
+    if not isinstance(metadata, Metadata):
+        raise ConfigError(f"checkpoint {path.parent}: {path.name} is damaged (it holds a {type(metadata).__name__})")
+    return metadata
+
+
+def read_common(step: Path) -> dict[str, Any]:
+    """What ``common.pt`` of a step's folder says: the optimizer's groups and steps.
+
+    Raises:
+        ConfigError: it is missing or damaged. StorageError: a file system failed.
+    """
+    try:
+        common = torch.load(step / "common.pt", map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise told(error, f"checkpoint {step}: ") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"checkpoint {step}: common.pt is damaged ({type(error).__name__})") from None
+    if not isinstance(common, dict):
+        raise ConfigError(f"checkpoint {step}: common.pt is damaged (it holds a {type(common).__name__})")
+    return common

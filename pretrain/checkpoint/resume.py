@@ -1,0 +1,141 @@
+"""What may change when a run resumes: one rule for every key of its configuration, in one table. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fem_common.config import plain
+from fem_common.errors import ConfigError
+from pretrain.config import RunConfig
+
+FREE = "free"  # changes no number of the training: recorded, not printed
+TOLD = "told"  # may change: printed and recorded
+
+_ANEW = "{keys}; restore it, or start a new run (another run_dir) from the weights alone with checkpoint.load={checkpoint}"
+_ORDER = "drew the order of its samples from it: " + _ANEW
+_OPTIMIZER = (
+    "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine {engine}{plain} --out ANOTHER_RUN_DIR"
+)
+
+# Key or section -> FREE, TOLD, or, where a change is refused, what the checkpoint does with the key and the way out. The longest entry that
+# fits a key is its rule; positions in a list are left out (data.train.weight).
+RULES: dict[str, str] = {
+    "name": FREE,
+    "run_dir": FREE,
+    "model": "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load",
+    "model.attention_backend": TOLD,
+    "data.train.prefix": TOLD,  # where the data lies; what it holds is compared apart
+    "data.train.weight": _ORDER,
+    "data.valid": TOLD,
+    "data.test": FREE,
+    "data.seq_length": "counts its position in the data in sequences of it: " + _ANEW,
+    "data.tokenizer": TOLD,
+    "data.index_cache": FREE,
+    "parallel": TOLD,
+    "parallel.world_size": FREE,
+    "parallel.use_distributed_optimizer": "names the optimizer's state by it: " + _OPTIMIZER,
+    "parallel.collective_timeout_minutes": FREE,
+    "engine": TOLD,
+    "train": TOLD,
+    "train.precision": "stores its weights in it: " + _ANEW,
+    "train.seed": _ORDER,
+    "optimizer": TOLD,
+    "checkpoint": FREE,
+    "log": FREE,
+    "evaluate": FREE,
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value is another one than in the attempt that wrote the checkpoint."""
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def rule(self) -> str:
+        """What the table says of it; a section that is gone since has no entry."""
+        try:
+            return rule(self.key)
+        except KeyError:
+            return TOLD
+
+    def __str__(self) -> str:
+        return f"{self.key} {shown(self.old)} → {shown(self.new)}"
+
+
+def rule(key: str) -> str:
+    """The rule of a dotted key. Raises KeyError: the table has none."""
+    words = [word for word in key.split(".") if not word.isdecimal() and word != "N"]
+    for length in range(len(words), 0, -1):
+        found = RULES.get(".".join(words[:length]))
+        if found is not None:
+            return found
+    raise KeyError(key)
+
+
+def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
+    """What differs between the configuration in a checkpoint's manifest and this one, in the order of the keys.
+
+    A key that the manifest does not know, being older, counts as at today's default, which is what the field does when unset.
+    """
+    old, new = (dict(_leaves(values)) for values in (_completed(written, _plain(RunConfig())), _plain(config)))
+    keys = [*new, *(key for key in old if key not in new)]
+    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
+    """Refuse what the table refuses.
+
+    Raises:
+        ConfigError: a key has changed that must not; every such key is named, with the way out.
+    """
+    ways: dict[str, list[str]] = {}
+    for change in found:
+        if change.rule not in (FREE, TOLD):
+            ways.setdefault(change.rule, []).append(f"{change.key} is {shown(change.old)} there, {shown(change.new)} here")
+    if not ways:
+        return
+    plain = "" if config.parallel.use_distributed_optimizer else " --plain-optimizer"
+    rest = {"checkpoint": checkpoint, "engine": config.engine.name, "plain": plain}
+    raise ConfigError(f"checkpoint {checkpoint} " + "; it ".join(way.format(keys=", ".join(keys), **rest) for way, keys in ways.items()))
+
+
+def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
+    """As `check`, of the model alone: what taking over weights asks for."""
+    check(checkpoint, [change for change in changes(written, config) if change.key.startswith("model.")], config)
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it in YAML."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    values: dict[str, Any] = plain(config)
+    return values
+
+
+def _leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not a section; lists of sections by their positions."""
+    if isinstance(values, dict) and values:
+        items = list(values.items())
+    elif isinstance(values, list) and values and isinstance(values[0], dict):
+        items = list(enumerate(values))
+    else:
+        yield key, values
+        return
+    for name, inner in items:
+        yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+
+
+def _completed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with what it lacks, in sections inside it too, from ``defaults``."""
+    inner = {key: _completed(value, defaults[key]) for key, value in given.items() if isinstance(value, dict) and key in defaults}
+    return {**defaults, **given, **inner}

@@ -1,0 +1,360 @@
+"""Checkpoints: written beside, synced, renamed, named in ``latest`` last; verified before they are read; readable at any layout.
+
+The tensors are megatron.core.dist_checkpointing's ``torch_dist`` format. What the trainer itself must remember is in ``manifest.json``,
+with every file's size and the hashes of the files that are pickles. Reading executes nothing: tensors carry no code, ``common.pt`` is read
+by torch with ``weights_only``, and ``.metadata``, which the format stores as a pickle, is first checked against its recorded hash and then
+against a list of the few classes it may name (``pretrain.checkpoint.reader``).
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fem_common.config import plain
+from fem_common.errors import ConfigError, StorageError, reason
+from fem_common.files import remove_leftovers, sha256, sync_file, sync_folder, write_whole
+from fem_megatron.megatron import platform
+from pretrain.checkpoint.reader import (
+    MANIFEST,
+    CheckedReader,
+    DamagedCheckpoint,
+    Found,
+    Inherited,
+    Progress,
+    Say,
+    damage,
+    find,
+    load_full_model_state,
+    newest_first,
+    newest_good,
+)
+from pretrain.config import RunConfig
+from pretrain.engines import Engine
+from pretrain.ranks import from_rank_0
+
+__all__ = [
+    "MANIFEST",
+    "PICKLES",
+    "WEIGHTS_ALONE",
+    "Checkpoints",
+    "DamagedCheckpoint",
+    "Found",
+    "Inherited",
+    "Progress",
+    "damage",
+    "find",
+    "load_full_model_state",
+    "manifest_of",
+    "newest_good",
+    "publish_step",
+]
+
+PICKLES = (".metadata", "common.pt")
+TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own
+_NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")  # what Megatron and Python put before the file system's words
+WRITING = ".writing_"  # what the names of folders begin with while they are written
+WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
+
+
+def _newest_before_bad_steps(folder: Path) -> Path | None:
+    """The newest undamaged checkpoint whose last step was finite."""
+    for path in newest_first(folder):
+        if damage(path) is None and not Found(path, json.loads((path / MANIFEST).read_text())).progress.bad_steps_in_a_row:
+            return path
+    return None
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every method is collective over all ranks."""
+
+    def __init__(self, folder: Path, config: RunConfig, say: Say) -> None:
+        self.folder, self.config, self.say = folder, config, say
+        self.inherited = Inherited(config.data.seq_length)
+        self.last: Path | None = None  # the newest that is known to be complete
+        self.in_use: set[Path] = set()  # what something else reads stays, however many newer ones there are
+        self.damaged: dict[Path, str] = {}  # those passed over, and what is wrong
+        self.queue = AsyncCallsQueue()
+        self.rank = torch.distributed.get_rank()
+
+    def sweep(self) -> None:
+        """Removes what killed attempts left half written; the run directory is claimed."""
+        if self.rank == 0:
+            for path in self.folder.glob(f"{WRITING}*"):
+                shutil.rmtree(path, ignore_errors=True)
+            remove_leftovers(self.folder)
+
+    def newest(self) -> Found | None:
+        """The newest good checkpoint, as rank 0 sees it; None where there are none at all.
+
+        Raises:
+            StorageError: there are some, and none is good: a run is never started anew over them.
+        """
+        found = from_rank_0(self._newest)
+        self.last = found.path if found else None
+        return found
+
+    def _newest(self) -> Found | None:
+        found = newest_good(self.folder, self.damaged, self.say)
+        if found is None and self.damaged:
+            path, wrong = next(iter(self.damaged.items()))
+            raise StorageError(
+                f"no checkpoint in {self.folder} is good ({path.name}: {wrong}), and the run is not started anew over them; if the file "
+                "system had a fault, the same command continues after it; else start a new run in another run_dir, from weights elsewhere "
+                f"with checkpoint.load, or move {self.folder} away to start anew here"
+            )
+        return found
+
+    def newest_before_bad_steps(self) -> Path | None:
+        """The newest good checkpoint that was not written amid steps that are not finite; no later one deletes it."""
+        return from_rank_0(lambda: _newest_before_bad_steps(self.folder))
+
+    def save(self, engine: Engine, progress: Progress, content_key: str) -> None:
+        """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
+
+        Raises:
+            StorageError: the file system does not take it; told by rank 0, on all ranks.
+        """
+        self.complete(blocking=True)
+        final = self.folder / f"step_{progress.step:08d}"
+        if from_rank_0(lambda: final.exists() and damage(final) is None):
+            self.last = final
+            return
+        started = time.monotonic()
+        temporary = final.with_name(f"{WRITING}{final.name}")
+
+        def make_room() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if final.exists():
+                _set_aside(final)
+            temporary.mkdir(parents=True)
+
+        with _written(final, temporary):
+            from_rank_0(make_room)
+            state = {**engine.sharded_state(), "rng": _rng_tensors(self.config)}
+            strategy = FullyParallelSaveStrategyWrapper(
+                get_default_save_sharded_strategy("torch_dist"), parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+            request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
+        manifest = manifest_of(self.config, progress, content_key, self.inherited)
+
+        def finish() -> None:
+            with _written(final, temporary):
+                for step in request.finalize_fns:
+                    step()
+                from_rank_0(lambda: publish_step(temporary, final, manifest, self.config.checkpoint.keep_last, self.in_use))
+            self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
+            self.last = final
+
+        published = request._replace(finalize_fns=[finish])
+        if self.config.checkpoint.async_save:
+            self.queue.schedule_async_request(published)
+        else:
+            published.execute_sync()
+
+    def complete(self, *, blocking: bool) -> None:
+        """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises as :meth:`save` does."""
+        self.queue.maybe_finalize_async_calls(blocking=blocking)
+
+    def close(self) -> None:
+        """Wait for everything and stop the writer."""
+        self.complete(blocking=True)
+        self.queue.close()
+
+    def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
+        """Read ``found`` into the engine and the random states, resharding to this run's layout.
+
+        From a step of its own the run goes on: later ones, which are damaged, are set aside under another name. That it
+        fits this run's configuration is for `pretrain.checkpoint.resume` to say.
+
+        Raises:
+            DamagedCheckpoint: on all ranks; the engine may have been read into in part, which another checkpoint, read whole, makes good.
+            StorageError: a file system failed.
+        """
+        longest = max(found.inherited.context_length, self.config.data.seq_length)
+        self.inherited = replace(found.inherited, context_length=longest)
+        platform.read_checkpoints_with(CheckedReader)
+
+        def read(state: dict[str, Any]) -> dict[str, Any]:
+            try:
+                return dist_checkpointing.load(_without_objects(state), str(found.path), strict=StrictHandling.RAISE_UNEXPECTED)
+            except CheckpointException as error:
+                raise _read_failure(found.path, error) from None
+
+        engine.restore(read, model_only=model_only)
+        if found.manifest["layout"] == _layout(self.config) and not model_only:
+            _restore_rng(read({"rng": _rng_tensors(self.config)})["rng"])
+        if found.path.parent == self.folder:
+            from_rank_0(lambda: [_set_aside(path) for path in newest_first(self.folder) if path.name > found.path.name])
+
+    def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
+        """``found`` is not what :meth:`newest` gives any more."""
+        self.damaged[found.path] = str(error).partition(" is damaged: ")[2]
+        self.say(f"{error}; passing over it")
+
+
+def _read_failure(step: Path, error: CheckpointException) -> BaseException:
+    """What to raise for the failures that ranks had while they read: all ranks know them all, and raise the same."""
+    for _, (failure, _) in sorted(error.failures.items()):
+        if isinstance(failure, DamagedCheckpoint):
+            return DamagedCheckpoint(f"checkpoint {step} is damaged: {failure}")
+        if isinstance(failure, ConfigError):
+            return failure
+        if isinstance(failure, OSError):
+            return StorageError(f"checkpoint {step} cannot be read: {reason(failure)}")
+    return error
+
+
+@contextmanager
+def _written(final: Path, temporary: Path) -> Iterator[None]:
+    """Whatever the file system refuses within, told to all ranks, is its failure: the run has written beside it before.
+
+    What is half written goes at once: on a full file system the run needs the room to tell of it.
+    """
+    try:
+        yield
+    except (ConfigError, StorageError) as error:
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"checkpoint {final} cannot be written: {error}") from None
+
+
+def write_tensors(state: dict[str, Any], folder: Path, strategy: Any, *, asynchronous: bool = False) -> AsyncRequest:
+    """Megatron's ``dist_checkpointing.save`` in parts, so that a failure of one rank's is told to all; collective.
+
+    The small files are written here, the tensors when the request is executed or scheduled.
+
+    Raises:
+        ConfigError, StorageError: on all ranks, here and at the request's end, where the file system refuses one.
+    """
+    platform.report_writes(asynchronous=asynchronous)
+    tensors, common = save_preprocess(state)
+    from_rank_0(lambda: write_common(folder, common))
+    from_rank_0(lambda: save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder)))
+    request = strategy.async_save(tensors, folder)
+    (finish,) = request.finalize_fns
+    write = platform.ending_with_parent(request.async_fn) if asynchronous and request.async_fn else request.async_fn
+    return request._replace(async_fn=write, finalize_fns=[partial(_told_to_all, finish)])
+
+
+def write_common(folder: Path, common: dict[str, Any]) -> None:
+    """Writes ``common.pt``. Raises OSError: torch, given the path, hides what the file system says behind an error of its own."""
+    whole = io.BytesIO()
+    torch.save(common, whole)
+    (folder / "common.pt").write_bytes(whole.getbuffer())
+
+
+def _told_to_all(finish: Callable[[], None]) -> None:
+    """The end of Megatron's save. Raises StorageError on all ranks where one could not write."""
+    why = ""
+    try:
+        finish()
+    except CheckpointException as error:  # on all ranks, with the failures on rank 0
+        for rank, (failure, _) in sorted(error.failures.items())[:1]:
+            why = f"{_NUMBER.sub('', str(failure))} (rank {rank})"
+    except OSError as error:  # rank 0's at .metadata, before it tells the others, who wait (state_dict_saver.py:253, 0.16.1)
+        torch.distributed.broadcast(torch.ones(1, dtype=torch.int, device=platform.device()), src=0)
+        why = reason(error)
+
+    def tell() -> None:
+        if why:
+            raise StorageError(why)
+
+    from_rank_0(tell)
+
+
+def manifest_of(config: RunConfig, progress: Progress, content_key: str, inherited: Inherited | None = None) -> dict[str, Any]:
+    """What a checkpoint's manifest says before its files are there (see ``publish_step``); inherited None: this run's own alone."""
+    return {
+        "format": 1,
+        "progress": asdict(progress),
+        "data": content_key,
+        "inherited": asdict(inherited or Inherited(config.data.seq_length)),
+        "layout": _layout(config),
+        "config": plain(config),
+    }
+
+
+def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int | None, in_use: Collection[Path] = ()) -> None:
+    """Manifest last, everything synced, one rename; then ``latest``; then older checkpoints go, beyond ``keep_last`` (None: none goes).
+
+    Those ``in_use`` stay; damaged ones are never deleted, but renamed.
+
+    Amid steps that are not finite the newest from before them stays, however many are written: it may be the last that is any good.
+    """
+    names = sorted(p.name for p in temporary.iterdir() if p.is_file())
+    manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
+    manifest["sha256"] = {name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for name in [*names, MANIFEST]:
+        sync_file(temporary / name)
+    sync_folder(temporary)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    write_whole(final.parent / "latest", final.name + "\n")
+    spared = _newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
+    for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
+        if old != spared and old not in in_use:
+            shutil.rmtree(old, ignore_errors=True) if damage(old) is None else _set_aside(old)
+
+
+def _set_aside(step: Path) -> Path:
+    """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
+    names = (f"damaged_{step.name}{again}" for again in itertools.chain([""], (f".{count}" for count in itertools.count(2))))
+    return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))
+
+
+def _layout(config: RunConfig) -> dict[str, Any]:
+    layout = {key: value for key, value in plain(config.parallel).items() if key != "collective_timeout_minutes"}
+    return {**layout, "world_size": torch.distributed.get_world_size()}
+
+
+def _rng_tensors(config: RunConfig) -> dict[str, ShardedTensor]:
+    """The random states as tensors (no pickles), one slot a (pipeline, tensor) rank."""
+    state = platform.rng_state()
+    flat = {"torch": state["torch"], **({"cuda": state["cuda"]} if "cuda" in state else {})}
+    flat |= {f"tracker.{name}": value for name, value in state["tracker"].items()}
+    offsets = (
+        (0, parallel_state.get_pipeline_model_parallel_rank(), config.parallel.pipeline_model_parallel_size),
+        (1, parallel_state.get_tensor_model_parallel_rank(), config.parallel.tensor_model_parallel_size),
+    )
+    return {
+        name: ShardedTensor.from_rank_offsets(
+            f"rng.{name}", value.clone(), *offsets, replica_id=parallel_state.get_data_parallel_rank(), prepend_axis_num=2
+        )
+        for name, value in flat.items()
+    }
+
+
+def _restore_rng(flat: dict[str, torch.Tensor]) -> None:
+    tracker = {name.removeprefix("tracker."): value for name, value in flat.items() if name.startswith("tracker.")}
+    platform.set_rng_state({**{name: flat[name] for name in ("torch", "cuda") if name in flat}, "tracker": tracker})
+
+
+def _without_objects(state: Any) -> Any:
+    """Drop Megatron's empty ``_extra_state`` objects, which would be stored as pickles among the tensors."""
+    if isinstance(state, dict):
+        return {key: _without_objects(value) for key, value in state.items() if not isinstance(value, ShardedObject)}
+    return state

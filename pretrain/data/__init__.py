@@ -1,0 +1,1 @@
+"""What is trained on: its facts on disk, its index cache, its batches."""

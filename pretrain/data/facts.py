@@ -1,0 +1,355 @@
+"""What the data on disk says before anything starts: tokens, vocabulary, end-of-document id, identity. Reads headers and manifests.
+
+Knows the layout of Megatron's .idx files and of data_prep's manifest.json; no torch, no Megatron. ``check_data`` reads a few bytes of each
+file, in every process and for every plan; ``check_contents`` reads whole .idx files and samples of .bin files, in one process of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import ConfigError
+from fem_common.text import nearest
+from pretrain.config import RunConfig, Source
+
+SPLITS = ("train", "valid", "test")
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+_DTYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
+_LARGEST = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16}
+_MANIFEST_FORMAT = 2
+MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)"
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """One .bin/.idx pair. The fields with a default are what the manifest beside it records, None where there is none."""
+
+    split: str
+    key: str  # data.<split>.<n>.prefix
+    prefix: str
+    tokens: int
+    documents: int
+    dtype: str
+    text_bytes: int | None = None
+    idx_sha256: str | None = None
+    bin_sha256: str | None = None
+    bin_sample: str | None = None
+
+
+@dataclass(frozen=True)
+class SourceContents:
+    """What a pair holds: the .idx's sha256; for the .bin, the manifest's sha256 of it, or without a manifest its size and a sample's hash.
+
+    ``prefix`` is absolute.
+    """
+
+    split: str
+    prefix: str
+    idx_sha256: str
+    bin: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What training and validation data hold, wherever they lie."""
+
+    sources: tuple[SourceContents, ...]
+
+    @property
+    def key(self) -> str:
+        """Identity of the data, for checkpoints and the index cache: hexadecimal, of the contents and the order of the sources alone."""
+        told = "".join(f"{source.split}:{source.idx_sha256}:{source.bin};" for source in self.sources)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """All of a run's data. ``vocab_size`` and ``eod_id`` are the tokenizer's, None where nothing on disk tells them."""
+
+    vocab_size: int | None
+    eod_id: int | None
+    tokenizer: Path | None
+    sources: tuple[SourceFacts, ...]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Split -> tokens of all its sources."""
+        return {split: sum(source.tokens for source in self.sources if source.split == split) for split in SPLITS}
+
+    def bytes_per_token(self, split: str = "valid") -> float | None:
+        """UTF-8 bytes of text a token stands for in a split of one source; None where no manifest tells, or where several are blended."""
+        sources = [source for source in self.sources if source.split == split]
+        if len(sources) != 1 or sources[0].text_bytes is None or not sources[0].tokens:
+            return None
+        return sources[0].text_bytes / sources[0].tokens
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The part of manifest.json that is read here. tokenizer: its path, vocab_size, eod_id and sha256. splits: what is recorded of each."""
+
+    path: Path
+    tokenizer: dict[str, Any]
+    dtype: str
+    splits: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    """A tokenizer and the configuration key that it came by."""
+
+    key: str
+    vocab_size: int
+    eod_id: int | None
+    sha256: str
+    folder: Path
+
+
+def check_data(config: RunConfig) -> DataFacts:
+    """Reads the headers of every source and compares them with the manifests and the configuration.
+
+    Raises:
+        ConfigError: a file is missing, damaged or not what its manifest says; tokenizers differ, the vocabulary does not fit, or a source
+            is shorter than one sequence.
+    """
+    if not config.data.train:
+        raise ConfigError("data.train is empty: name at least one source, as in data.train.0.prefix=FOLDER/train")
+    sources, tokenizers = [], []
+    for split in SPLITS:
+        for number, source in enumerate(getattr(config.data, split)):
+            key = f"data.{split}.{number}.prefix"
+            manifest = read_manifest(Path(source.prefix).parent / "manifest.json")
+            facts = _source_facts(split, key, source, manifest)
+            if facts.tokens < config.data.seq_length + 1:
+                raise ConfigError(
+                    f"data.seq_length = {config.data.seq_length} is longer than {key} = {source.prefix}, which has {facts.tokens} tokens "
+                    f"(a sequence takes seq_length + 1); the largest that fits: {max(facts.tokens - 1, 0)}"
+                )
+            sources.append(facts)
+            if manifest is not None:
+                tokenizers.append(_manifest_tokenizer(f"{key} = {source.prefix}", manifest))
+    if config.data.tokenizer is not None:
+        tokenizers.append(_given_tokenizer(Path(config.data.tokenizer)))
+    tokenizer = _one_tokenizer(tokenizers)
+    _check_vocabulary(config, tokenizer, sources)
+    if tokenizer is None:
+        return DataFacts(None, None, None, tuple(sources))
+    folder = tokenizer.folder if tokenizer.folder.is_dir() else None
+    return DataFacts(tokenizer.vocab_size, tokenizer.eod_id, folder, tuple(sources))
+
+
+def check_contents(facts: DataFacts) -> Contents:
+    """Reads every .idx whole and a sample of every .bin (64 blocks of 64 KiB), and compares them with the manifests.
+
+    Raises:
+        ConfigError: a file is not the one that its manifest records.
+    """
+    found = []
+    for source in facts.sources:
+        binary, index = Path(source.prefix + ".bin"), Path(source.prefix + ".idx")
+        sample = _sample_digest(binary)
+        with index.open("rb") as file:
+            idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        for path, held, recorded in ((index, idx_sha256, source.idx_sha256), (binary, sample, source.bin_sample)):
+            if recorded is not None and held != recorded:
+                raise ConfigError(
+                    f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
+                    f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+                )
+        if source.split != "test":
+            found.append(SourceContents(source.split, os.path.abspath(source.prefix), idx_sha256, source.bin_sha256 or sample))
+    return Contents(tuple(found))
+
+
+def index_bytes(facts: DataFacts) -> int:
+    """Size of all .idx files: what ``check_contents`` reads."""
+    return sum(os.path.getsize(source.prefix + ".idx") for source in facts.sources)
+
+
+def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
+    """The configuration with ``model.vocab_size`` and ``data.tokenizer`` filled in from the data where they are null."""
+    vocab_size = facts.vocab_size if config.model.vocab_size is None else config.model.vocab_size
+    tokenizer = str(facts.tokenizer) if config.data.tokenizer is None and facts.tokenizer else config.data.tokenizer
+    return replace(config, model=replace(config.model, vocab_size=vocab_size), data=replace(config.data, tokenizer=tokenizer))
+
+
+def any_on_disk(config: RunConfig) -> bool:
+    """Whether any file of any source exists."""
+    prefixes = [source.prefix for split in SPLITS for source in getattr(config.data, split)]
+    return any(Path(prefix + ending).exists() for prefix in prefixes for ending in (".bin", ".idx"))
+
+
+def _source_facts(split: str, key: str, source: Source, manifest: Manifest | None) -> SourceFacts:
+    files = {ending: Path(f"{source.prefix}.{ending}") for ending in ("bin", "idx")}
+    if manifest is None:
+        _check_merged(key, source)
+    for file in files.values():
+        if not file.is_file():
+            raise ConfigError(f"{key} = {source.prefix}: {file} not found; {_missing_hint(source.prefix)}")
+    recorded = _recorded(key, source, manifest) if manifest else {}
+    for ending, file in files.items():
+        size, said = file.stat().st_size, recorded.get(f"{ending}_bytes")
+        if manifest and size != said:
+            raise ConfigError(f"{file} has {size} bytes, but {manifest.path} records {said}: damaged or replaced; {MAKE_DATA}")
+    dtype, tokens, documents = _read_index(files["idx"], files["bin"])
+    if manifest and dtype != manifest.dtype:
+        raise ConfigError(f"{files['idx']} holds {dtype} tokens, but {manifest.path} records {manifest.dtype}; {MAKE_DATA}")
+    if manifest and tokens != recorded["tokens"]:
+        raise ConfigError(f"{files['idx']} describes {tokens} tokens, but {manifest.path} records {recorded['tokens']}; {MAKE_DATA}")
+    told = {field: recorded.get(field) for field in ("text_bytes", "idx_sha256", "bin_sha256", "bin_sample")}
+    return SourceFacts(split, key, source.prefix, tokens, documents, dtype, **told)
+
+
+def _check_merged(key: str, source: Source) -> None:
+    """Raises ConfigError where data_prep has begun to write the source's folder and not finished it."""
+    folder = Path(source.prefix).parent
+    begun = [name for name in ("plan.json", "shards/*.json") if any(folder.glob(name))]
+    if begun:
+        raise ConfigError(
+            f"{key} = {source.prefix}: {folder} is not finished: {begun[0]} is there, manifest.json is not; do what is left and merge it "
+            f"with: python -m data_prep run --out {folder}"
+        )
+
+
+def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
+    """What the manifest records of the pair."""
+    name = Path(source.prefix).name
+    if name not in manifest.splits:
+        known = ", ".join(manifest.splits) or "none"
+        raise ConfigError(
+            f"{key} = {source.prefix}: {manifest.path} records no split '{name}' (its splits: {known}); name one of these, or keep the "
+            "pair in a folder of its own"
+        )
+    return manifest.splits[name]
+
+
+def _sample_digest(file: Path) -> str:
+    """Size and hash of blocks spread evenly over a file (all of it up to 4 MiB): the same after a copy, where a time stamp is not."""
+    block, count, size = 1 << 16, 64, file.stat().st_size
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for number in range(count):
+            stream.seek(number * max(block, (size - block) // (count - 1)))
+            digest.update(stream.read(block))
+    return f"{size}:{digest.hexdigest()}"
+
+
+def _missing_hint(prefix: str) -> str:
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx"):
+        return f"a prefix is given without its ending: {path.with_suffix('')}"
+    near = nearest(path.name, sorted(other.stem for other in path.parent.glob("*.bin") if other.with_suffix(".idx").exists()), 0.5)
+    return f"did you mean {path.with_name(near)}?" if near and near != path.name else MAKE_DATA
+
+
+def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
+    """(dtype, tokens, documents) from the ends of an .idx; no array is read through."""
+    with index.open("rb") as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise ConfigError(f"{index} is not an index of Megatron's format (MMIDIDX); {MAKE_DATA}")
+        _, version, code, sequences, entries = _HEADER.unpack(header)
+        if version != 1 or code not in _DTYPES:
+            raise ConfigError(f"{index} has version {version} and dtype code {code}; readable: version 1, integer dtypes; {MAKE_DATA}")
+        dtype, width = _DTYPES[code]
+        size, plain = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * entries
+        if size not in (plain, plain + sequences):
+            raise ConfigError(f"{index} has {size} bytes where its header asks for {plain}: it is damaged; {MAKE_DATA}")
+        end = 0
+        if sequences:
+            file.seek(_HEADER.size + 4 * (sequences - 1))
+            (length,) = struct.unpack("<i", file.read(4))
+            file.seek(_HEADER.size + 4 * sequences + 8 * (sequences - 1))
+            (start,) = struct.unpack("<q", file.read(8))
+            end = start + length * width
+    held = tokens_file.stat().st_size
+    if held != end:
+        raise ConfigError(f"{tokens_file} has {held} bytes, but {index} describes {end}: truncated, or not of one pair; {MAKE_DATA}")
+    return dtype, end // width, max(entries - 1, 0)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """What data_prep recorded beside the data, None where there is no such file. Raises ConfigError where it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        raw = json.loads(path.read_bytes())
+        if raw["format"] != _MANIFEST_FORMAT:
+            raise ConfigError(f"{path} has format {raw['format']!r}, readable: {_MANIFEST_FORMAT}; {MAKE_DATA}")
+        wanted = ("tokens", "text_bytes", "bin_sha256", "idx_sha256", "bin_bytes", "idx_bytes", "bin_sample")
+        splits = {name: {field: entry[field] for field in wanted} for name, entry in raw["splits"].items()}
+        tokenizer = {field: raw["tokenizer"][field] for field in ("path", "vocab_size", "eod_id", "sha256")}
+        return Manifest(path, tokenizer, raw["dtype"], splits)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}); {MAKE_DATA}") from None
+
+
+def _manifest_tokenizer(key: str, manifest: Manifest) -> _Tokenizer:
+    entry = manifest.tokenizer
+    return _Tokenizer(key, entry["vocab_size"], entry["eod_id"], entry["sha256"], manifest.path.parent / entry["path"])
+
+
+def _given_tokenizer(folder: Path) -> _Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names, from its Hugging Face files."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"data.tokenizer = {folder}: {file} not found; give the folder that holds tokenizer.json")
+    try:
+        raw = json.loads(file.read_bytes())
+        vocabulary = raw["model"]["vocab"]  # BPE, WordPiece, WordLevel: token -> id; Unigram: a list of [token, score]
+        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {token: number for number, (token, _) in enumerate(vocabulary)}
+        ids.update({token["content"]: token["id"] for token in raw.get("added_tokens", [])})
+        settings_file = folder / "tokenizer_config.json"
+        settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
+        eos = settings.get("eos_token")
+        eod_id = ids.get(eos["content"] if isinstance(eos, dict) else eos)
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        return _Tokenizer(f"data.tokenizer = {folder}", max(ids.values()) + 1, eod_id, sha256, folder)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"data.tokenizer = {folder}: not a readable Hugging Face tokenizer ({type(error).__name__}: {error})") from None
+
+
+def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
+    """The tokenizer of all sources; the first stands for all."""
+    if not tokenizers:
+        return None
+    first = tokenizers[0]
+    for other in tokenizers[1:]:
+        if other.sha256 != first.sha256:
+            raise ConfigError(
+                f"{other.key} has another tokenizer (sha256 {other.sha256[:12]}) than {first.key} ({first.sha256[:12]}); "
+                "all sources of a run need the same one"
+            )
+        if None not in (other.eod_id, first.eod_id) and other.eod_id != first.eod_id:
+            ends = f"{other.key} ends its documents in id {other.eod_id}, {first.key} in {first.eod_id}"
+            raise ConfigError(f"{ends}; all sources of a run need the same EOD")
+    return first
+
+
+def _check_vocabulary(config: RunConfig, tokenizer: _Tokenizer | None, sources: list[SourceFacts]) -> None:
+    given = config.model.vocab_size
+    if tokenizer is None:
+        if given is None:
+            raise ConfigError(
+                f"model.vocab_size is null and no manifest.json beside {sources[0].key} = {sources[0].prefix} tells it; "
+                "set model.vocab_size, or data.tokenizer"
+            )
+        return
+    if given is not None and given < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {given} is less than the {tokenizer.vocab_size} entries of the tokenizer of {tokenizer.key}; "
+            f"set model.vocab_size={tokenizer.vocab_size}, or null"
+        )
+    for source in sources:
+        if tokenizer.vocab_size > _LARGEST.get(source.dtype, 2**31):
+            raise ConfigError(
+                f"{source.key} = {source.prefix} holds {source.dtype} tokens, too narrow for the {tokenizer.vocab_size} entries of the "
+                f"tokenizer of {tokenizer.key}; {MAKE_DATA}"
+            )

@@ -1,0 +1,169 @@
+"""The index cache on disk: one folder for one order of samples, whole or absent, never half written. Files alone; Megatron fills them.
+
+``ROOT/<key>/`` holds Megatron's index files and ``complete.json``: what they were made from, their sizes and hashes. A folder is built
+under another name and renamed when it is whole, so that two jobs may build the same one at once. No torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import StorageError, told
+from fem_common.files import remove, sha256, sync_file, sync_folder, write_synced
+from pretrain.data.facts import Contents
+
+COMPLETE = "complete.json"
+FORMAT = 1
+NOT_THERE = "not there"
+_LOCK = "lock"
+_DAMAGED = "-damaged"
+_ABANDONED_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class IndexCache:
+    """The cache of one order of samples: ``identity`` is all that decides it besides the data, as JSON can hold it."""
+
+    root: Path
+    contents: Contents
+    identity: tuple[Any, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where it is when it is whole."""
+        key = json.dumps([FORMAT, self.contents.key, [source.prefix for source in self.contents.sources], *self.identity])
+        return self.root / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    def fault(self) -> str | None:
+        """Why the folder cannot be used: it is not there, or what is wrong with it; None where it can. Sizes are compared, not hashes."""
+        complete = self.folder / COMPLETE
+        try:
+            raw = json.loads(complete.read_bytes())
+            if raw["format"] != FORMAT:
+                return f"{COMPLETE} has format {raw['format']!r}"
+            sizes = {name: entry["bytes"] for name, entry in raw["files"].items()}
+        except FileNotFoundError:
+            return f"{COMPLETE} is missing" if self.folder.exists() else NOT_THERE
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{COMPLETE} cannot be read ({type(error).__name__})"
+        for name, size in sizes.items():
+            file = self.folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        return None
+
+    @contextmanager
+    def building(self) -> Iterator[Path]:
+        """A folder of this process's own to build in; what is left of it at the end is removed, and what killed processes left is too.
+
+        Raises:
+            ConfigError: the place is wrong, or not to be written to, here or for what is done in the folder.
+            StorageError: the file system fails at it.
+        """
+        folder = self.root / f".building-{self.folder.name}-{secrets.token_hex(4)}"
+        try:
+            with _writing():
+                self.root.mkdir(parents=True, exist_ok=True)
+                for left in self.root.glob(".building-*"):
+                    if left.name.endswith(_DAMAGED) or _is_abandoned(left):
+                        remove(left)
+                folder.mkdir()
+                with (folder / _LOCK).open("w") as lock:
+                    _try_lock(lock.fileno())
+                    yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(self, built: Path) -> None:
+        """Give a folder with all index files its final name, ``complete.json`` in it; a whole folder that is there already stays.
+
+        Raises:
+            ConfigError: the place is wrong, or not to be written to.
+            StorageError: the file system fails at it.
+        """
+        with _writing():
+            self._seal(built)
+            # Without the lock two processes that both found damage could remove each other's whole folder.
+            lock = _open_lock(self.root / ".lock")
+            try:
+                _try_lock(lock, wait=True)
+                self._rename(built)
+            finally:
+                os.close(lock)
+
+    def _rename(self, built: Path) -> None:
+        if self.fault() is None:
+            return
+        aside = self.root / f"{built.name}{_DAMAGED}"  # removed in place, it would be seen half
+        if self.folder.exists():
+            self.folder.rename(aside)
+        (built / _LOCK).unlink(missing_ok=True)
+        built.rename(self.folder)
+        sync_folder(self.root)
+        remove(aside)
+
+    def _seal(self, built: Path) -> None:
+        names = sorted(path.name for path in built.iterdir() if path.name not in (_LOCK, COMPLETE))
+        for name in names:
+            sync_file(built / name)
+        files = {name: {"bytes": (built / name).stat().st_size, "sha256": sha256(built / name)} for name in names}
+        record = {"format": FORMAT, "sources": [asdict(source) for source in self.contents.sources], "files": files}
+        write_synced(built / COMPLETE, (json.dumps(record, indent=1) + "\n").encode())
+        sync_folder(built)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Tells what the file system refuses in one line; Megatron wraps it in an exception of its own."""
+    try:
+        yield
+    except StorageError:
+        raise  # told already
+    except Exception as error:
+        refusal = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(refusal, OSError):
+            raise
+        raise told(refusal, "the index cache cannot be written: ", "; data.index_cache=FOLDER names another place") from None
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether nobody builds in it any more: it is old and its lock is free or missing. Where there are no locks it is left alone."""
+    try:
+        if time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
+            return False
+        with (folder / _LOCK).open("r+") as lock:
+            return _try_lock(lock.fileno())
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _open_lock(path: Path) -> int:
+    """The lock's file, open for writing too: NFS gives no lock of one's own to those who only read."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)  # another user's
+
+
+def _try_lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Whether this process has the lock now; never where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True

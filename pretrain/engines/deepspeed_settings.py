@@ -1,0 +1,206 @@
+"""What the run's configuration means to DeepSpeed: what it cannot do, and the configuration it is given. No torch, no deepspeed.
+
+DeepSpeed's file (``engine.deepspeed.file``) lies under the typed keys, and both under what the run's other sections say: those decide, and
+every difference is told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import ConfigError, files_told
+from fem_common.text import nearest
+from fem_megatron.catalogue import describe, mixer_names
+from pretrain.config import RunConfig
+from pretrain.plan.zero_memory import BUCKET
+
+NO_CLIPPING = 1e30  # stage 0 computes a norm only where it clips
+# Top-level keys that DeepSpeed reads and this engine leaves alone; it ignores those it does not know without a word.
+_TOP_LEVEL = (
+    "activation_checkpointing aio bf16 comms_logger communication_data_type csv_monitor data_types dump_state flops_profiler fp16 "
+    "gradient_accumulation_steps gradient_clipping gradient_predivide_factor memory_breakdown optimizer prescale_gradients scheduler "
+    "seq_parallel_communication_data_type sparse_gradients steps_per_print tensorboard train_batch_size train_micro_batch_size_per_gpu "
+    "wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
+).split()
+# DeepSpeed's key -> the key here that decides it.
+_OURS = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "gradient_clipping": "optimizer.clip_grad",
+    "optimizer": "the section optimizer",
+    "scheduler": "optimizer.schedule",
+    "activation_checkpointing": "train.recompute",
+    "bf16": "train.precision",
+    "fp16": "train.precision",
+    "data_types": "train.precision",
+    "communication_data_type": "engine.deepspeed.communication_data_type",
+    "zero_optimization.stage": "engine.zero_stage",
+    "zero_optimization.offload_optimizer": "engine.offload_optimizer",
+    "zero_optimization.offload_param": "engine.offload_parameters",
+    "zero_optimization.overlap_comm": "parallel.overlap_grad_reduce",
+}
+_ZERO_NAMES = {  # ours -> DeepSpeed's, where they differ
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "model_persistence_threshold": "stage3_model_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+}
+_ZERO = (
+    "reduce_bucket_size allgather_bucket_size reduce_scatter contiguous_gradients round_robin_gradients sub_group_size "
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance"
+).split()
+
+
+def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Everything that the run's engine cannot do, from the configuration alone: each thing with the nearest setting that works.
+
+    Raises:
+        ConfigError, StorageError: see `read_file`.
+    """
+    engine, layout = config.engine, config.parallel
+    if engine.name == "megatron":
+        for key in ("offload_optimizer", "offload_parameters"):
+            if getattr(engine, key):
+                yield f"engine.{key} = true needs engine.name=deepspeed; megatron keeps everything on its device"
+        return
+    stage, pipeline = engine.zero_stage, layout.pipeline_model_parallel_size
+    if pipeline > 1:
+        yield (
+            f"parallel.pipeline_model_parallel_size = {pipeline}: engine.name = deepspeed has no pipeline; set "
+            "parallel.pipeline_model_parallel_size=1 (engine.zero_stage=3 splits the parameters instead), or engine.name=megatron"
+        )
+    if stage == 0 and config.train.precision == "bf16":
+        yield "engine.zero_stage = 0 is for train.precision=fp32 alone; in bf16 set engine.zero_stage=1"
+    if stage == 0 and engine.offload_optimizer:
+        yield "engine.offload_optimizer = true needs a split optimizer; set engine.zero_stage=1"
+    if engine.offload_parameters and stage != 3:
+        yield f"engine.offload_parameters = true needs engine.zero_stage=3, and it is {stage}"
+    if engine.offload_parameters and not engine.offload_optimizer:
+        yield "engine.offload_parameters = true needs engine.offload_optimizer=true: the update is where the parameters are"
+    if not layout.use_distributed_optimizer:
+        yield "parallel.use_distributed_optimizer = false is Megatron's plain optimizer; engine.name=deepspeed needs true"
+    external = next((name for name in mixer_names(config.model) if describe(name).package), None)
+    if external and stage == 3:
+        yield f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2"
+    read_file(config)
+
+
+def read_file(config: RunConfig) -> dict[str, Any]:
+    """``engine.deepspeed.file``'s mapping, empty without one.
+
+    Raises:
+        ConfigError: no such file, not JSON, or a top-level key that this engine does not pass on.
+        StorageError: a file system failed.
+    """
+    name = config.engine.deepspeed.file
+    if name is None:
+        return {}
+    with files_told():
+        text = Path(name).read_text(encoding="utf-8")
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"engine.deepspeed.file = {name}: not valid JSON, line {error.lineno}: {error.msg}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"engine.deepspeed.file = {name}: expected a mapping")
+    for key in values:
+        if key not in _TOP_LEVEL:
+            near = nearest(key, _TOP_LEVEL)
+            raise ConfigError(
+                f"engine.deepspeed.file = {name}: {key} is not a key that is passed on; "
+                + (f"did you mean {near}?" if near else f"those are {', '.join(_TOP_LEVEL)}")
+            )
+    return values
+
+
+def deepspeed_config(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> tuple[dict[str, Any], list[str]]:
+    """DeepSpeed's configuration, and what is to be told: every key of the user's file that the run decides otherwise, what is not used.
+
+    parameters: elements that one rank's whole model holds, which no bucket need exceed.
+    """
+    ours = _ours(config, data_parallel, parameters=parameters, cuda=cuda)
+    theirs = read_file(config)
+    told = [
+        f"engine.deepspeed.file: {key} = {_short(there)} there, {_short(here)} here, by {_OURS[key]}"
+        for key, there, here in _differences(theirs, ours)
+    ]
+    if config.parallel.overlap_param_gather:
+        told.append("parallel.overlap_param_gather is Megatron's and changes nothing here: DeepSpeed gathers as its stage says")
+    for key in ("optimizer", "scheduler", "activation_checkpointing"):
+        theirs.pop(key, None)
+    return _laid_over(theirs, ours), told
+
+
+def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool) -> dict[str, Any]:
+    engine, train, settings = config.engine, config.train, config.engine.deepspeed
+    bf16 = train.precision == "bf16"
+    bucket = max(2, min(BUCKET, parameters + parameters % 2))
+    zero: dict[str, Any] = {"stage": engine.zero_stage, "overlap_comm": config.parallel.overlap_grad_reduce}
+    if settings.file is None or "zero_optimization" not in read_file(config):
+        zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    zero |= {_ZERO_NAMES.get(key, key): value for key in _ZERO if (value := getattr(settings, key)) is not None}
+    pinned = cuda if settings.pin_memory is None else settings.pin_memory
+    if engine.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+    if engine.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    clip = config.optimizer.clip_grad
+    return {
+        "train_batch_size": train.global_batch_size,
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": train.global_batch_size // (train.micro_batch_size * data_parallel),
+        "gradient_clipping": clip if clip > 0 or engine.zero_stage else NO_CLIPPING,
+        "fp16": {"enabled": False},
+        # check_grad_overflow: a step that is not finite on any rank is skipped on all.
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": settings.communication_data_type or "fp32",
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        **({"wall_clock_breakdown": True} if settings.wall_clock_breakdown else {}),
+    }
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, there, here) of what the run decides and the file says otherwise; "auto", which means "as the run says", is no difference."""
+    found = []
+    for key in _OURS:
+        there, here = _at(theirs, key), _at(ours, key)
+        if there is None or there == "auto":
+            continue
+        if isinstance(there, dict) and isinstance(here, dict):
+            same = all(value == "auto" or here.get(name, value) == value for name, value in there.items())
+        else:
+            same = there == here
+        if not same:
+            found.append((key, there, here))
+    return found
+
+
+def _at(values: dict[str, Any], key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None  # type: ignore[assignment]
+    return values
+
+
+def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = {key: value for key, value in under.items() if value != "auto"}
+    for key, value in over.items():
+        merged[key] = _laid_over(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+    # What the run does not offload, the file must not.
+    if "stage" in over:
+        for key in ("offload_optimizer", "offload_param"):
+            if key not in over:
+                merged.pop(key, None)
+    return merged
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,185 @@
+"""Memory of one rank from the configuration alone, in bytes. No torch: the terms are those that this code path was seen to keep.
+
+Static, per parameter (Megatron-core): weights 2 (bf16) or 4 (fp32); gradients 4, always accumulated in fp32; optimizer 8 for Adam's moments
+and, in bf16 only, 4 for the fp32 main weights (in fp32 the main weights are the weights, with the distributed optimizer too), divided by
+the data-parallel size under the distributed optimizer.
+
+What autograd keeps of one layer, per token (e: bytes of the training precision; D hidden; t: tensor-parallel size; s: t under sequence
+parallelism, else 1; per rank: P packed projection width, q query width, d value width, F MLP width, all / t; H_c conditioner width).
+Numbers marked 4 are fp32 in either precision.
+
+    norms         e 2D/s         the inputs of the two RMSNorms (on a CPU, unfused: 4 * 4D/s, input and normalised input in fp32)
+    projection    e D            the input of in_proj, gathered once under SP; shared by the conditioner's LayerNorm
+    conditioner   e (D + H_c) + 4 (5/t + 4) H_c    inputs of its two projections, the scan's and the norms' operands
+    scaling       e 2P           z and 1 + phi, the factors of the conditioned projection
+    rope          e 2 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch
+    attention     e (q + q + w + o) + 4 heads      q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one width;
+                  with a window also the copies of q, k and v that its blocks of queries read
+    packed        e P            the whole projection, where a view into it is kept: the g-logit, or v where the attention reads v itself
+    gates         e d + e d      lambda, + 4d for its fp32 copy in bf16; g before its RMS norm (fp32 on a CPU), + 4d for g itself
+    prep          4 * 2d         x = beta (v - c) and the stream's slope (L)
+    epilogue      4 * 4d         mu - c, Z's and mu's factors and F - mu (L); + 4d for o before the outer gate (G)
+    out_proj      e d            its input (in fp32 with neither L nor G it is the attention's output)
+    MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
+
+The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``). Every other
+mixer is estimated from what it was seen to keep for each channel of its width (``Shape.kept``), and the plan says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
+from pretrain.config import EngineConfig, RunConfig
+from pretrain.plan.zero_memory import variants, zero_memory
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one rank of a pipeline stage needs."""
+
+    stage: int
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads
+    apart: int = 0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
+
+    @property
+    def total(self) -> int:
+        """The peak, without the host's."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace - self.apart
+
+
+def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
+    """Memory of a rank of pipeline stage ``stage`` that holds ``parameters`` parameters."""
+    layout, bf16 = config.parallel, config.train.precision == "bf16"
+    if config.engine.name == "deepspeed":
+        return _zero_stage_memory(config, config.engine, parameters, data_parallel, cuda=cuda)
+    sharded = -(-parameters // data_parallel) if layout.use_distributed_optimizer else parameters
+    activations = stage_activations(config, stage, data_parallel, cuda=cuda)
+    # When the activations are gone: torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); gloo reduces and scatters
+    # a copy of all gradients, which lives until the weights are gathered (CPU).
+    step = WIDE * (sharded if cuda else parameters if layout.use_distributed_optimizer else 0)
+    return StageMemory(
+        stage=stage,
+        parameters=parameters,
+        weights=parameters * (2 if bf16 else 4),
+        gradients=parameters * WIDE,
+        optimizer=sharded * (12 if bf16 else 8),
+        activations=activations,
+        workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations),
+    )
+
+
+def _zero_stage_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
+    kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda)
+    activations, workspace = stage_activations(config, 0, data_parallel, cuda=cuda), backward_workspace(config, 0, cuda=cuda)
+    sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
+    return StageMemory(
+        stage=0,
+        parameters=parameters,
+        weights=kept.weights,
+        gradients=kept.gradients,
+        optimizer=kept.optimizer,
+        activations=activations,
+        workspace=workspace + kept.workspace,
+        host=kept.host,
+        apart=sum(sizes) - kept.peak(activations + workspace),
+    )
+
+
+def zero_variants(config: RunConfig, parameters: int, data_parallel: int, *, cuda: bool) -> dict[str, StageMemory]:
+    """The memory of every ZeRO stage and offload that the run could have, by name."""
+    return {name: _zero_stage_memory(config, engine, parameters, data_parallel, cuda=cuda) for name, engine in variants(config)}
+
+
+def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
+    """Bytes a token that autograd keeps of one layer on one rank, by term (the table above)."""
+    e, layout, train = _element(config), config.parallel, config.train
+    split = _sequence_split(config)
+    training = Training(e, layout.tensor_model_parallel_size, split, train.micro_batch_size, config.data.seq_length, cuda)
+    norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
+    terms: dict[str, float] = {}
+    for shape in filter(None, (block.mixer, block.mlp)):
+        for name, value in (norms | shape.kept_bytes(training)).items():
+            terms[name] = terms.get(name, 0.0) + block.recurrence * value
+    return terms
+
+
+def is_estimated(config: RunConfig) -> bool:
+    """Whether a mixer or an MLP of the model is outside the table, so that its activations are an estimate."""
+    return any(ESTIMATE in layer_activations(config, block, cuda=False) for block in config.model.blocks())
+
+
+def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
+    """Bytes a token that autograd keeps of the final norm, the output layer and the loss on one rank of the last stage."""
+    e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
+    return {
+        "final norm": (e if cuda else WIDE * 2) * hidden / s,
+        "output layer": e * hidden / s,
+        "softmax": WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size,
+    }
+
+
+def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
+    """Forward passes of a model chunk whose backward pass is still to come, at most (Megatron's 1F1B and interleaved schedules)."""
+    layout, train = config.parallel, config.train
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel)
+    if chunks == 1:
+        return min(stages - stage, micro_batches)
+    return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, micro_batches * chunks)
+
+
+def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
+    """Bytes kept on a rank of ``stage`` at the peak: its layers' for every micro-batch in flight, and on the last stage the loss's."""
+    layout, train = config.parallel, config.train
+    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
+    residual = _element(config) * config.model.hidden_size / _sequence_split(config)
+    layers = 0.0
+    for block in config.model.blocks():
+        layers += residual if train.recompute == "full" else sum(layer_activations(config, block, cuda=cuda).values())
+    in_flight = chunks_in_flight(config, stage, data_parallel)
+    per_token = in_flight * (layers / (stages * chunks) + (residual if stages > 1 else 0))
+    if stage == stages - 1:
+        per_token += sum(head_activations(config, cuda=cuda).values())
+    return int(per_token * train.micro_batch_size * config.data.seq_length)
+
+
+def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
+    """Bytes of short-lived tensors at the peak, which is the loss's backward pass (last stage) or, the loss's tensors gone, a layer's.
+
+    Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer.
+    Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, in bf16 as much again.
+    """
+    model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
+    tokens = train.micro_batch_size * config.data.seq_length
+    inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
+    per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
+    # Under recompute a layer's activations are made again; in bf16 its fp32 parts have fp32 gradients, about as much (seen, not derived).
+    again = (train.recompute == "full") + (e < WIDE)
+    per_token += again * max(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks())
+    layer = per_token * tokens + e * 2 * inner * model.hidden_size
+    if stage < config.parallel.pipeline_model_parallel_size - 1:
+        return int(layer)
+    rows = model.padded_vocab_size() / t
+    loss = (rows * (e + WIDE) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
+    return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
+
+
+def _packed_width(block: BlockShape) -> int:
+    """Channels of the mixer's widest linear map."""
+    return max((max(weight.shape) for weight in block.mixer.weights().values() if len(weight.shape) == 2), default=0)
+
+
+def _element(config: RunConfig) -> int:
+    return 2 if config.train.precision == "bf16" else 4
+
+
+def _sequence_split(config: RunConfig) -> int:
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1

@@ -1,0 +1,351 @@
+"""What a run will need, from its configuration alone: parameters, FLOPs per token, steps, checkpoint size. No torch, nothing started.
+
+Memory is ``pretrain.plan.memory``'s part; text for the console is ``render``. The names and shapes here are those of the built model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from fem_common.text import gib, si
+from fem_megatron.catalogue import BASELINE, mixer_names
+from fem_megatron.config import ModelConfig
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.mup import outer_weights, width_ratio
+from fem_megatron.shape import Weights
+from pretrain.config import RunConfig
+from pretrain.plan.memory import StageMemory, is_estimated, stage_memory, zero_variants
+from pretrain.plan.zero_memory import zero_name
+from pretrain.schedule import Schedule
+
+if TYPE_CHECKING:
+    from pretrain.data.facts import DataFacts
+
+# Dense bf16 tensor-core peaks in TFLOP/s, from NVIDIA's product data sheets (H100, H200, A100, L40S, DGX B200), which print figures with
+# 2:4 sparsity for most: those are halved here. A device matches by the longest key that its name contains.
+DEVICE_PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "H100 PCIe": 756.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
+
+# GiB that torch finds on them (total_memory), rounded down; an A100 without its size in its name is taken for the larger one.
+DEVICE_MEMORY_GIB = {"B200": 178, "H200": 139, "H100": 79, "A100": 79, "A100-SXM4-40GB": 39, "A100-PCIE-40GB": 39, "L40S": 44}
+
+COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
+
+Shapes = dict[str, tuple[int, ...]]
+T = TypeVar("T")
+
+
+def peak_tflops(device: str) -> float | None:
+    """The dense bf16 peak of a device by its name (``NVIDIA H100 80GB HBM3`` finds ``H100``), or None where it is not listed."""
+    return _of_device(DEVICE_PEAK_TFLOPS, device)
+
+
+def memory_gib(device: str) -> int | None:
+    """The memory of a device by its name, or None where it is not listed."""
+    return _of_device(DEVICE_MEMORY_GIB, device)
+
+
+def _of_device(table: Mapping[str, T], device: str) -> T | None:
+    found = [key for key in table if key.lower() in device.lower()]
+    return table[max(found, key=len)] if found else None
+
+
+# --- parameters ----------------------------------------------------------------------------------------------------------------
+
+
+def model_weights(model: ModelConfig) -> Weights:
+    """Name -> weight of every parameter of the whole model (unsharded; tied output layer absent), as its state dict has them."""
+    outer = outer_weights(model)
+    embedding = "embedding.word_embeddings.weight"
+    weights: Weights = {embedding: outer.pop(embedding)}
+    for layer, block in enumerate(model.blocks()):
+        weights.update({f"decoder.layers.{layer}.{name}": weight for name, weight in block.weights().items()})
+    return weights | outer
+
+
+def parameter_shapes(model: ModelConfig) -> Shapes:
+    """Name -> shape of every parameter of the whole model."""
+    return {name: weight.shape for name, weight in model_weights(model).items()}
+
+
+def component(name: str) -> str:
+    """The part of the model a parameter is counted under, one of COMPONENTS."""
+    if name.startswith("embedding."):
+        return "embedding"
+    if name.startswith("output_layer."):
+        return "output layer"
+    if ".tdc." in name:
+        return "conditioner"
+    if name.endswith(("layernorm.weight", ".norm.weight")):
+        return "norms"
+    return "mixer" if ".mixer." in name else "MLP"
+
+
+def count_by_component(model: ModelConfig) -> dict[str, int]:
+    """Component -> number of parameters of the whole model."""
+    counts: dict[str, int] = {}
+    for name, shape in parameter_shapes(model).items():
+        counts[component(name)] = counts.get(component(name), 0) + math.prod(shape)
+    return counts
+
+
+def stage_parameters(config: RunConfig) -> list[int]:
+    """Parameters that one rank of each pipeline stage holds, exactly; a tied embedding is held by the first and the last stage."""
+    layout = config.parallel
+    stages = layout.pipeline_model_parallel_size
+    counts = [0] * stages
+    for name, weight in model_weights(config.model).items():
+        size = weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
+        for stage in _stages_of(name, config.model, stages):
+            counts[stage] += size
+    return counts
+
+
+def _stages_of(name: str, model: ModelConfig, stages: int) -> set[int]:
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer:  # interleaving deals the layers out in another order, but as many to each stage
+        return {int(layer[1]) * stages // model.num_layers}
+    if component(name) == "embedding":
+        return {0, stages - 1} if model.tie_embeddings else {0}
+    return {stages - 1}
+
+
+# --- FLOPs ---------------------------------------------------------------------------------------------------------------------
+
+
+def forward_flops(model: ModelConfig, seq_length: int) -> dict[str, float]:
+    """FLOPs of one token's forward pass, by component: matrix products alone, a multiply-add counted as two.
+
+    Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average. Each mixer's own products are in its
+    ``Shape.flops``.
+    """
+    flops: dict[str, float] = {}
+    for block in model.blocks():
+        for name, value in block.flops(seq_length).items():
+            flops[name] = flops.get(name, 0.0) + value
+    flops["output layer"] = 2.0 * model.padded_vocab_size() * model.hidden_size
+    return {name: value for name, value in flops.items() if value}
+
+
+def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
+    """Bytes of one sequence's decoding state after ``length`` tokens, over all layers, activations of ``element`` bytes."""
+    return sum(block.state_bytes(length, element) for block in model.blocks())
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """Model FLOPs of training on one token, the MFU's numerator: forward plus twice as much backward; recompute is not counted."""
+    return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
+
+
+def hardware_flops_per_token(config: RunConfig) -> float:
+    """FLOPs really done for a token: with full recompute every layer's forward pass runs twice."""
+    forward = forward_flops(config.model, config.data.seq_length)
+    again = sum(forward.values()) - forward["output layer"] if config.train.recompute == "full" else 0.0
+    return flops_per_token(config) + again
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's needs. Sizes in bytes, FLOPs per token."""
+
+    config: RunConfig
+    world_size: int
+    data_parallel: int
+    micro_batches: int
+    schedule: Schedule
+    parameters: dict[str, int]
+    transformer_parameters: int
+    forward_flops: dict[str, float]
+    train_flops: float
+    hardware_flops: float
+    memory: tuple[StageMemory, ...]
+    cuda: bool
+    checkpoint_bytes: int
+    train_data_tokens: int | None
+
+    @property
+    def total_parameters(self) -> int:
+        """Of the whole model, tied weights once."""
+        return sum(self.parameters.values())
+
+    @property
+    def non_embedding_parameters(self) -> int:
+        """Without the embedding and the output layer."""
+        return sum(count for name, count in self.parameters.items() if name not in ("embedding", "output layer"))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the run consumes, whole steps."""
+        return self.schedule.steps * self.schedule.step_tokens
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of the rank that needs most."""
+        return max(stage.total for stage in self.memory)
+
+
+def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None, *, cuda: bool = True) -> Plan:
+    """The plan of a validated configuration on ``world_size`` processes; ``cuda`` picks the memory model of a GPU or of a CPU.
+
+    ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data.facts.fill_from_data``).
+    """
+    layout = config.parallel
+    data_parallel = world_size // (layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
+    schedule = Schedule.of(config)
+    parameters = count_by_component(config.model)
+    # Of the same width; its parameters do not depend on its heads, and one head fits any width.
+    twin = replace(config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1)
+    twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False, attention=AttentionConfig())
+    counts = stage_parameters(config)
+    return Plan(
+        config=config,
+        world_size=world_size,
+        data_parallel=data_parallel,
+        micro_batches=config.train.global_batch_size // (config.train.micro_batch_size * data_parallel),
+        schedule=schedule,
+        parameters=parameters,
+        transformer_parameters=sum(count_by_component(twin).values()),
+        forward_flops=forward_flops(config.model, config.data.seq_length),
+        train_flops=flops_per_token(config),
+        hardware_flops=hardware_flops_per_token(config),
+        memory=tuple(stage_memory(config, stage, count, data_parallel, cuda=cuda) for stage, count in enumerate(counts)),
+        cuda=cuda,
+        checkpoint_bytes=checkpoint_bytes(config),
+        train_data_tokens=facts.tokens["train"] if facts else None,
+    )
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Size of one checkpoint: the weights in the training precision and the optimizer's fp32 state.
+
+    Megatron's distributed optimizer stores its fp32 parameters beside the two moments in either precision; the plain one only in bf16.
+    """
+    bf16 = config.train.precision == "bf16"
+    main_parameter = 4 if bf16 or config.parallel.use_distributed_optimizer else 0
+    return sum(count_by_component(config.model).values()) * ((2 if bf16 else 4) + main_parameter + 8)
+
+
+def render(plan: Plan) -> str:
+    """The plan as text for a console."""
+    return "\n".join(line for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines) for line in part(plan))
+
+
+def memory_excess(plan: Plan) -> str | None:
+    """What is wrong where the fullest rank needs more memory than log.device has; None where it fits, or nobody says what it has."""
+    device = plan.config.log.device
+    room = memory_gib(device) if device else None
+    if room is None or plan.peak_memory <= room * 2**30:
+        return None
+    return (
+        f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
+        "train.recompute=full, or split the model further (parallel.*, engine.*)"
+    )
+
+
+def _model_lines(plan: Plan) -> Iterator[str]:
+    model, total = plan.config.model, plan.total_parameters
+    names, blocks = mixer_names(model), model.blocks()
+    again = f", each applied {model.recurrence} times" if model.recurrence > 1 else ""
+    what = " ".join(model.pattern or (model.mixer,))
+    yield f"{plan.config.name}: {what}, {model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads{again}"
+    for name, block in dict(zip(names, blocks, strict=True)).items():
+        yield f"  {name}: {', '.join(shape.summary() for shape in (block.mixer, block.mlp) if shape is not None)}"
+    yield f"  vocabulary {model.vocab_size} padded to {model.padded_vocab_size()}"
+    if model.parametrization == "mup":
+        yield f"  muP: m = {width_ratio(model):g}, from a base of width {model.mup.base_hidden_size}"
+    yield "parameters"
+    for name in COMPONENTS:
+        if name in plan.parameters:
+            count = plan.parameters[name]
+            yield f"  {name:<18} {count:>15,}  {100 * count / total:5.1f}%"
+    yield f"  {'total':<18} {total:>15,}  ({plan.non_embedding_parameters:,} without embedding and output layer)"
+    if any(block.mixer.external for block in blocks):
+        yield "  without those inside flash-linear-attention's layers, which the package alone knows"
+    elif set(names) != {BASELINE}:
+        excess = 100 * (total / plan.transformer_parameters - 1)
+        yield f"  a Transformer of this width has {plan.transformer_parameters:,}: this model has {excess:+.2f}%"
+
+
+def _cost_lines(plan: Plan) -> Iterator[str]:
+    config, forward = plan.config, sum(plan.forward_flops.values())
+    yield f"FLOPs per token (matrix products; attention over the causal half of {config.data.seq_length})"
+    for name, value in plan.forward_flops.items():
+        yield f"  {name:<18} {si(value):>11}FLOP  {100 * value / forward:5.1f}%"
+    yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
+        f", with recompute {si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
+    )
+    length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
+    yield f"  decoding state of {length:,} tokens: {gib(decoding_state_bytes(config.model, length, element))} a sequence"
+    schedule = plan.schedule
+    yield "length"
+    yield f"  {schedule.steps:,} steps of {schedule.step_tokens:,} tokens = {si(plan.tokens)}tokens ({plan.tokens:,})"
+    warmup = schedule.warmup_samples // schedule.batch_samples
+    yield f"  warm-up {warmup:,} steps; training compute {si(plan.tokens * plan.train_flops)}FLOP"
+    if plan.train_data_tokens is not None:
+        yield f"  training data {plan.train_data_tokens:,} tokens: {plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
+
+
+def _layout_lines(plan: Plan) -> Iterator[str]:
+    layout, train = plan.config.parallel, plan.config.train
+    chunks = layout.virtual_pipeline_model_parallel_size
+    words = [
+        f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP {layout.tensor_model_parallel_size}",
+        f"x PP {layout.pipeline_model_parallel_size}" + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
+        f"x DP {plan.data_parallel}" + _split_words(plan.config),
+    ]
+    yield "layout"
+    yield "  " + " ".join(words) + (", sequence parallel" if layout.sequence_parallel else "")
+    yield (
+        f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {train.micro_batch_size} x "
+        f"{plan.config.data.seq_length} tokens on each data-parallel rank, {train.precision}, recompute {train.recompute}"
+    )
+
+
+def _split_words(config: RunConfig) -> str:
+    if config.engine.name == "deepspeed":
+        return f" (DeepSpeed, {zero_name(config.engine)})"
+    return " (distributed optimizer)" if config.parallel.use_distributed_optimizer else ""
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    estimated = "; activations estimated, to about 25%" if is_estimated(plan.config) else ""
+    yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
+    header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
+    yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
+    for stage in plan.memory:
+        yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + _sizes(stage)
+    if plan.config.engine.name == "deepspeed":
+        yield from _zero_lines(plan)
+    if excess := memory_excess(plan):
+        yield f"DOES NOT FIT: {excess}"
+    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {plan.config.checkpoint.keep_last} kept"
+
+
+def _zero_lines(plan: Plan) -> Iterator[str]:
+    """The same rank under every stage and offload, the run's own marked."""
+    (own,) = plan.memory
+    host = plan.cuda
+    yield "under DeepSpeed's stages (the peak is below the sum: gradients come while activations go)"
+    titles = ("weights", "gradients", "optimizer", "activations", "workspace", "peak", *(("host",) if host else ()))
+    yield "  " + " " * 30 + "".join(title.rjust(14) for title in titles)
+    for name, memory in zero_variants(plan.config, own.parameters, plan.data_parallel, cuda=plan.cuda).items():
+        mark = "* " if name == zero_name(plan.config.engine) else "  "
+        yield mark + name.ljust(30) + _sizes(memory) + (gib(memory.host).rjust(14) if host else "")
+
+
+def _sizes(stage: StageMemory) -> str:
+    sizes = (stage.weights, stage.gradients, stage.optimizer, stage.activations, stage.workspace, stage.total)
+    return "".join(gib(size).rjust(14) for size in sizes)

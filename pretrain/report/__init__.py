@@ -1,0 +1,1 @@
+"""What a run tells: loggers, metrics, progress, slow ranks, evaluations beside it."""

@@ -1,0 +1,38 @@
+"""``python -m pretrain.report.evaluation_process PARENT COMMAND...`` becomes the command: niced, and ended with its parent, a rank.
+
+Standard library and the table of exit codes alone. It replaces itself, so that the process that was started is the command and not its
+keeper.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from fem_common.exits import Exit
+
+_PDEATHSIG = 1  # of <linux/prctl.h>
+_NICENESS = 19
+
+
+def main(words: list[str]) -> int:
+    """Runs the command in this process's place; returns only where it cannot be started: 127."""
+    parent, command = int(words[0]), words[1:]
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # a queue sends them to all processes of a job: they are the ranks' business
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), *map(ctypes.c_ulong, (0, 0, 0)))
+    if os.getppid() != parent:
+        return 0  # it ended before it could be watched
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"pretrain.report.evaluation_process: error: {command[0]}: {error.strerror}", file=sys.stderr)
+    return Exit.NOT_FOUND
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

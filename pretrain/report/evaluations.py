@@ -1,0 +1,309 @@
+"""Evaluation while training: a callback that starts ``tools.evaluate`` on checkpoints beside the loop, and hands its scores to the loggers.
+
+It exists on rank 0 alone and knows the evaluation by its command line and by the files that it writes. One runs at a time; one more waits,
+the newest that is due. Whatever becomes of an evaluation, training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fem_common.errors import ConfigError
+from fem_common.signals import signal_name
+from pretrain.config import EvaluateConfig
+from pretrain.report.loggers import LATE, Callback
+from pretrain.report.metrics import StepRecord
+
+NAME = "evaluations.jsonl"
+FOLDER = "evaluations"
+_ROOT = Path(__file__).resolve().parents[2]
+_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "PET_", "ROLE_", "GROUP_")  # variables that would make it a rank of the training
+_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_POLL_SECONDS = 0.2
+_WORD_SECONDS = 300.0  # between lines while the end of training waits: a supervisor that hears nothing takes it for a hang
+_END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+
+
+class Store(Protocol):
+    """The part of ``pretrain.checkpoint.store.Checkpoints`` that is needed."""
+
+    folder: Path
+    last: Path | None
+    in_use: set[Path]
+
+
+@dataclass
+class _Running:
+    """An evaluation under way."""
+
+    step: int
+    checkpoint: Path
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+class Evaluations:
+    """Starts, watches and reports evaluations; a `loggers.Callback`, the first of them: when it ends, the others are open."""
+
+    def __init__(
+        self,
+        settings: EvaluateConfig,
+        folder: Path,
+        steps: int,
+        checkpoints: Store,
+        loggers: Sequence[Callback],
+        received: list[int],
+        step: int = 0,
+    ) -> None:
+        """``folder``: the run directory; ``steps``: the last one's number; ``received``: signals that asked to stop, as they come.
+
+        ``step``: the last one that is done. What an earlier attempt left undone is started: the newest evaluation that is due, if it has
+        not ended.
+        """
+        self.settings, self.folder, self.steps = settings, folder, steps
+        self.checkpoints, self.loggers, self.received = checkpoints, loggers, received
+        self.running: _Running | None = None
+        self.waiting: tuple[int, Path] | None = None
+        self.seen: Path | None = None  # the newest checkpoint that was looked at
+        newest = _newest(checkpoints)
+        self.ended = {number for number in _ended(folder / NAME) if number <= newest}  # later ones were of weights that are no more
+        self.step = step
+        self._look()
+
+    def on_step(self, record: StepRecord) -> None:
+        """Takes what has ended, starts what is due."""
+        self.step = record.step
+        self._look()
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        """Nothing: validations are the loop's own."""
+
+    def on_values(self, step: int, values: dict[str, float]) -> None:
+        """Nothing."""
+
+    def on_message(self, text: str) -> None:
+        """Nothing."""
+
+    def on_end(self) -> None:
+        """Waits for what is under way where training is complete; ends it where training stopped early, or a signal comes meanwhile."""
+        try:
+            self._look()
+            told = time.monotonic()
+            while self.running is not None and self.step >= self.steps and not self.received:
+                if time.monotonic() - told > _WORD_SECONDS:
+                    told = time.monotonic()
+                    self._say(f"waiting for the evaluation of step {self.running.step} ({(told - self.running.started) / 60:.0f} minutes)")
+                time.sleep(_POLL_SECONDS)
+                self._look()
+        finally:
+            self._leave()
+
+    def _look(self) -> None:
+        """One look: no error of files or processes leaves it."""
+        try:
+            self._take()
+            if self.checkpoints.last != self.seen:
+                self.seen = self.checkpoints.last
+                self._note_due()
+            if self.running is None and self.waiting is not None:
+                (step, checkpoint), self.waiting = self.waiting, None
+                self._start(step, checkpoint)
+        except OSError as error:
+            self._say(f"evaluation: {error}")
+
+    def _note_due(self) -> None:
+        """The newest checkpoint that is due waits for its turn; an older one that waited loses it."""
+        due = [(step, path) for path in self.checkpoints.folder.glob("step_*") if self._is_due(step := _step(path))]
+        busy = [self.running.step] if self.running else []
+        step, path = max(due, default=(0, None))
+        if path is None or step in busy or (self.waiting is not None and step <= self.waiting[0]):
+            return
+        if self.waiting is not None:
+            self._say(f"evaluation of step {self.waiting[0]} is left out: that of step {busy[0]} still runs, and step {step} is due")
+        elif busy:
+            self._say(f"evaluation of step {step} waits: that of step {busy[0]} still runs")
+        self.waiting = step, path
+        self._note_use()
+
+    def _is_due(self, step: int) -> bool:
+        # Older ones were evaluated, or left out for a newer one; a later one than the newest good one is damaged.
+        if not max(self.ended, default=0) < step <= _newest(self.checkpoints):
+            return False
+        return bool(self.settings.interval and step % self.settings.interval == 0) or (self.settings.at_end and step == self.steps)
+
+    def _start(self, step: int, checkpoint: Path) -> None:
+        out = self._out(checkpoint)
+        out.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pretrain.report.evaluation_process", str(os.getpid()), *self._command(checkpoint)]
+        with (out / "log").open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(os.environ, self.settings.device),
+                start_new_session=True,  # Ctrl-C at the training's terminal is not for it
+            )
+        self.running = _Running(step, checkpoint, process, time.monotonic())
+        self._note_use()
+
+    def _take(self) -> None:
+        """What has ended is reported; what takes too long is ended and reported."""
+        running = self.running
+        if running is None:
+            return
+        code, seconds = running.process.poll(), time.monotonic() - running.started
+        late = code is None and seconds > 60 * self.settings.timeout_minutes
+        if code is None and not late:
+            return
+        if late:
+            _end(running.process)
+        self.running = None
+        self.ended.add(running.step)
+        self._note_use()
+        out = self._out(running.checkpoint)
+        scores = _scores(out, running.checkpoint) if code in (0, 1) and not late else {}  # 1: a task failed, the others have theirs
+        fault = f"not done within {self.settings.timeout_minutes:g} minutes" if late else _fault(code, out / "log")
+        if code == 0:
+            fault = "" if scores else "it wrote no scores"
+        line: dict[str, Any] = {
+            "step": running.step, "checkpoint": running.checkpoint.name, "suite": self.settings.suite, "seconds": round(seconds, 1)
+        }  # fmt: skip
+        if scores:
+            values = {LATE + label: score["value"] for label, score in scores.items()}
+            for logger in self.loggers:
+                logger.on_values(running.step, values)
+            told = ", ".join(f"{label} {_with_error(score)}" for label, score in scores.items())
+            self._say(f"evaluation of step {running.step}: {told} ({seconds:.0f} s)")
+            line["scores"] = scores
+        if fault:
+            self._say(f"evaluation of step {running.step} failed: {fault}; see {out / 'log'}")
+            line["failed"] = fault
+        self._write(line)
+
+    def _leave(self) -> None:
+        """Nothing is left behind: what still runs is ended, and what is undone is told with the command that does it."""
+        undone = [self.running.checkpoint] if self.running is not None else []
+        if self.running is not None:
+            _end(self.running.process)
+            self.running = None
+        if self.waiting is not None:
+            undone.append(self.waiting[1])
+        for checkpoint in undone:
+            command = shlex.join(["python", *self._command(checkpoint)[1:]])
+            self._say(f"evaluation of step {_step(checkpoint)} is not done; a resumed training starts it again, or: {command}")
+
+    def _command(self, checkpoint: Path) -> list[str]:
+        settings = self.settings
+        limit = [] if settings.limit is None else ["--limit", str(settings.limit)]
+        options = ["--suite", settings.suite, "--out", str(self._out(checkpoint)), "--device", settings.device]
+        options.append("--retry")  # results of a step that was trained anew are of other weights
+        return [sys.executable, "-m", "tools.evaluate", str(checkpoint), *options, *limit]
+
+    def _out(self, checkpoint: Path) -> Path:
+        return self.folder / FOLDER / checkpoint.name
+
+    def _note_use(self) -> None:
+        """No checkpoint that is read, or will be, goes for a newer one."""
+        used = [self.running.checkpoint] if self.running else []
+        self.checkpoints.in_use = {*used, *([self.waiting[1]] if self.waiting else [])}
+
+    def _say(self, text: str) -> None:
+        for logger in self.loggers:
+            logger.on_message(text)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with (self.folder / NAME).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def environment(inherited: Mapping[str, str], device: str) -> dict[str, str]:
+    """The variables of an evaluation's process: not those of a rank, threads of its own, and on a CPU no GPU to be seen."""
+    kept = {name: value for name, value in inherited.items() if name not in _RANKS and not name.startswith(_LAUNCHERS)}
+    kept["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 4))
+    kept["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
+    if device == "cpu":
+        kept["CUDA_VISIBLE_DEVICES"] = ""
+    return kept
+
+
+def _scores(out: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Label -> value, stderr, metric of every result file of an evaluation; what is not one is passed over.
+
+    So is what is older than the checkpoint: of weights that a rollback took back.
+    """
+    found = {}
+    for file in sorted(out.glob("*/[!.]*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if file.stat().st_mtime_ns < checkpoint.stat().st_mtime_ns:
+                continue
+            raw = json.loads(file.read_bytes())
+            found[str(raw["label"])] = {"value": float(raw["value"]), "stderr": raw["stderr"], "metric": raw["metric"]}
+    return found
+
+
+def _with_error(score: Mapping[str, Any]) -> str:
+    return f"{score['value']:.4f}" if score["stderr"] is None else f"{score['value']:.4f} ± {score['stderr']:.4f}"
+
+
+def _fault(code: int | None, log: Path) -> str:
+    """How it ended, and its last words."""
+    if code is not None and code < 0:
+        return f"ended by {signal_name(-code)}"
+    with suppress(OSError):
+        lines = log.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
+        return f"exit code {code}: {lines[-1]}" if lines else f"exit code {code}"
+    return f"exit code {code}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and what it started, all of one session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+            return
+
+
+def _ended(file: Path) -> set[int]:
+    """Steps whose evaluation ended by itself, well or not, in this attempt or an earlier one; none later than a rollback's next."""
+    found = set[int]()
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                step = int(json.loads(line)["step"])
+                found = {earlier for earlier in found if earlier < step} | {step}
+    return found
+
+
+def _newest(checkpoints: Store) -> int:
+    """The step of the newest checkpoint that is known to be good, 0 where there is none."""
+    return 0 if checkpoints.last is None else _step(checkpoints.last)
+
+
+def _step(path: Path) -> int:
+    digits = path.name.removeprefix("step_")
+    return int(digits) if digits.isdigit() else 0
+
+
+def check_suite(settings: EvaluateConfig) -> None:
+    """Raises ConfigError where the evaluation's command refuses the suite: at the start of training, not hours later."""
+    if not settings.wanted:
+        return
+    command = [sys.executable, "-m", "tools.evaluate", "--list", "--suite", settings.suite]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(os.environ, "cpu"))
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1].removeprefix("tools.evaluate: error: ")
+        raise ConfigError(f"evaluate.suite = '{settings.suite}': {last}")

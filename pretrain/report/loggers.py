@@ -1,0 +1,235 @@
+"""Callbacks that write what the loop tells: console, JSON lines, TensorBoard, Weights & Biases. The loop knows none by name.
+
+They exist on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import netrc
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from fem_common.config import plain
+from fem_common.text import count
+from fem_megatron.megatron import platform
+from pretrain.config import RunConfig
+from pretrain.report.metrics import StepRecord
+
+Say = Callable[[str], None]
+LATE = "evaluation/"  # values that come after their step
+
+
+class Callback(Protocol):
+    """What the loop tells."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """After every optimizer step."""
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        """After a validation."""
+
+    def on_values(self, step: int, values: dict[str, float]) -> None:
+        """After a step that was looked at closely: ``diagnostics/layer_03/mixer/step_norm``, ``ranks/slowest_ratio`` -> value.
+
+        ``evaluation/ARC-C``, of an evaluation beside training, comes when later steps have been told.
+        """
+
+    def on_message(self, text: str) -> None:
+        """Something a person should know."""
+
+    def on_end(self) -> None:
+        """The loop is over, whatever ended it."""
+
+
+Watch = Callable[[int], AbstractContextManager[dict[str, float]]]
+"""What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_values` tells."""
+
+
+class Console:
+    """A line every log interval."""
+
+    def __init__(self, interval: int, total_steps: int) -> None:
+        self.interval, self.total_steps = interval, total_steps
+
+    def on_step(self, record: StepRecord) -> None:
+        for handler in logging.getLogger("kernels").handlers:
+            handler.flush()
+        if record.step % self.interval and record.step != self.total_steps and not record.skipped:
+            return
+        mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
+        note = "  NOT FINITE, step skipped" if record.skipped else ""
+        print(
+            f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {count(record.consumed_tokens)}"
+            f"  loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {record.grad_norm:.3f}"
+            f"  {count(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{mfu}"
+            f"  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA {_duration(record.eta_seconds)}{note}",
+            flush=True,
+        )
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()), flush=True)
+
+    def on_values(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def on_message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def on_end(self) -> None:
+        pass
+
+
+class JsonLines:
+    """Every step and validation, one JSON object a line, in ``metrics.jsonl``. After a resume the last line of a step counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = (folder / "metrics.jsonl").open("a", buffering=1)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.file.write(json.dumps(record.as_dict()) + "\n")
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+
+    on_values = on_eval
+
+    def on_message(self, text: str) -> None:
+        self.file.write(json.dumps({"message": text}) + "\n")
+
+    def on_end(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """Scalars over consumed tokens and steps."""
+
+    def __init__(self, folder: Path, interval: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer, self.interval = SummaryWriter(str(folder / "tensorboard")), interval
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step % self.interval == 0:
+            for name, value in _scalars(record).items():
+                self.writer.add_scalar(name, value, record.step)
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    on_values = on_eval
+
+    def on_message(self, text: str) -> None:
+        self.writer.add_text("message", text)
+
+    def on_end(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """Weights & Biases; offline unless an API key is at hand or WANDB_MODE says otherwise."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_logged_in() else "offline")
+        # One id a run directory: a resumed run continues the same curve.
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
+        self.run = wandb.init(
+            project=config.log.wandb.project,
+            name=config.name,
+            dir=str(folder),
+            config=plain(config),
+            mode=mode,  # type: ignore[arg-type]
+            id=id_file.read_text(),
+            resume="allow",
+        )
+        self.run.define_metric(f"{LATE}*", step_metric=f"{LATE}step")
+        self.interval, self.step = config.log.interval, 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.step = record.step
+        if record.step % self.interval == 0:
+            self.run.log(_scalars(record), step=record.step)
+
+    def on_eval(self, step: int, values: dict[str, float]) -> None:
+        # Weights & Biases drops what comes for a step that is over: an evaluation that ran meanwhile has an axis of its own.
+        late = {f"{LATE}step": step} if any(name.startswith(LATE) for name in values) else {}
+        self.run.log({**values, **late}, step=max(step, self.step))
+
+    on_values = on_eval
+
+    def on_message(self, text: str) -> None:
+        pass
+
+    def on_end(self) -> None:
+        self.run.finish()
+
+
+def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Callback]:
+    """The callbacks that the configuration asks for; console and JSON lines always."""
+    callbacks: list[Callback] = [Console(config.log.interval, total_steps), JsonLines(folder)]
+    if config.log.tensorboard:
+        callbacks.append(TensorBoard(folder, config.log.interval))
+    if config.log.wandb.enabled:
+        callbacks.append(Wandb(config, folder))
+    return callbacks
+
+
+@contextmanager
+def kernels_told(say: Say) -> Iterator[None]:
+    """Passes on what the kernels log meanwhile: which implementation of an operation runs, and why not a faster one.
+
+    Without a GPU the reasons are all the same: the choices of a step are one line, without them.
+    """
+    chosen: list[str] = []
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno > logging.INFO or platform.has_cuda():
+                say(f"kernels: {self.format(record)}")
+            else:
+                chosen.append(self.format(record).partition(" (")[0])
+
+        def flush(self) -> None:
+            if chosen:
+                say(f"kernels: {'; '.join(chosen)}")
+                chosen.clear()
+
+    logger = logging.getLogger("kernels")
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [Told()]
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.handlers[0].flush()
+        logger.handlers = handlers
+        logger.setLevel(level)
+
+
+def _scalars(record: StepRecord) -> dict[str, Any]:
+    values = record.as_dict()
+    return {name: value for name, value in values.items() if name not in ("step", "skipped") and value is not None}
+
+
+def _wandb_logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -1,0 +1,52 @@
+"""Looks at every layer at an interval, on all ranks alike, and gathers what they saw on rank 0. What there is to see it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core import parallel_state
+from torch import nn
+
+from fem_megatron.block import Block
+from fem_megatron.diagnostics import observing
+from fem_megatron.megatron.specs import MegatronBlock
+
+PREFIX = "diagnostics/"
+
+
+def blocks_of(models: Iterable[nn.Module]) -> dict[int, Block]:
+    """The blocks of a rank's model chunks by their number (from 0) in the whole model."""
+    blocks = [module for model in models for module in model.modules() if isinstance(module, MegatronBlock)]
+    return {block.layer_number - 1: block for block in blocks}
+
+
+class Observer:
+    """A `pretrain.report.loggers.Watch` of every ``interval``-th step (0: of none), on its first micro-batch.
+
+    The first data-parallel replica looks: its tensor-parallel ranks compute together, its pipeline stages each see their own layers.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], interval: int) -> None:
+        self.blocks, self.interval = blocks_of(models), interval
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[dict[str, float]]:
+        values: dict[str, float] = {}
+        if not self.interval or step % self.interval or parallel_state.get_data_parallel_rank():
+            yield values
+            return
+        with observing(self.blocks) as found:
+            yield values
+        values |= {PREFIX + name: value for name, value in _from_every_stage(found).items()}
+
+
+def _from_every_stage(found: dict[str, float]) -> dict[str, float]:
+    """All pipeline stages' values on the first of them, in the layers' order; its own on the others."""
+    group, first = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_pipeline_model_parallel_first_rank()
+    here = torch.distributed.get_rank() == first
+    everyone: list[dict[str, float]] = [{}] * group.size()
+    torch.distributed.gather_object(found, everyone if here else None, dst=first, group=group)
+    # Interleaved stages hold layers by turns; within a layer the order is the look's.
+    return dict(sorted((pair for stage in everyone for pair in stage.items()), key=lambda pair: pair[0].split("/")[0]))

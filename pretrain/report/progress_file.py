@@ -1,0 +1,89 @@
+"""``progress.json`` in the run directory: how the run stands, for programs that watch it and import nothing of it. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as host
+import time
+from pathlib import Path
+from typing import Any
+
+from fem_common import secrets
+from fem_common.files import write_whole
+from fem_common.text import one_line
+from pretrain.schedule import Schedule
+
+NAME = "progress.json"
+FORMAT = 1
+STATES = ("starting", "running", "complete", "stopped", "failed")
+_LONGEST_MESSAGE = 1000
+
+
+class ProgressFile:
+    """Writes ``progress.json`` at every change of state and at every checkpoint; a reader sees the old file or the new one, whole.
+
+    Keys: format, state, step, steps, consumed_tokens, total_tokens, checkpoint (the newest complete one, relative to the run directory),
+    signal (what asked the run to stop), message (one line), time (Unix seconds), pid, host, world_size. ``step`` is the last one that was
+    done when the file was written: between checkpoints metrics.jsonl has newer ones. Rank 0 writes; where it is killed, or dies inside a
+    library, the file keeps its last word.
+    """
+
+    def __init__(self, folder: Path | None, schedule: Schedule, world_size: int) -> None:
+        """``folder``: the run directory, None on ranks that do not write."""
+        self.folder, self.schedule, self.world_size = folder, schedule, world_size
+        self.told: tuple[str | None, Path | None] = None, None  # state and checkpoint in the file
+        self.step = self.consumed_samples = 0
+        self.checkpoint: Path | None = None
+
+    def at(self, step: int, consumed_samples: int, checkpoint: Path | None) -> None:
+        """What the next words are about: the step that is done, and the newest complete checkpoint."""
+        self.step, self.consumed_samples, self.checkpoint = step, consumed_samples, checkpoint
+
+    def tell(self, state: str, *, signal: str | None = None, message: str | None = None) -> None:
+        """Write the file; a message of several lines becomes one, and values of secrets in the environment become ***.
+
+        Raises:
+            OSError: the run directory cannot be written to.
+        """
+        assert state in STATES
+        self.told = state, self.checkpoint
+        if self.folder is None:
+            return
+        if message is not None:
+            message = secrets.hide(one_line(message), secrets.values(os.environ))[:_LONGEST_MESSAGE]
+        content = {
+            "format": FORMAT,
+            "state": state,
+            "step": self.step,
+            "steps": self.schedule.steps,
+            "consumed_tokens": self.consumed_samples * self.schedule.sample_tokens,
+            "total_tokens": self.schedule.total_samples * self.schedule.sample_tokens,
+            "checkpoint": str(self.checkpoint.relative_to(self.folder)) if self.checkpoint else None,
+            "signal": signal,
+            "message": message,
+            "time": time.time(),
+            "pid": os.getpid(),
+            "host": host.node(),
+            "world_size": self.world_size,
+        }
+        text = (json.dumps(content, indent=1) + "\n").encode()
+        try:
+            write_whole(self.folder / NAME, text)
+        except OSError:
+            if state != "failed":
+                raise
+            # A full file system has room where the old file is; spaces make up the length.
+            with (self.folder / NAME).open("r+b") as file:
+                file.write(text.ljust((self.folder / NAME).stat().st_size))
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """What ``progress.json`` in a run directory says; None where there is none that can be read."""
+    try:
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else None

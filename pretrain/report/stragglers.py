@@ -1,0 +1,153 @@
+"""Which rank the others wait for: at an interval, every rank's time in a step is gathered on rank 0 and compared. Knows no model.
+
+What is compared is the time from a step's beginning to the moment when its gradients are to be reduced: data, forward and backward passes.
+Up to there a rank waits for no other data-parallel replica, but ranks of one replica wait for each other inside it: tensor-parallel ranks
+in every layer, pipeline stages in every micro-batch. So a slow device makes its whole replica slow, and the step's times name the replica,
+not the rank. Stages of a pipeline have different times by nature: a rank is compared with the ranks of its own stage alone.
+
+Within a replica, and where there is only one, a second measure tells ranks apart: a small matrix product that each computes alone. It shows
+a device that computes slowly, nothing else: not slow data, memory, links or processes that take the CPU away for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import platform as host
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from fem_megatron.megatron import platform
+from pretrain.engines import StepTimes
+
+NAME = "ranks.jsonl"
+_PRODUCTS = 5  # the fastest counts
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: its host's name, its data-parallel replica and its pipeline stage."""
+
+    host: str
+    replica: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank to look at."""
+
+    rank: int
+    host: str
+    ratio: float  # of `seconds` to `median`
+    seconds: float
+    median: float  # of the ranks it is compared with; the lower of two
+    compared: int  # how many these are
+    group: tuple[int, ...]  # the ranks of its replica, itself among them
+    matmul_ratio: float  # its matrix product's time to all ranks' median
+    by: str  # what `ratio` compares: "step" or, where there is one replica, "matmul"
+
+    def message(self, limit: float) -> str:
+        """One line for people."""
+        who, times = f"slowest rank {self.rank} on node {self.host}", f"{self.ratio:.2f} times the median of {self.compared} ranks"
+        against = f"({self.seconds:.3g} s against {self.median:.3g} s)"
+        if self.by == "matmul":
+            return f"{who}: {times} in a matrix product by itself {against}"
+        if len(self.group) == 1:
+            return f"{who}: {times} {against}"
+        alone = f"{self.matmul_ratio:.2f} times in a matrix product by itself"
+        which = f"itself {alone}" if self.matmul_ratio >= _half(limit) else "by matrix products alone none of them is slow"
+        return f"{who}: with ranks {_ranges(self.group)}, which wait for each other, {times} {against}; {which}"
+
+
+def find_slowest(places: list[Place], busy: list[float], matmul: list[float], limit: float) -> Slowest:
+    """The slowest rank by its step's ``busy`` seconds, told apart within its replica by ``matmul`` seconds; lists are by rank.
+
+    ``limit``: the ratio from which a rank is worth telling; in a matrix product half of that excess tells ranks of a replica apart.
+    """
+    ranks = range(len(places))
+    typical = median_low(matmul)
+    if len({place.replica for place in places}) == 1:
+        rank = max(ranks, key=lambda r: matmul[r])
+        ratio = matmul[rank] / typical
+        return Slowest(rank, places[rank].host, ratio, matmul[rank], typical, len(places), tuple(ranks), ratio, "matmul")
+    stages = {place.stage: [busy[r] for r in ranks if places[r].stage == place.stage] for place in places}
+    rank = max(ranks, key=lambda r: busy[r] / median_low(stages[places[r].stage]))
+    stage, seconds = stages[places[rank].stage], busy[rank]
+    group = tuple(r for r in ranks if places[r].replica == places[rank].replica)
+    weakest = max(group, key=lambda r: matmul[r])
+    if matmul[weakest] / typical >= _half(limit):
+        rank = weakest
+    median = median_low(stage)
+    return Slowest(rank, places[rank].host, seconds / median, seconds, median, len(stage), group, matmul[rank] / typical, "step")
+
+
+class Stragglers:
+    """Compares the ranks at every ``interval``-th step (0: at none) and adds a line to ``ranks.jsonl``; collective."""
+
+    def __init__(self, interval: int, limit: float, folder: Path | None) -> None:
+        """``folder``: the run directory, None on ranks that do not write."""
+        self.interval, self.limit, self.folder = interval, limit, folder
+        here = Place(host.node(), parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+        self.places: list[Place] = [here] * torch.distributed.get_world_size()
+        if interval and len(self.places) > 1:
+            torch.distributed.all_gather_object(self.places, here)
+        self.hosts_told = False
+
+    def due(self, step: int) -> bool:
+        """Whether ``step``'s times are wanted; never of a rank that is alone."""
+        return bool(self.interval) and step % self.interval == 0 and len(self.places) > 1
+
+    def compare(self, step: int, times: StepTimes) -> Slowest:
+        """The slowest rank of ``step``, the same answer on every rank."""
+        own = torch.tensor([times.busy, times.waiting, matmul_seconds()], dtype=torch.float64, device=platform.device())
+        everyone = [torch.empty_like(own) for _ in self.places]
+        torch.distributed.all_gather(everyone, own)
+        busy, waiting, matmul = zip(*(entry.tolist() for entry in everyone), strict=True)
+        found = find_slowest(self.places, list(busy), list(matmul), self.limit)
+        if self.folder is not None:
+            self._write(self.folder / NAME, step, {"seconds": busy, "waiting_seconds": waiting, "matmul_seconds": matmul}, found)
+        return found
+
+    def _write(self, path: Path, step: int, seconds: dict[str, tuple[float, ...]], found: Slowest) -> None:
+        line: dict[str, Any] = {"step": step, **{name: [float(f"{s:.4g}") for s in values] for name, values in seconds.items()}}
+        line["slowest"] = {"rank": found.rank, "host": found.host, "ratio": round(found.ratio, 3), "by": found.by}
+        line["slowest"] |= {"matmul_ratio": round(found.matmul_ratio, 3), "group": found.group}
+        if not self.hosts_told:
+            line["hosts"] = [place.host for place in self.places]
+            self.hosts_told = True
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@torch.no_grad()
+def matmul_seconds() -> float:
+    """Seconds of a small matrix product on this rank's device, the best of a few; draws no random number."""
+    size, times, dtype = (2048, 8, torch.bfloat16) if platform.has_cuda() else (256, 1, torch.float32)
+    matrix = torch.arange(size * size, device=platform.device()).remainder(251).sub(125).div(64).to(dtype).view(size, size)
+    product, best = torch.empty_like(matrix), float("inf")
+    for _ in range(_PRODUCTS):
+        began = platform.Moment()
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=product)
+        best = min(best, began.seconds_until(platform.Moment()))
+    return best / times
+
+
+def _half(limit: float) -> float:
+    return 1 + (limit - 1) / 2
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """``0-3, 8`` for 0, 1, 2, 3, 8; ascending."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)

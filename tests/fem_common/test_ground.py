@@ -1,0 +1,77 @@
+"""What every room leans on: whole files, locks, the rule of mistakes, the words for times. The reader is tested with pretrain's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from fem_common import text
+from fem_common.errors import InUse, told
+from fem_common.exits import Exit
+from fem_common.files import locked, remove_leftovers, temporary, write_whole
+from fem_common.progress import Progress
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process dies as the content is on its way to the disk: readers have the old file, and the next process removes the rest."""
+    path = tmp_path / "state.json"
+    write_whole(path, "old")
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(os, "fsync", lambda _: os._exit(9))
+        write_whole(path, "new and longer")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+    ours = temporary(path)
+    ours.write_text("being written")
+    remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, ours])
+
+
+def test_a_lock_keeps_another_process_out(tmp_path: Path) -> None:
+    """Until its holder ends, in whatever way; those that share it are together."""
+    code = f"from pathlib import Path; from fem_common.files import locked\nwith locked(Path({str(tmp_path / 'lock')!r})): print('held')"
+
+    def another() -> str:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        return done.stdout.strip() or done.stderr.strip().rsplit("\n", 1)[-1]
+
+    with locked(tmp_path / "lock") as held:
+        assert held and "InUse" in another()
+    assert another() == "held"
+    with locked(tmp_path / "lock", shared=True), locked(tmp_path / "lock", shared=True), pytest.raises(InUse), locked(tmp_path / "lock"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        *((number, Exit.WRONG_INPUT) for number in (errno.ENOENT, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)),
+        *((number, Exit.FAULT) for number in (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EROFS)),
+    ],
+    ids=lambda value: errno.errorcode[value] if not isinstance(value, Exit) else value.name,
+)
+def test_a_wrong_path_is_a_mistake_and_all_else_the_file_systems(number: int, code: Exit) -> None:
+    assert told(OSError(number, os.strerror(number), "folder/file")).code == code
+
+
+def test_times_and_counts_in_words() -> None:
+    seconds = (0, 59.6, 3599, 3600, 86399, 90000, float("inf"))
+    assert [text.duration(value) for value in seconds] == ["0s", "1m 00s", "59m 59s", "1h 00m", "23h 59m", "1d 01h", "?"]
+    assert [text.count(value) for value in (999, 999_600, 1_234_567, 3e12)] == ["999", "1M", "1.23M", "3T"]
+    assert [text.size(value) for value in (999, 12_345, 4.56e9)] == ["999 B", "12.3 kB", "4.56 GB"]
+
+
+def test_the_time_left_is_that_of_the_rate_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((100.0, 130.0, 130.0, 130.0, 130.0, 130.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    progress = Progress(400, "rows", "merge", stream=StringIO())
+    progress.done = 100
+    assert progress.line() == "merge: 100 of 400 rows · 25% · 3/s · 1m 30s left"

@@ -1,0 +1,256 @@
+"""The operations as the contract of ``test_cases`` takes them: which arguments come a token a row, how a past is handed on, which forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.cem_attention.reference as cem
+import kernels.fem_attention.reference as fem
+import kernels.free_energy.streams as streams
+import kernels.linear_attention.reference as linear
+import kernels.second_order_attention.reference as second_order
+import kernels.ssm_read.reference as ssm
+import kernels.symmetric_attention.reference as symmetric
+from kernels.aft_read import aft_read
+from kernels.check import Inputs, Outputs, Suite, suites
+from kernels.pairs import allowed_pairs
+from kernels.second_order_attention.reference import energy_linear_attention
+from kernels.ssm_read import ssm_read
+from kernels.symmetric_attention import symmetric_linear_attention
+
+Size = Mapping[str, int]
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def load(name: str) -> dict[str, Tensor]:
+    """A fixture's arrays by key."""
+    with np.load(FIXTURES / f"{name}.npz") as arrays:
+        return {key: torch.from_numpy(arrays[key]) for key in arrays.files if key != "meta"}
+
+
+def _linear(name: str, read: Callable[..., Outputs], feature: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Suite:
+    """The two reads sum_j (f(q).f(k_j)) f(k_j) with a state, which have no cases of their own; z alone is query and key."""
+
+    def inputs(size: Size) -> Inputs:
+        rng = torch.Generator().manual_seed(size["tokens"])
+        shape = (size["batch"], size["heads"], size["tokens"], size["width"])
+        names = ("z",) if name.startswith("symmetric") else ("q", "k")
+        made = {each: torch.randn(shape, generator=rng, dtype=torch.float64) for each in names}
+        return made | {"state": torch.randn(*shape[:2], shape[3], shape[3], generator=rng, dtype=torch.float64)}
+
+    def definition(x: Inputs) -> Outputs:
+        q, k = (x["z"] if "z" in x else x[name] for name in "qk")
+        at, keys = feature(q), feature(k) * (x["valid"][:, None, :, None] if x.get("valid") is not None else 1)
+        seen = allowed_pairs(torch.arange(q.shape[2]), q.shape[2], x.get("causal", True), None)
+        weights = at @ keys.mT
+        after = x["state"] + keys.mT @ keys
+        read = (weights if seen is None else weights.masked_fill(~seen, 0.0)) @ keys + at @ x["state"]
+        return slope(q) * read, after
+
+    def call(x: Inputs, implementation: str) -> Outputs:
+        return read(**{**x, "state": x["state"].to(torch.promote_types(x["state"].dtype, torch.float32))})
+
+    return Suite(name, {"normal": inputs}, definition, call, {"batch": 2, "heads": 2, "tokens": 150, "width": 4}, {}, {})
+
+
+SUITES = suites()
+ALL = SUITES | {
+    suite.op: suite
+    for suite in (
+        _linear("energy_linear_attention", energy_linear_attention, lambda x: x, torch.ones_like),
+        _linear(
+            "symmetric_linear_attention",
+            symmetric_linear_attention,
+            torch.sigmoid,
+            lambda z: z.sigmoid() * (1 - z.sigmoid()) / z.shape[-1] ** 0.5,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Arguments with a row for each token that reads, and for each that is read (the past's too); ``state``: the one that is a past.
+
+    axes: where tokens are not dimension 2. valid: the argument that says which tokens are there.
+    """
+
+    reading: str
+    read: str = ""
+    state: str = ""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    valid: str = ""
+
+    @property
+    def all(self) -> dict[str, int]:
+        """Argument -> the dimension of its tokens."""
+        return {name: self.axes.get(name, 2) for name in (*self.reading.split(), *self.read.split())}
+
+
+ROWS = {
+    "time_decay_scan": Rows("a x", state="initial", axes={"a": 0, "x": 0}),
+    "linear_attention": Rows("q k v log_decay", state="initial"),
+    "gated_delta_rule": Rows("q k v beta log_decay", state="initial"),
+    "aft_read": Rows("k v lam gate query", state="state", valid="valid"),
+    "ssm_read": Rows("delta b_in c_out v lam gate", state="state", valid="valid"),
+    "energy_linear_attention": Rows("q k", state="state", valid="valid"),
+    "symmetric_linear_attention": Rows("z", state="state", valid="valid"),
+    "free_energy": Rows("q k v lam gate log_decay"),
+    "fem_attention": Rows("q lam gate", "k v", valid="keys_valid"),
+    "cem_attention": Rows("q u", "k h", axes={"u": 1, "h": 1}),
+    "second_order_attention": Rows("q turn", "k", valid="valid"),
+    "symmetric_attention": Rows("z", "keys", valid="valid"),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A case of an operation with some arguments changed, and ``size`` over the suite's small one. extreme: what later tokens are times."""
+
+    op: str
+    case: str
+    change: Callable[[Inputs], Inputs] = dict
+    triton: bool = True
+    size: Size = field(default_factory=dict)
+    extreme: float = 1e4
+
+    @property
+    def suite(self) -> Suite:
+        return ALL[self.op]
+
+    @property
+    def rows(self) -> Rows:
+        return ROWS[self.op]
+
+    @property
+    def axis(self) -> int:
+        """Of the output's tokens."""
+        return 0 if self.op == "time_decay_scan" else 2
+
+    def inputs(self, dtype: torch.dtype = torch.float64, **size: Any) -> Inputs:
+        """Its arguments, floats in ``dtype``; ``size`` over its own."""
+        tokens = {"steps": size["tokens"]} if "tokens" in size and self.op == "time_decay_scan" else {}
+        made = self.change(self.suite.cases[self.case]({**self.suite.small, **self.size, **size, **tokens}))
+        return {name: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in made.items()}
+
+    def run(self, x: Inputs, implementation: str = "reference") -> tuple[Tensor, Tensor | None]:
+        """(output, the state behind the last token or None)."""
+        if self.op in ("aft_read", "ssm_read"):
+            read: Any = aft_read if self.op == "aft_read" else ssm_read
+            o, state = read(**x, implementation=implementation)
+            return o, state
+        outputs = self.suite.call(x, implementation)
+        return outputs[0], outputs[0][-1] if self.op == "time_decay_scan" else outputs[1] if len(outputs) > 1 else None
+
+    def tokens(self, x: Inputs) -> dict[str, int]:
+        """Of the arguments that are there: name -> dimension of tokens."""
+        return {name: axis for name, axis in self.rows.all.items() if isinstance(x.get(name), Tensor)}
+
+    def taken(self, x: Inputs, reading: Any, read: Any = None) -> Inputs:
+        """x with some rows alone (a slice, or numbers): ``reading`` of the tokens that read, ``read`` (None: the same) of those read."""
+        at = {name: reading if name in self.rows.reading.split() or read is None else read for name in self.tokens(x)}
+        return x | {name: x[name][(slice(None),) * axis + (at[name],)] for name, axis in self.tokens(x).items()}
+
+    def times(self, x: Inputs, cut: int) -> Inputs:
+        """x with the rows from ``cut`` on multiplied by the extreme."""
+        later = dict(x)
+        for name, axis in self.tokens(x).items():
+            first, second = x[name].split([cut, x[name].shape[axis] - cut], dim=axis)
+            later[name] = torch.cat((first, (1 if name == "turn" else self.extreme) * second), dim=axis)
+        return later
+
+
+def changed(**arguments: Any) -> Callable[[Inputs], Inputs]:
+    """Inputs with these arguments."""
+    return lambda x: {**x, **arguments}
+
+
+def _own_logits(x: Inputs) -> Inputs:
+    return {**x, "k": torch.cat((x["k"], x["k"].flip(2)), dim=-1)}
+
+
+def _keys(**arguments: Any) -> Callable[[Inputs], Inputs]:
+    return lambda x: {**x, "keys": x["z"], **arguments}
+
+
+def _full(x: Inputs) -> Inputs:
+    return {name: t for name, t in x.items() if name != "initial"} | {"causal": False}
+
+
+EXACT = changed(exact=True)
+SIGMOID = "sigmoid, causal: normal"
+FORMS = (
+    Form("time_decay_scan", "a state before", extreme=1e30),
+    Form("time_decay_scan", "logits"),
+    *(Form("linear_attention", f"{decay}, with a state") for decay in ("no decay", "a decay a head", "a decay a channel")),
+    Form("linear_attention", "plain, a decay a head", extreme=1e3),
+    Form("gated_delta_rule", "a state", changed(chunk=8), triton=False),
+    Form("gated_delta_rule", "no decay", changed(chunk=16), triton=False, extreme=0.5),
+    Form("aft_read", "normal"),
+    Form("aft_read", "mu alone"),
+    Form("aft_read", "normal", _own_logits, triton=False),
+    Form("ssm_read", "normal"),
+    Form("ssm_read", "mu alone"),
+    Form("ssm_read", "normal", changed(normalise=False), triton=False),
+    Form("energy_linear_attention", "normal", triton=False, extreme=1e10),
+    Form("symmetric_linear_attention", "normal", triton=False, extreme=1e30),
+    *(Form("cem_attention", name, extreme=1e15) for name in ("normal", "no diagonal", "a diagonal a head")),
+    Form("second_order_attention", "normal", extreme=1e15),
+    Form("second_order_attention", "turned", extreme=1e15),
+    Form("second_order_attention", "turned", EXACT, triton=False, size={"width": 4, "tokens": 19}),
+    Form("symmetric_attention", SIGMOID, _keys(), extreme=1e15),
+    Form("symmetric_attention", SIGMOID, _keys(kind="softmax"), triton=False, extreme=1e15),
+    Form("fem_attention", "normal", triton=False),
+    *(Form("free_energy", name, EXACT, triton=False) for name in ("linear attention", "a decay a head", "a decay a channel")),
+)
+# Read by all tokens, or by whole rows at once.
+FULL = (
+    *(
+        Form("linear_attention", f"{name}a decay a {one}", _full)
+        for name in ("", "plain, ", "rows that read nothing, ")
+        for one in ("head", "channel")
+    ),
+    *(Form("linear_attention", name, _full) for name in ("no decay", "plain", "rows that read nothing")),
+    Form("aft_read", "padded", changed(causal=False)),
+    Form("aft_read", "padded", lambda x: {**_own_logits(x), "causal": False}),
+    Form("ssm_read", "padded", changed(causal=False)),
+    Form("ssm_read", "normal", changed(causal=False, normalise=False)),
+    *(Form(f"{name}_linear_attention", "normal", changed(causal=False)) for name in ("energy", "symmetric")),
+    *(Form("second_order_attention", name, EXACT, size={"width": 4}) for name in ("normal", "past, full", "padding, full")),
+    Form("symmetric_attention", "sigmoid, causal: padding", changed(kind="softmax")),
+    Form("symmetric_attention", SIGMOID, changed(kind="softmax", causal=False)),
+)
+
+
+def named(forms: tuple[Form, ...]) -> list[Any]:
+    """The forms as a test's parameters."""
+    return [pytest.param(each, id=f"{each.op}: {each.case}, {n}") for n, each in enumerate(forms)]
+
+
+def both() -> list[Any]:
+    """(form, implementation): the definition of every form, and Triton's where there is one."""
+    ways = [(each, way) for each in FORMS for way in (("reference", "triton") if each.triton else ("reference",))]
+    return [pytest.param(each, way, id=f"{each.op}: {each.case}, {way}, {n}") for n, (each, way) in enumerate(ways)]
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
+    """Let the references hold so few terms at once, and few tokens of a chunk, that small inputs have many blocks."""
+    for module in (fem, cem, symmetric, second_order, streams):
+        monkeypatch.setattr(module, "BLOCK_TERMS_CPU", terms)
+    for name, tokens in (("CHUNK", 4), ("CHUNK_PER_CHANNEL", 4), ("CHUNKS", 2)):
+        monkeypatch.setattr(linear, name, tokens)
+    monkeypatch.setattr(ssm, "CHUNK", 4)
+    monkeypatch.setattr(second_order, "CHUNK", 16)
+
+
+def resized(suite: Suite, size: Size) -> Suite:
+    """A suite whose small size is another."""
+    return replace(suite, small={**suite.small, **size})

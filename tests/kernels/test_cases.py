@@ -1,0 +1,386 @@
+"""One contract for every operation, over its own cases: the definition in float64, each implementation, causality, parts, padding, layout.
+
+`kernels.check` holds the bounds: 1e-5 of the norm in float32; in bfloat16 one and a half times the error that the definition has when
+each of its steps is rounded to it. Nothing may be left unwritten or not finite. Triton kernels run interpreted, at lengths that are no
+multiple of a block. `make test` takes every case in one of the two types, `make test-all` in both.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels.cem_attention.triton as cem
+from kernels.check import Inputs, check, poisoned_memory, relative, results
+from tests.kernels.operations import ALL, FORMS, FULL, ROWS, SUITES, Form, both, named, resized, small_blocks
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+IMPLEMENTATIONS = {"fem_attention": ("fused", "reference", "sdpa", "triton", "decode"), "gated_delta_rule": ("reference",)}
+# Which wild heads are read exactly is the same around every engine; sdpa's cases have them.
+WILD = ("ramp", "wild", "500", "large beta")
+# In float32 the references are off by more than the kernels: their log-sum-exp rounds at 1e-6, so they know F - mu to 1e-6 / beta only,
+# and sums whose terms cancel (of a bias's gradient, of a temperature's where keys lie far from zero) keep fewer digits, to 1e-4.
+UNKNOWN = {
+    ("fem_attention", "small beta"): ("d beta", "d lam"),
+    ("fem_attention", "one query, a past, small beta"): ("d k", "d beta", "d lam"),
+    ("cem_attention", "a large bias on others"): ("d biases",),
+    ("second_order_attention", "far from zero"): ("d temperature",),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several strips of CEM's vendor products in few tokens."""
+    monkeypatch.setattr(cem, "STRIP", 16)
+
+
+def fits(op: str, implementation: str, case: str) -> bool:
+    """Whether a case is one for an implementation."""
+    if op != "fem_attention" or implementation not in ("triton", "decode"):
+        return True
+    x = SUITES[op].cases[case](SUITES[op].small)
+    return not any(word in case for word in WILD) if implementation == "triton" else x["q"].shape[2] <= 16 and x["cu_seqlens"] is None
+
+
+def calls() -> Iterator[Any]:
+    for op, suite in SUITES.items():
+        for implementation in IMPLEMENTATIONS.get(op, ("triton", "reference")):
+            for n, case in enumerate(each for each in suite.cases if fits(op, implementation, each)):
+                for m, kind in enumerate(TYPES):
+                    marks = [] if n == 0 or n % 2 == m else [pytest.mark.slow]
+                    yield pytest.param(op, case, implementation, kind, marks=marks, id=f"{op}: {case}, {implementation}, {kind}")
+
+
+def faults(suite: Any, case: str, implementation: str, dtype: torch.dtype, known: tuple[str, ...] = ()) -> list[str]:
+    """The results of a check that are out of bounds."""
+    found = [each for each in check(suite, case, implementation, dtype) if each.result not in known]
+    assert found
+    return [f"{each.result}: {each.error:.2e} > {each.bound:.2e}" for each in found if not each.good]
+
+
+@pytest.mark.parametrize(("op", "case", "implementation", "kind"), list(calls()))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_against_the_definition(op: str, case: str, implementation: str, kind: str) -> None:
+    assert not faults(
+        SUITES[op],
+        case,
+        implementation,
+        TYPES[kind],
+        UNKNOWN.get((op, case), ()) if (implementation, kind) == ("reference", "float32") else (),
+    )
+
+
+EDGES: dict[str, tuple[str, list[dict[str, int]]]] = {
+    "time_decay_scan": ("a state before", [{"steps": 15, "channels": 9}, {"steps": 16}, {"steps": 17, "channels": 1}]),
+    "conditioner_features": ("normal", [{"tokens": 4, "channels": 1}, {"tokens": 5, "channels": 128}, {"tokens": 3, "channels": 16}]),
+    "linear_attention": ("a decay a channel, with a state", [{"tokens": 15}, {"tokens": 16, "keys": 36}, {"tokens": 17, "values": 33}]),
+    "aft_read": ("normal", [{"tokens": 7}, {"tokens": 8}, {"tokens": 9, "channels": 5}]),
+    "ssm_read": ("normal", [{"tokens": 3}, {"tokens": 4}, {"tokens": 5, "channels": 5, "states": 3}]),
+    "cem_attention": ("normal", [{"tokens": 16, "width": 4}, {"tokens": 32, "width": 20}, {"tokens": 33, "width": 84, "heads": 1}]),
+    "second_order_attention": ("turned", [{"tokens": 31, "width": 6}, {"tokens": 32, "width": 16}, {"tokens": 33, "width": 34}]),
+    "symmetric_attention": (
+        "sigmoid, causal: normal",
+        [{"tokens": 15, "width": 64}, {"tokens": 16, "width": 5}, {"tokens": 33, "width": 16}],
+    ),
+    "fem_attention": ("normal", [{"tokens": 15, "dk": 33, "dv": 20}, {"tokens": 16}, {"tokens": 33, "dv": 40}]),
+}
+
+
+@pytest.mark.parametrize(("op", "n"), [(op, n) for op, (_, sizes) in EDGES.items() for n in range(len(sizes))])
+def test_every_edge_of_a_block(op: str, n: int) -> None:
+    case, sizes = EDGES[op]
+    few = {"batch": 1, "heads": 2} if "heads" in SUITES[op].small else {}
+    assert not faults(resized(SUITES[op], {**few, **sizes[n]}), case, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("terms", [0, 300], ids=["one block", "many blocks"])
+@pytest.mark.parametrize(
+    "form", named((*(Form(op, case) for op, suite in ALL.items() for case in suite.cases if "range 500" not in case), *FORMS, *FULL))
+)
+def test_the_reference_is_the_definition_in_float64(form: Form, terms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all gradients, however the work is cut."""
+    if terms:
+        small_blocks(monkeypatch, terms)
+    x = form.inputs()
+    truth = results(form.suite.definition, x, torch.float64, "cpu")
+    for name, got in results(lambda given: form.suite.call(given, "reference"), x, torch.float64, "cpu").items():
+        # float64's rounding, through exponents up to 500 and logarithms over beta 0.02
+        assert float((got - truth[name]).norm()) <= 1e-10 * max(1.0, float(truth[name].norm())), name
+
+
+@pytest.mark.parametrize("form", named(tuple(each for each in (*FORMS, *FULL) if "nothing" not in each.case)))
+def test_gradcheck(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, 40)
+    small: dict[str, Any] = {"tokens": 5, "batch": 1, "heads": 1, "channels": 2, "width": 4, "keys": 2, "values": 2, "dk": 3, "dv": 2}
+    x = form.inputs(**small)
+    names = [name for name, t in x.items() if isinstance(t, Tensor) and t.is_floating_point() and t.shape[0] <= 5]
+
+    def call(*tensors: Tensor) -> Any:
+        return form.suite.call(x | dict(zip(names, tensors, strict=True)), "reference")
+
+    # One random direction; the test above has every number.
+    assert torch.autograd.gradcheck(call, [x[name].requires_grad_() for name in names], fast_mode=True)
+
+
+@pytest.mark.parametrize(("form", "implementation"), both())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_no_bit_depends_on_later_tokens(form: Form, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, 1000)
+    x = form.inputs(torch.float32)
+    before = form.run(x, implementation)[0].movedim(form.axis, 0)
+    for cut in (1, len(before) // 2, len(before) - 1):
+        after = form.run(form.times(x, cut), implementation)[0].movedim(form.axis, 0)
+        assert torch.equal(after[:cut], before[:cut]) and not torch.equal(after[cut:], before[cut:])
+    cut = len(before) // 2
+    leaves = {name: x[name].requires_grad_() for name in form.tokens(x)}
+    o = form.run(x | leaves, implementation)[0].movedim(form.axis, 0)
+    for (name, axis), g in zip(form.tokens(x).items(), torch.autograd.grad(o[:cut].square().sum(), list(leaves.values())), strict=True):
+        earlier, later = g.split([cut, g.shape[axis] - cut], dim=axis)
+        assert (later == 0).all() and (earlier != 0).any(), name
+
+
+@pytest.mark.parametrize(("form", "implementation"), both())
+def test_parts_with_a_past_equal_the_whole(form: Form, implementation: str) -> None:
+    if form.op == "free_energy":
+        return  # a window of its own: test_free_energy
+    for dtype, rounding in ((torch.float64, 1e-11), (torch.float32, 2e-5)):  # other joins of the same sums
+        if implementation == "triton" and dtype == torch.float64:
+            continue
+        x = form.inputs(dtype)
+        whole, last = form.run(x, implementation)
+        state, count = x.get(form.rows.state), whole.shape[form.axis]
+        for sizes in ((count // 3, 1, count - count // 3 - 1), *(((1,) * count,) if implementation == "reference" else ())):
+            made, start, past = [], 0, state
+            for size in sizes:
+                now = form.taken(x, slice(start, start + size), slice(0, start + size) if form.rows.read else None)
+                o, past = form.run(now | ({form.rows.state: past} if past is not None else {}), implementation)
+                made.append(o)
+                start += size
+            scale = float(whole.abs().max())
+            torch.testing.assert_close(torch.cat(made, form.axis), whole, rtol=rounding, atol=rounding * scale)
+            if last is not None and past is not None:
+                assert past.dtype == last.dtype and (form.op == "time_decay_scan" or past.requires_grad is False)
+                torch.testing.assert_close(past, last, rtol=rounding, atol=rounding * float(last.abs().max()))
+
+
+@pytest.mark.parametrize("form", named(tuple(each for each in (*FORMS, *FULL) if each.rows.valid and "pa" not in each.case)))
+def test_padding_is_not_there(form: Form) -> None:
+    """Each sequence as if its padding were cut out, whatever stands there; and no gradient reaches it."""
+    x = form.inputs(batch=2)
+    x.pop("valid", None)
+    x.pop(form.rows.state, None)
+    if form.rows.state and "linear" in form.op:
+        x[form.rows.state] = torch.zeros(*form.inputs(batch=2)["state"].shape, dtype=torch.float64)
+    o = form.run(x)[0]
+    valid = torch.rand(2, o.shape[2], generator=torch.Generator().manual_seed(1)) > 0.4
+    valid[0, : o.shape[2] // 2] = False
+    for name in {"v", "k", "z"} & set(x):
+        x[name] = x[name] + 20.0 * ~valid[:, None, :, None]
+    leaves = {name: x[name].detach().requires_grad_() for name in form.tokens(x) if len(x[name]) == 2}
+    o = form.run(x | leaves | {form.rows.valid: valid})[0]
+    assert o.isfinite().all()
+    for row, kept in enumerate(valid):
+        one = {
+            name: t[row : row + 1] if isinstance(t, Tensor) and len(t) == 2 and name in {*leaves, "state"} else t for name, t in x.items()
+        }
+        alone = form.run(form.taken(one, kept.nonzero().flatten()))[0]
+        torch.testing.assert_close(o[row : row + 1, :, kept], alone, rtol=1e-9, atol=1e-9)  # float64, values moved by 20
+    for name, g in zip(leaves, torch.autograd.grad((o * valid[:, None, :, None]).square().sum(), list(leaves.values())), strict=True):
+        assert g.isfinite().all() and (g.movedim(2, 1)[~valid] == 0).all(), name
+
+
+ONE_OF_EACH = [param for param in both() if param.values[1] == "triton"] + [
+    pytest.param(Form("fem_attention", "normal"), engine, id=f"fem_attention: {engine}") for engine in ("sdpa", "triton")
+]
+
+
+@pytest.mark.parametrize(("form", "implementation"), ONE_OF_EACH)
+def test_any_layout_gives_the_same(form: Form, implementation: str) -> None:
+    """Tokens first in memory, as layers have them, or channels apart; and a gradient that is expanded, of one input alone."""
+    x = form.inputs(torch.float32, heads=2)
+    turned = dict(x)
+    for n, (name, axis) in enumerate(form.tokens(x).items()):
+        first = x[name].movedim(axis, 0).contiguous().movedim(0, axis)
+        turned[name] = first if n % 2 else torch.stack((x[name], x[name]), -1)[..., 0]
+    with poisoned_memory():
+        plain, other = (results(lambda given: (form.run(given, implementation)[0],), each, torch.float32, "cpu") for each in (x, turned))
+    assert all(relative(other[name], plain[name]) < 1e-6 for name in plain)  # the vendor's products know strides
+    if form.op in ("aft_read", "ssm_read"):
+        assert other["output 0"].permute(2, 0, 1, 3).is_contiguous()  # in the order that the layer needs
+    name = next(iter(form.tokens(x)))
+    leaf, found = turned[name].clone().requires_grad_(), []
+    for way in (implementation, "reference"):
+        found += torch.autograd.grad(form.run(turned | {name: leaf}, way)[0].sum(), leaf)
+    assert relative(*found) < 1e-5
+
+
+@pytest.mark.parametrize("form", named((*FORMS, *FULL)))
+def test_bfloat16_is_rounded_once(form: Form) -> None:
+    x = form.inputs(torch.bfloat16)
+    o, state = form.run(x)
+    exact = form.run({name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()})[0]
+    assert relative(o, exact) < 2**-8  # bfloat16's unit roundoff
+    wide = form.op == "time_decay_scan" and form.case == "logits"
+    assert o.dtype == (torch.float32 if wide else torch.bfloat16) and (state is None or form.axis == 0 or state.dtype == torch.float32)
+
+
+class Made(TorchDispatchMode):
+    """Every storage that operations make meanwhile: how large, in numbers, and which live on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for t in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.storages[ref.cdata] = ref, storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes() // t.element_size())
+        return found
+
+    def kept(self, *but: Tensor) -> int:
+        """Bytes of those that live on, but for the storages of some."""
+        others = {StorageWeakRef(t.untyped_storage()).cdata for t in but}
+        return sum(size for address, (ref, size) in self.storages.items() if address not in others and not ref.expired())
+
+
+def kept_bytes(form: Form, implementation: str, tokens: int) -> tuple[int, int]:
+    """Bytes that a call leaves behind, its result and what its graph keeps, and those of its inputs a token a row."""
+    x = form.inputs(torch.float32, tokens=tokens, batch=1, heads=1)
+    x |= {name: x[name].requires_grad_() for name in form.tokens(x)}
+    leaves = [x[name] for name in form.tokens(x)]
+    with Made() as made:
+        o = form.run(x, implementation)[0]
+        if implementation == "triton":
+            gc.collect()  # the interpreter's own cycles hold what a kernel was given
+        kept = made.kept(*(t for t in x.values() if isinstance(t, Tensor)))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), leaves))
+    return kept, sum(t.nbytes for t in leaves)
+
+
+@pytest.mark.parametrize(("form", "implementation"), both())
+def test_what_is_kept_is_linear_in_the_tokens(form: Form, implementation: str) -> None:
+    quadratic = form.op in ("fem_attention", "cem_attention", "second_order_attention", "symmetric_attention", "free_energy")
+    tokens = 32 if implementation == "triton" else 128 if quadratic else 1024
+    (short, _), (long, inputs) = (kept_bytes(form, implementation, times * tokens) for times in (1, 2))
+    assert long < 2.1 * short
+    # A chunk's states or blocks of pairs kept whole would be many times the inputs; these two keep their chunks' 64 x 64 pairs.
+    most = {"energy_linear_attention": 12, "symmetric_linear_attention": 25}.get(form.op, 6 if implementation == "reference" else 12)
+    assert long < most * inputs
+
+
+@pytest.mark.parametrize("op", ["fem_attention", "cem_attention", "second_order_attention", "symmetric_attention", "free_energy"])
+def test_terms_held_at_once_are_bounded(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, 4000)
+    (form, *_) = (each for each in FORMS if each.op == op)
+    x = form.inputs(torch.float32, tokens=90, batch=1, heads=1)
+    with Made() as made:
+        o = form.run({name: t.requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()})[0]
+        o.sum().backward()
+    assert made.largest <= 4000 < 90 * 90
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------------------
+
+
+def refused(op: str, x: Inputs, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        ALL[op].call(x, x.pop("implementation", "reference"))
+    assert str(error.value).startswith(op) and "\n" not in str(error.value)
+
+
+def halved(x: Inputs) -> Inputs:
+    return {name: t.half() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()}
+
+
+@pytest.mark.parametrize("form", named((*FORMS, Form("conditioner_features", "normal"))))
+def test_an_argument_of_another_shape_or_type_is_refused_in_one_line(form: Form) -> None:
+    x = form.inputs(torch.float32)
+    names = (*form.tokens(x), form.rows.state) if form.op in ROWS else ("weight",)
+    for name in names:
+        if isinstance(t := x.get(name), Tensor) and not (form.op == "free_energy" and name in ("q", "k", "log_decay")):
+            for bad in (t[..., None], t[:0], *([t[..., :-1]] if name != "v" else [])):
+                refused(form.op, x | {name: bad}, r"\b(shape|expected|empty|multiple|must be|is) ")
+    refused(form.op, halved(x), "use float64, float32 or bfloat16|is torch.float16")
+
+
+def zeros(*shape: int, **kind: Any) -> Tensor:
+    return torch.zeros(*shape, **kind)
+
+
+META: Any = {"device": "meta"}
+REFUSED: list[tuple[str, str, Inputs]] = [
+    ("time_decay_scan", "initial is torch.float32 on meta", {"initial": zeros(2, 5, **META)}),
+    ("time_decay_scan", "a is torch.float64", {"a": zeros(41, 2, 5).double()}),
+    ("conditioner_features", "state is torch.float64 on cpu.*expected torch.float32", {"state": zeros(13, 2, 37).double()}),
+    ("conditioner_features", "logits have shape .* and state", {"logits": zeros(13, 2, 111), "state": zeros(12, 2, 37)}),
+    ("linear_attention", "q is torch.float32|k is torch.float64", {"k": zeros(1, 1, 37, 12).double()}),
+    ("linear_attention", "v is torch.float32 on meta", {"v": zeros(1, 1, 37, 20, **META)}),
+    ("linear_attention", "leave it out", {"initial": zeros(1, 1, 12, 21), "causal": False}),
+    ("linear_attention", r"expected \[1, 1, 12, 21\]", {"initial": zeros(1, 1, 12, 20)}),
+    ("gated_delta_rule", "chunk is 0", {"chunk": 0}),
+    ("gated_delta_rule", "v is torch.bfloat16", {"v": zeros(1, 2, 37, 16).bfloat16()}),
+    ("gated_delta_rule", "beta is torch.float64", {"beta": zeros(1, 2, 37).double()}),
+    ("aft_read", "lam mixes mu", {"beta": None}),
+    ("aft_read", "causal=True", {"state": zeros(1, 2, 5, 3), "causal": False}),
+    ("aft_read", r"k has shape \[1, 2, 19, 4\], expected \[1, 2, 19, 3\] or \[1, 2, 19, 6\]", {"k": zeros(1, 2, 19, 4)}),
+    ("aft_read", r"beta has shape \[1, 3\], expected \[2, 3\]", {"beta": zeros(1, 3)}),
+    ("ssm_read", "lam mixes mu", {"beta": None}),
+    ("ssm_read", "causal=True", {"state": zeros(1, 2, 3, 7), "causal": False}),
+    ("ssm_read", r"rate has shape \[1, 3, 2\], expected \[2, 3, states\]", {"rate": zeros(1, 3, 2)}),
+    ("ssm_read", "valid has shape", {"valid": zeros(1, 8).bool()}),
+    ("free_energy", "needs beta", {"beta": None}),
+    ("cem_attention", "40 keys for 41 tokens", {"k": zeros(2, 2, 40, 12), "h": zeros(2, 40, 24)}),
+    ("cem_attention", r"diagonal.h is \[2, 41, 7\]", {"h": zeros(2, 41, 7)}),
+    ("cem_attention", r"expected \[1, 24\] or \[2, 24\]", {"d": zeros(2, 6)}),
+    ("cem_attention", r"slopes has shape \[1\], expected \[2\]", {"slopes": (0.5,)}),
+    ("cem_attention", "valid is", {"valid": zeros(2, 41)}),
+    ("second_order_attention", r"k is .* expected \[1, 3, 37 or more, 20\]", {"k": zeros(1, 3, 36, 20)}),
+    ("second_order_attention", "gram has shape", {"factor": zeros(3, 19, 20)}),
+    ("second_order_attention", "temperature has shape", {"temperature": zeros(1)}),
+    ("second_order_attention", "newton_temperature has shape", {"newton_temperature": zeros(4)}),
+    ("second_order_attention", r"valid is .* expected \[1, 37\] bool", {"valid": zeros(1, 37)}),
+    ("second_order_attention", "turn has shape", {"turn": zeros(1, 1, 2, 20)}),
+    ("symmetric_attention", "no causal form", {"causal": True}),
+    ("symmetric_attention", "kind 'hard' is not one of", {"kind": "hard"}),
+    ("symmetric_attention", "37 or more", {"keys": zeros(2, 2, 36, 20), "kind": "sigmoid"}),
+    ("symmetric_attention", "bool", {"valid": zeros(2, 37)}),
+    ("symmetric_linear_attention", "valid is .* bool", {"valid": zeros(2, 150)}),
+    ("energy_linear_attention", "valid is .* bool", {"valid": zeros(2, 150)}),
+    ("fem_attention", "3 query heads are not a multiple of v's 2 heads", {"q": zeros(2, 3, 45, 16)}),
+    ("fem_attention", "needs beta", {"beta": None}),
+    ("fem_attention", "46 queries but 45 keys", {"q": zeros(2, 2, 46, 16), "lam": None, "gate": None}),
+    ("fem_attention", "v is torch.bfloat16", {"v": zeros(2, 2, 45, 8).bfloat16()}),
+    ("fem_attention", "lam is torch.float64", {"lam": zeros(2, 2, 45, 8).double()}),
+    ("fem_attention", "k is on meta", {"k": zeros(2, 2, 45, 16, **META)}),
+    ("fem_attention", "keys_valid is torch.bool", {"keys_valid": zeros(2, 4).bool()}),
+    ("fem_attention", "keys_valid is torch.float32", {"keys_valid": zeros(2, 45)}),
+    ("fem_attention", "'cudnn' cannot run: no GPU; use auto", {"implementation": "cudnn"}),
+    ("fem_attention", "'decode' cannot run: 45 queries", {"implementation": "decode"}),
+    ("fem_attention", "cu_seqlens is torch.float32", {"cu_seqlens": zeros(2)}),
+    ("fem_attention", "cu_seqlens is torch.int32", {"cu_seqlens": zeros(1).int()}),
+    ("fem_attention", "cu_seqlens needs a batch of 1", {"cu_seqlens": zeros(2).int()}),
+]
+
+
+@pytest.mark.parametrize(("op", "words", "change"), REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(op: str, words: str, change: Inputs) -> None:
+    case = "normal" if "normal" in ALL[op].cases else next(iter(ALL[op].cases))
+    x = Form(op, case).inputs(torch.float32) | change
+    x = (
+        x
+        if x.get("beta", x) is not None or op in ("fem_attention", "free_energy")
+        else {name: t for name, t in x.items() if name != "beta"}
+    )
+    refused(op, x, words)

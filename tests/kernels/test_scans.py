@@ -1,0 +1,170 @@
+"""The conditioner's scan and features and the delta rule beyond the contract: long sequences, resets, memories, fla's layout, refusals."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+from torch.utils.flop_counter import FlopCounterMode
+
+import kernels.gated_delta_rule as module
+import kernels.time_decay_scan as scans
+from kernels.check import relative, results
+from kernels.conditioner_features import conditioner_features
+from kernels.conditioner_features.cases import SUITE as FEATURES
+from kernels.gated_delta_rule.cases import definition as loop
+from kernels.time_decay_scan import time_decay_scan
+from kernels.time_decay_scan.cases import SUITE as SCAN
+
+rule: Any = module.gated_delta_rule  # dictionaries of tensors are unpacked into it
+every_form = pytest.mark.parametrize("implementation", ["reference", "triton"])
+
+# --- the scan --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["fast", "normal", "slow"])
+def test_float32_to_4096_steps(case: str) -> None:
+    x = {name: t.float() for name, t in SCAN.cases[case]({"steps": 4096, "batch": 1, "channels": 8}).items()}
+    truth = results(SCAN.definition, x, torch.float64, "cpu", weighted_in=torch.float32)
+    for name, got in results(lambda given: SCAN.call(given, "reference"), x, torch.float32, "cpu").items():
+        # The stated bound: 12 rounds of pairing at eps 6e-8, random in sign; a loop of 4096 steps reaches 3e-6. Of da, which is
+        # a product of two such sums, one draw of the weighting reaches 1.68e-7.
+        assert relative(got, truth[name]) < (2e-7 if name == "d a" else 1.6e-7), name
+
+
+def test_decays_do_not_overflow_and_a_sum_is_exact() -> None:
+    a, x = torch.full((2000, 2), -50.0).requires_grad_(), torch.full((2000, 2), 1e30)
+    states = time_decay_scan(a, x)
+    assert states.isfinite().all() and torch.autograd.grad(states.sum(), a)[0].isfinite().all()
+    assert torch.equal(time_decay_scan(torch.zeros(2000, 2), torch.ones(2000, 2))[-1], torch.full((2,), 2000.0))
+
+
+@every_form
+def test_a_logit_of_minus_infinity_keeps_the_state(implementation: str) -> None:
+    logits, x = torch.tensor([1.0, -torch.inf, 0.5, -torch.inf]).requires_grad_(), torch.tensor([2.0, 0.0, 1.0, 0.0])
+    states = time_decay_scan(logits, x, softplus=True, implementation=implementation)
+    assert states[0] == states[1] and states[2] == states[3]
+    (d,) = torch.autograd.grad(states.sum(), logits)
+    assert d.isfinite().all() and (d[[1, 3]] == 0).all()
+
+
+@every_form
+def test_decays_close_to_one_keep_their_digits(implementation: str) -> None:
+    """softplus of -14 is 8e-7: taken as log(1 + e) in float32 it would be wrong by a tenth."""
+    states = time_decay_scan(torch.full((128, 1), -14.0), torch.zeros(128, 1), torch.ones(1), softplus=True, implementation=implementation)
+    exact = torch.exp(-softplus(torch.tensor(-14.0).double()) * 128)
+    assert abs(float(states[-1, 0]) - float(exact)) < 3e-7
+
+
+def test_rounds_grow_with_the_logarithm_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, scan = [], scans._scan
+
+    def counted(a: Tensor, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return scan(a, x)
+
+    monkeypatch.setattr(scans, "_scan", counted)
+    time_decay_scan(torch.zeros(4096, 1), torch.ones(4096, 1))
+    assert calls == [4096 >> i for i in range(13)]
+
+
+# --- the conditioner's features --------------------------------------------------------------------------------------------------
+
+
+def test_the_features_weight_may_have_another_type() -> None:
+    x = {name: t.float() for name, t in FEATURES.cases["normal"](FEATURES.small).items()}
+    weight = x["weight"].bfloat16().requires_grad_()
+    plain, fused = (conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation=how) for how in ("reference", "triton"))
+    assert relative(fused.detach(), plain.detach()) < 1e-6 and torch.autograd.grad(fused.square().sum(), weight)[0].dtype == torch.bfloat16
+
+
+# --- the delta rule --------------------------------------------------------------------------------------------------------------
+
+
+def inputs(tokens: int, dtype: torch.dtype = torch.float32, *, slowness: float = 1.0, b: int = 2) -> dict[str, Tensor]:
+    """q, k (unit), v, beta in (0, 1), log-decays of about -exp(-slowness), the first state."""
+    rng = torch.Generator().manual_seed(tokens)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(b, 2, *size, generator=rng, dtype=torch.float64)
+
+    made = {"q": normalize(normal(tokens, 4), dim=-1), "k": normalize(normal(tokens, 4), dim=-1), "v": normal(tokens, 3)}
+    made |= {"beta": normal(tokens).sigmoid(), "log_decay": -softplus(normal(tokens) - slowness), "initial": normal(4, 3)}
+    return {name: t.to(dtype) for name, t in made.items()}
+
+
+def test_orthonormal_keys_are_remembered_and_overwritten() -> None:
+    """beta = 1 and no decay: the state is a table; the last value written under a key is read back."""
+    k = torch.eye(4, dtype=torch.float64)[torch.tensor([0, 1, 2, 3, 1, 2, 1])][None, None]
+    v = torch.arange(14, dtype=torch.float64).view(1, 1, 7, 2)
+    _, state = rule(k, k, v, torch.ones(1, 1, 7, dtype=torch.float64), chunk=4)
+    torch.testing.assert_close(state[0, 0], v[0, 0, [0, 6, 5, 3]], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("slowness", [-5.0, 0.0, 6.0])
+def test_float32_over_1000_tokens(slowness: float) -> None:
+    x = inputs(1000, slowness=slowness, b=1)
+    exact = results(loop, x, torch.float64, "cpu", weighted_in=torch.float32)
+    for name, got in results(lambda given: rule(**given), x, torch.float32, "cpu").items():
+        assert relative(got, exact[name]) < 1e-5, name  # float32's 6e-8 over chunks of 64 that amplify it by their solve
+
+
+def test_repeated_keys_and_beta_to_two_stay_bounded() -> None:
+    """The hardest triangular systems: one key all along, beta at its ends."""
+    x = inputs(200)
+    x["k"] = torch.nn.functional.one_hot(torch.zeros(2, 2, 200, dtype=torch.long), 4).float()
+    for beta in (1.0, 1.9, 2.0):
+        x["beta"] = torch.full_like(x["beta"], beta)
+        assert relative(rule(**x)[0], loop({name: t.double() for name, t in x.items()})[0]) < 1e-4  # 200 sign flips of one direction
+
+
+def test_strong_decays_and_resets_keep_the_digits_of_weak_ones() -> None:
+    x = inputs(64)
+    x["log_decay"][:] = -1e-3
+    x["log_decay"][:, :, 10] = -1e6
+    exact = loop({name: t.double() for name, t in x.items()})[0]
+    assert relative(rule(**x)[0], exact) < 1e-6  # float32's rounding; a difference of long sums is off by 0.06
+    x["log_decay"][:, :, 15:30] = -1e4
+    x["log_decay"][:, :, [7, 33]] = -torch.inf
+    found = results(lambda given: rule(**given), x, torch.float32, "cpu")
+    assert all(t.isfinite().all() for t in found.values())
+    later = {name: t[:, :, 33:] for name, t in x.items() if name != "initial"}
+    torch.testing.assert_close(found["output 0"][:, :, 33:], rule(**later)[0], rtol=1e-5, atol=1e-6)  # the reset forgot all
+
+
+def test_flops_grow_with_the_tokens() -> None:
+    counts = []
+    for tokens in (1024, 2048):
+        with FlopCounterMode(display=False) as counter:
+            rule(**inputs(tokens))
+        counts.append(counter.get_total_flops())
+    assert counts[1] == 2 * counts[0]
+
+
+def test_fla_is_given_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: its two entry points replaced by the loop, in their layout and with their names."""
+
+    def entry(
+        q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, scale: float, initial_state: Any, output_final_state: bool, g: Any = None
+    ) -> Any:
+        assert output_final_state and scale == 0.7
+        names = ("q", "k", "v", "beta", "log_decay")
+        turned = {name: None if t is None else t.transpose(1, 2) for name, t in zip(names, (q * (scale * 2.0), k, v, beta, g), strict=True)}
+        o, state = loop(turned | {"initial": initial_state})
+        return o.transpose(1, 2), state
+
+    for name in ("fla", "fla.ops", "fla.ops.delta_rule", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["fla.ops.delta_rule"].chunk_delta_rule = entry  # type: ignore[attr-defined]
+    sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = entry  # type: ignore[attr-defined]
+    given: Any = inputs(9)
+    by_fla: Any = module._by_fla
+    for x in (given, given | {"log_decay": None}):
+        expected = rule(**x, scale=0.7, implementation="reference")
+        for got, right in zip(by_fla(*x.values(), 0.7), expected, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)  # float32's rounding

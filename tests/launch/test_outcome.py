@@ -1,0 +1,331 @@
+"""How an attempt ended: what ranks' words mean, which failed first, what Slurm says of the job, which nodes are kept away from."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.job import rank_log, write_json
+from launch.node.failures import Findings, all_told, failures, first_failure, kind_of, wrong_on
+from launch.node.hardware import Gpu
+from launch.supervise.classify import Observed, cancelled, classify, has_features, is_away, is_lasting, last_step, taken
+from launch.supervise.journal import cordon, cordoned
+from launch.supervise.run_files import Sight, has_stepped, look
+from tests.launch.folders import RESET, record, trace
+
+WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600042 ms."
+
+# --- what a rank's words mean ----------------------------------------------------------------------------------------------------
+
+CHAIN = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+NCCL = (
+    trace("torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error")
+    + "\nncclRemoteError: A call failed possibly due to a network error.\nLast error:\n"
+)
+ABORT = (
+    f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3] {WATCHDOG}\nFatal Python error: Aborted\n"
+)
+SEGV, XID = "Fatal Python error: Segmentation fault", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+LOGS: list[tuple[str, str | None, str | None]] = [
+    ("step 1\n" + trace("ValueError: boo") + "\ngoodbye", None, "ValueError: boo"),
+    (trace("ValueError: boo", "[rank3]: "), None, "ValueError: boo"),
+    (trace("ValueError: boo", "    "), None, "ValueError: boo"),
+    (trace("A: 1") + CHAIN + trace("B: 2"), None, "B: 2"),
+    (trace("A: 1") + "\nException ignored in: <function f>\n" + trace("B: 2"), None, "A: 1"),
+    ("Exception ignored in: <function f>\n" + trace("B: 2"), None, "B: 2"),
+    (trace("OSError: retried") + "\nstep 7\npretrain: error: too many bad steps", None, "pretrain: error: too many bad steps"),
+    (f"{SEGV}\n\nCurrent thread 0x1 (most recent call first):", "SIGSEGV", SEGV),
+    (ABORT, "SIGABRT", f"what():  [Rank 3] {WATCHDOG}"),
+    (NCCL + "socketProgress: Connection closed by remote peer node2<41234>", None, "Connection closed by remote peer node2<41234>)"),
+    (XID, None, XID),
+    ("step 1\nstep 2", None, None),
+    (trace("ValueError: long ago") + "\nstep" * 500, "SIGSEGV", None),
+    (trace("ValueError: boo"), "SIGKILL", None),
+]
+
+
+def seen(text: str) -> Findings:
+    """Findings after a text, a second a line."""
+    findings = Findings()
+    for number, line in enumerate(text.splitlines()):
+        findings.see(line, 100.0 + number)
+    return findings
+
+
+def test_the_error_of_a_log() -> None:
+    for text, by, expected in LOGS:
+        cause = seen(text).cause(by)
+        assert (cause and cause.message) == expected or (cause and expected and cause.message.endswith(expected)), text[:200]
+    cause = seen(trace("A: 1") + CHAIN + trace("B: 2")).cause(None)
+    assert cause and cause.traceback and "A: 1" in cause.traceback and cause.traceback.endswith("B: 2") and cause.time == 100.0
+    deep = "Traceback (most recent call last):\n" + '  File "é.py", line 1, in f\n' * 2000 + "RecursionError: deep"
+    long = seen(deep).cause(None)
+    assert long and long.traceback and len(long.traceback.encode()) <= 8192 and long.traceback.endswith("RecursionError: deep")
+
+
+def test_the_kind_of_a_failure() -> None:
+    kinds: list[tuple[str, int, str | None, str]] = [
+        ("pretrain: error: model.mixr is unknown", 2, None, "config"),
+        ("pretrain: error: runs/x is in use by process 12", 75, None, "busy"),
+        ("pretrain: error: the loss was not finite for 9 steps in a row", 3, None, "diverged"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", 1, None, "memory"),
+        ("MemoryError", 1, None, "memory"),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", 1, None, "node"),
+        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", 1, None, "node"),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", 1, None, "exit"),
+        (WATCHDOG, 134, "SIGABRT", "nccl"),
+        ("ValueError: boo", 1, None, "exit"),
+        ("", 137, "SIGKILL", "signal"),
+    ]
+    assert [kind_of(*row[:3]) for row in kinds] == [row[3] for row in kinds]
+
+
+# --- which rank failed first -----------------------------------------------------------------------------------------------------
+
+TOLD = {"SIGTERM": 1000.0}
+OWN: list[dict[str, Any]] = [
+    {"error": "ValueError: boo"},
+    {"exit": 137, "signal": "SIGKILL"},
+    {"exit": 139, "signal": "SIGSEGV", "error": SEGV},
+    {"error": "torch.OutOfMemoryError: CUDA out of memory."},
+]
+CONSEQUENCES: list[dict[str, Any]] = [
+    {"error": RESET},
+    {"error": WATCHDOG, "exit": 134, "signal": "SIGABRT"},
+    {"exit": 143, "signal": "SIGTERM", "told": TOLD},
+    {"ended": None, "exit": None, "told": TOLD},
+    {"exit": 0},
+]
+
+
+def test_the_cause_is_found_among_its_consequences_whatever_the_clocks_say(tmp_path: Path) -> None:
+    for seed in range(20):
+        chance, attempt = random.Random(seed), tmp_path / str(seed)
+        guilty = chance.randrange(12)
+        for rank in range(12):
+            record(attempt, rank, 2000 + chance.random(), **chance.choice(OWN if rank == guilty else CONSEQUENCES))
+        first = first_failure(attempt)
+        assert first and (first.rank, first.host, first.lost_peer) == (guilty, f"node{guilty // 2}", False)
+
+
+def test_of_several_causes_the_earliest_is_first_and_one_that_vanished_before_those_who_lost_it(tmp_path: Path) -> None:
+    assert first_failure(tmp_path / "nowhere") is None
+    for rank, at in enumerate((2005.0, 2001.0, 2003.0)):
+        record(tmp_path, rank, 2010.0 - rank, error="ValueError: boo", error_time=at)
+    record(tmp_path, 3, 1990.0, exit=7, last_line="step 12")
+    assert [failure.rank for failure in failures(tmp_path)] == [1, 2, 0, 3]
+    assert failures(tmp_path)[3].message == "exited with 7; its last line: step 12"
+    (tmp_path / "ranks" / "rank_00004.json").write_text('{"rank": 4, "exit"')
+    gone = tmp_path / "gone"
+    record(gone, 0, 2000.0, error=RESET)
+    record(gone, 1, 0.0, ended=None, exit=None)
+    rank_log(gone, 1).parent.mkdir()
+    rank_log(gone, 1).write_text("1990.000 step 1\n1991.500 step 2\n")
+    first = first_failure(gone)
+    assert first and (first.rank, first.kind, first.time, first.exit) == (1, "lost", 1991.5, None)
+    while_running = first_failure(gone, running=True)
+    assert while_running and while_running.rank == 0 and while_running.lost_peer
+    record(gone, 2, 2001.0, error="ValueError: boo")
+    assert [failure.rank for failure in failures(gone)] == [2, 1, 0]
+
+
+def test_an_abort_after_an_exception_is_the_exception(tmp_path: Path) -> None:
+    for exit_code, by, expected in (
+        (134, "SIGABRT", ("E: boo", "exit", None)),
+        (139, "SIGSEGV", ("E: boo (SIGSEGV)", "signal", "SIGSEGV")),
+    ):
+        record(tmp_path, 0, 2000.0, exit=exit_code, signal=by, error="E: boo", traceback=trace("E: boo"))
+        (first,) = failures(tmp_path)
+        assert (first.message, first.kind, first.signal) == expected
+
+
+def test_ranks_that_were_all_told_to_end_were_not_the_cause(tmp_path: Path) -> None:
+    steps: list[tuple[int, float, dict[str, Any], bool]] = [
+        (0, 2000.0, {"exit": 0, "told": TOLD}, False),
+        (1, 2000.0, {"exit": 143, "signal": "SIGTERM", "told": TOLD}, True),
+        (2, 0.0, {"ended": None, "exit": None, "told": TOLD}, True),
+        (3, 2001.0, {"error": RESET, "told": TOLD}, True),
+        (4, 980.0, {"error": "ValueError: boo", "told": TOLD}, False),  # before it was told
+        (4, 2000.0, {"exit": 0}, True),
+        (5, 2002.0, {"error": RESET, "told": {"SIGUSR1": 990.0}}, False),
+    ]
+    for rank, at, values, expected in steps:
+        record(tmp_path, rank, at, **values)
+        assert all_told(tmp_path) is expected, (rank, values)
+
+
+def test_the_input_is_wrong_on_hosts_where_ranks_said_so_if_others_did_not(tmp_path: Path) -> None:
+    for rank in range(6):
+        record(tmp_path, rank, 2000.0, exit=143)
+    assert wrong_on(tmp_path) == ()
+    for rank, hosts in ((2, ("node1",)), (5, ("node1", "node2")), (0, ())):
+        record(tmp_path, rank, 2000.0, exit=2)
+        assert wrong_on(tmp_path) == hosts
+
+
+# --- the outcome -----------------------------------------------------------------------------------------------------------------
+
+BEFORE = Sight("failed", 45, 40, None, ("n1", 1, 1.0), 900, 45)
+NOW = replace(BEFORE, state="running", writer=("n1", 2, 2.0))
+TERM = {"told": {"SIGTERM": 1900.0}, "exit": 143, "signal": "SIGTERM"}
+SILENT = "not saved and ended before the job's end"
+
+
+def end(code: int | None = 1, **changes: Any) -> Observed:
+    """What is seen of an attempt that ended with a code."""
+    sight = {name: changes.pop(name) for name in ("state", "step", "said", "metrics") if name in changes}
+    return Observed(code, BEFORE, replace(NOW, **sight), **changes)
+
+
+def test_what_the_run_says_of_its_end_decides(tmp_path: Path) -> None:
+    record(tmp_path, 0, 2000.0, **TERM)
+    for state, outcome in (("stopped", "saved"), ("complete", "finished")):
+        for code in (0, 1, 143, None):
+            for changes in ({}, {"hang": SILENT}, {"taken": True}):
+                assert classify("run", tmp_path, end(code, state=state, **changes)) == (outcome, None)
+        old = Observed(1, replace(BEFORE, state=state), replace(BEFORE, state=state))
+        assert classify("run", tmp_path, old)[0] == "failed", "an earlier attempt's words"
+
+
+ENDS: list[tuple[str, Observed, str, str | None]] = [
+    *(
+        ("run", end(taken=True, **changes), "interrupted", None)
+        for changes in ({}, {"hang": SILENT}, {"faults": {"n1": ["x"]}}, {"refused": "srun"}, {"down": {"n1": "x"}})
+    ),
+    ("run", end(taken=True, cancelled=True), "cancelled", None),
+    ("command", end(taken=True, told=True), "saved", None),
+    ("command", end(143, told=True), "saved", None),
+    ("command", end(143, told=True, cancelled=True), "cancelled", None),
+    ("command", end(0), "finished", None),
+    ("run", end(0, told=True), "saved", None),
+    ("run", end(0), "failed", "exit"),  # it ended before its last step
+    ("run", end(hang="no step"), "hang", "hang"),
+    ("run", end(faults={"n1": ["ECC"]}), "unhealthy", "health"),
+    ("run", end(None, refused="no", queue=True), "failed", "place"),
+    ("run", end(None, refused="no"), "failed", "exit"),
+    ("run", end(137, down={"n1": "x"}), "failed", "node"),
+    ("run", end(137), "failed", "lost"),
+    ("run", end(1), "failed", "exit"),
+]
+
+
+def test_without_a_ranks_word_the_supervisors_sight_decides(tmp_path: Path) -> None:
+    for kind, seen_of_it, outcome, failure in ENDS:
+        found = classify(kind, tmp_path, seen_of_it)
+        assert (found[0], found[1] and found[1].kind) == (outcome, failure), seen_of_it
+
+
+def test_codes_of_ranks_have_their_meaning_and_what_one_host_misses_is_its_own_fault(tmp_path: Path) -> None:
+    for code, kinds in ((3, ["diverged", "exit"]), (75, [None, None]), (2, ["config", "config"]), (1, ["exit", "exit"])):
+        record(tmp_path / str(code), 0, 2000.0, exit=code, error="pretrain: error: what it says")
+        found = [classify(kind, tmp_path / str(code), end(code)) for kind in ("run", "command")]
+        assert [failure and failure.kind for _, failure in found] == kinds
+        assert {outcome for outcome, _ in found} == {"busy" if code == 75 else "failed"}
+    record(tmp_path / "2", 1, 2001.0, error=RESET)  # on the same host: no odd one out
+    assert (failure := classify("run", tmp_path / "2", end())[1]) and failure.kind == "config"
+    missing = {"exit": 2, "error": "pretrain: error: x.bin not found"}
+    for rank in range(4):
+        record(tmp_path, rank, 2000.0, **(TERM if rank < 2 else missing))
+    _, failure = classify("run", tmp_path, end())
+    assert failure and (failure.kind, failure.host, failure.exit) == ("node", "node1", 2) and "x.bin not found" in failure.message
+    record(tmp_path, 0, 2001.0, **missing)
+    assert (failure := classify("run", tmp_path, end())[1]) and failure.kind == "config"
+
+
+def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_00000040").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 45}\n')
+    write_json(tmp_path / "progress.json", {"state": "failed", "step": 45, "pid": 1})
+    before = look(tmp_path)
+    write_json(tmp_path / "progress.json", {"state": "starting", "step": 40, "pid": 2})
+    now = look(tmp_path)
+    assert not has_stepped(before, now) and last_step(Observed(1, before, now)) == 40
+    (tmp_path / "metrics.jsonl").write_text('{"step": 45}\n{"step": 41}\n')
+    write_json(tmp_path / "progress.json", {"state": "running", "step": 41, "pid": 2})
+    assert has_stepped(before, look(tmp_path))
+
+
+# --- Slurm's words, a node's faults, the cordon file -----------------------------------------------------------------------------
+
+RUNNING = {"JobState": "RUNNING", "Reason": "None", "Restarts": "1", "ExitCode": "0:0", "PreemptTime": "None"}
+ENDING = {"JobState": "COMPLETING"}
+PREEMPTED = {"PreemptTime": "2026-01-01T00:00:00"}
+FIELDS: list[tuple[dict[str, str], bool, bool | None]] = [  # a person ended it; the allocation is taken away
+    ({}, False, None),
+    (ENDING, True, False),
+    ({"JobState": "CANCELLED"}, True, False),
+    (PREEMPTED, False, True),  # with time to save in
+    ({**ENDING, **PREEMPTED}, False, True),  # PreemptMode=CANCEL
+    ({"JobState": "PREEMPTED"}, False, True),
+    ({**ENDING, "Restarts": "2"}, False, True),  # requeued by someone, or for a lost node
+    ({"JobState": "PENDING", "Restarts": "2", "Reason": "BeginTime"}, False, True),
+    ({**ENDING, "Reason": "NodeDown"}, False, True),
+    ({**ENDING, "Reason": "TimeLimit"}, False, False),
+    ({"JobState": "TIMEOUT", "Reason": "TimeLimit"}, False, False),
+]
+
+
+def test_what_slurm_says() -> None:
+    for fields, by_a_person, away in FIELDS:
+        assert (cancelled({**RUNNING, **fields}, 1), taken({**RUNNING, **fields}, 1)) == (by_a_person, away), fields
+    for words in (
+        "Slurm gave no answer in 20 seconds; is slurmctld up? (scontrol ping)",
+        "Unable to contact slurm controller (connect failure)",
+        "Unexpected message received for job 7",
+        "slurm_update error: Socket timed out on send/recv operation",
+    ):
+        assert is_away(f"scontrol: {words}")
+    assert not any(map(is_away, ("Requested operation is presently disabled for job 7", "Job is pending execution for job 7")))
+    features = [("h100,ib", ""), ("h100,ib", "(null)"), ("h100,ib", "h100&ib"), ("h100", "ib"), ("(null)", "ib"), ("a", "[a|b]")]
+    assert [has_features(*row) for row in features] == [True, True, True, False, False, True]
+
+
+SOUND = Gpu(3, "GPU-1", "H100", "0000:3B:00.0", "550", memory_total=80000, memory_used=0, ecc_uncorrected=0, temperature=40)
+LASTING = [
+    *(gpu.faults()[0] for gpu in (replace(SOUND, ecc_uncorrected=2), replace(SOUND, row_pending=True), replace(SOUND, row_failure=True))),
+    *replace(SOUND, recovery="Reset").faults(),
+    "Xid 79 (PCI:0000:3b:00) 4 minutes ago: GPU has fallen off the bus.",
+    "7 GPUs are visible, the profile says 8",
+    "nvidia-smi: Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.",
+    "GPU 3 (0000:3B:00.0): 12 entries of a product are wrong",
+]
+PASSING = [
+    "0 GPUs are visible, the profile says 8",  # none was asked for, or the driver is not loaded yet
+    "GPU 3 (0000:3B:00.0): a product did not end in time: it hangs",
+    "GPU 3 (0000:3B:00.0): 71000 MiB in use by pid 12 (python, 71000 MiB)",
+    "did not answer the health check: it hangs, or cannot see this folder",
+    "/shared: cannot be written here: Permission denied (is it mounted?)",
+    "/tmp: 0.20 GB free; 1 are wanted",
+]
+
+
+def test_a_fault_of_the_hardware_stays() -> None:
+    assert all(map(is_lasting, LASTING)) and not any(map(is_lasting, PASSING))
+
+
+def test_the_cordon_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "cordon.jsonl"
+    assert cordoned(path) == {}
+    assert cordon(path, ["n1", "n2", "n1"], "ECC errors", tmp_path / "run") == ["n1", "n2"]
+    assert cordon(path, ["n2", "n3"], "again", "other", until=1.0) == ["n3"]
+    assert {node: entry.reason for node, entry in cordoned(path, now=0.5).items()} == {
+        "n1": "ECC errors",
+        "n2": "ECC errors",
+        "n3": "again",
+    }
+    assert list(cordoned(path)) == ["n1", "n2"]  # an entry ends
+    assert cordon(path, ["n3"], "third", "run") == ["n3"] and cordoned(path)["n3"].reason == "third"
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[0])["run"] == str(tmp_path / "run") and json.loads(lines[0])["until"] is None
+    path.write_text("\n".join(lines[1:]) + "\n")  # a person deletes a line
+    assert list(cordoned(path)) == ["n2", "n3"]
+    for slip in ("", "n1", "[]", "{}", '{"node": 3}', '{"node": ""}', '{"node": "n1"', "\x00"):
+        path.write_text(f'{slip}\n{{"node": "n2", "until": "soon", "time": null}}\n{slip}\n')
+        assert list(cordoned(path)) == ["n2"]
+    with pytest.raises(OSError, match=tmp_path.name):
+        cordoned(tmp_path)

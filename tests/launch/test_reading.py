@@ -1,0 +1,395 @@
+"""The verbs ``status`` and ``logs`` over recorded folders: the queue's word counts first; who said what, and what failed first.
+
+Long, because both verbs read the same recorded folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import __main__ as command_line
+from launch.cluster.slurm import QueueState
+from launch.job import Job, append_json, launch_folder, rank_log, write_json
+from launch.node.logs import Follower, Source, Tail, merged
+from launch.verbs.status import Queue, Row, ask, rows_of, summary
+from tests.launch.folders import RESET, make_attempt, make_job, record, says, trace, write_log
+from tests.launch.supervised import wait_for
+from tests.wording import Wording
+
+ROOT = Path(__file__).resolve().parents[2]
+NOW = 1_800_000_000.0
+THEN = 1.79e9
+SILENT = Queue({}, "squeue: cannot be reached")
+
+
+def stops(job: Job, why: str) -> None:
+    """Someone asked it to stop."""
+    write_json(launch_folder(Path(job.directory)) / "stop.json", {"why": why, "message": "the same failure twice", "time": NOW, "by": "x"})
+
+
+def row(job: Job, queue: Queue | None = None) -> Row:
+    """The job's only row."""
+    (only,) = rows_of(job, queue or Queue({}), NOW)
+    return only
+
+
+def slurm_says(state: str | None, reason: str = "") -> Queue:
+    """Slurm's answer on job 12."""
+    return Queue({"7": QueueState("COMPLETED"), "12": QueueState(state, reason)} if state else {})
+
+
+@pytest.fixture(scope="module")
+def dead() -> int:
+    """The pid of a process that is over."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> list[str]:
+    """The lines that a command prints."""
+    assert command_line.main(list(map(str, words))) == code
+    captured = capsys.readouterr()
+    return (captured.out if code == 0 else captured.err).splitlines()
+
+
+# --- the state -------------------------------------------------------------------------------------------------------------------
+
+STATES = """\
+-         PENDING     queued      active
+-         RUNNING     starting    active
+-         CONFIGURING configuring active
+requeued  PENDING     queued      active
+requeued  RUNNING     starting    active
+running   RUNNING     running     active
+checking  RUNNING     checking    active
+saving    COMPLETING  completing  active
+running   PENDING     queued      active
+stopped   RUNNING     starting    active
+running   NODE_FAIL   lost        over
+running   CANCELLED   lost        over
+running   -           lost        over
+requeued  FAILED      lost        over
+-         FAILED      lost        over
+-         -           new         over
+finished  COMPLETED   finished    over
+finished  -           finished    over
+stopped   FAILED      stopped     over
+cancelled CANCELLED   cancelled   over
+"""
+
+
+def test_the_queues_word_counts_before_the_supervisors(tmp_path: Path, wording: Wording) -> None:
+    for number, line in enumerate(STATES.splitlines()):
+        supervisor, queue, state, active = (None if word == "-" else word for word in line.split())
+        job = make_job(tmp_path / str(number))
+        if supervisor:
+            says(job, supervisor, job_id="12", pid=4711, host="n1")
+        found = row(job, slurm_says(queue))
+        assert (found.state, found.active) == (state, active == "active"), line
+        assert found.job_id == ("12" if supervisor or queue else None), line
+        wording(f"{found.state}: {found.message}")
+
+
+@pytest.mark.parametrize("known", [{"job_id": "7"}, {"job_id": None, "time": 1.6e9}])
+def test_a_run_that_was_resubmitted_after_its_end_stands_as_its_new_job_does(known: dict[str, Any], tmp_path: Path) -> None:
+    """Slurm is asked, whatever the supervisor of the job before wrote last."""
+    for state in ("cancelled", "stopped"):
+        job = make_job(tmp_path / state)
+        says(job, state, message="of old", **known)
+        assert ask([job]) != Queue({})  # here is no Slurm that knows them, or none at all
+        waits = row(job, slurm_says("PENDING", "Priority"))
+        assert (waits.state, waits.active, waits.message) == ("queued", True, "waits: Priority")
+        assert row(job, slurm_says("RUNNING")).state == "starting" and row(job, slurm_says("FAILED")).state == "lost"
+        assert row(job, SILENT).state == "unknown?"
+        stops(job, "cancelled")
+        assert row(job, slurm_says("CANCELLED")).state == "cancelled"
+
+
+def test_a_silent_slurm_makes_states_doubtful_and_nothing_lost(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "demo")
+    for state, expected in ((None, "unknown?"), ("running", "running?"), ("finished", "finished")):
+        if state:
+            says(job, state)
+        assert row(job, SILENT).state == expected
+
+
+def test_a_local_supervisor_is_believed_only_while_it_lives(tmp_path: Path, dead: int) -> None:
+    job = make_job(tmp_path / "demo", "local")
+    assert row(job).state == "new"
+    for values, expected in (
+        ({}, ("running", True)),
+        ({"pid": dead}, ("lost", False)),
+        ({"time": time.time() - 1e6}, ("lost", False)),  # the number is another process's by now
+        ({"pid": dead, "host": "elsewhere"}, ("running?", True)),
+    ):
+        says(job, "running", **values)
+        assert (row(job).state, row(job).active) == expected
+    says(job, "stopped", pid=dead, message="saved")
+    assert (row(job).state, row(job).message) == ("stopped", "saved")
+    for why, state in (("cancelled", "cancelled"), ("gave up", "stopped")):
+        stops(job, why)
+        assert (row(job).state, row(job).message) == (state, "the same failure twice")
+
+
+# --- the numbers -----------------------------------------------------------------------------------------------------------------
+
+
+def trained(job: Job, age: float = 5.0) -> None:
+    """A run's own files, with a last line that is not whole yet."""
+    directory = Path(job.directory)
+    write_json(directory / "progress.json", {"format": 1, "state": "running", "step": 100, "steps": 40000})
+    lines = [{"step": step, "loss": 10.0 - step / 100, "tokens_per_second": 1.5e6, "step_seconds": 0.5} for step in range(98, 103)]
+    text = "".join(json.dumps(line) + "\n" for line in [*lines[:3], {"step": 100, "valid_loss": 8.5}, *lines[3:]])
+    (directory / "metrics.jsonl").write_text(text + '{"step": 103, "lo')
+    os.utime(directory / "metrics.jsonl", (NOW - age, NOW - age))
+
+
+def test_the_numbers_are_those_of_the_last_whole_line(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "demo")
+    trained(job)
+    says(job, "running", failures=1)
+    found = row(job, slurm_says("RUNNING"))
+    assert (found.step, found.steps, found.loss, found.valid_loss) == (102, 40000, 10.0 - 1.02, 8.5)
+    assert (found.tokens_per_second, found.step_age, found.attempt, found.failures) == (1.5e6, 5.0, 2, 1)
+    assert found.seconds_left == (40000 - 102) * 0.5
+    over = row(job, slurm_says("FAILED"))
+    assert (over.step, over.loss) == (102, 10.0 - 1.02) and over.seconds_left is None and over.step_age is None
+    merge = make_job(tmp_path / "merge", kind="command")
+    trained(merge)
+    assert row(merge, slurm_says("RUNNING")).step is None
+
+
+def test_an_array_is_one_row_of_counts_and_its_first_trouble(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", items=4)
+    for state, index in (("finished", 0), ("running", 1), ("running", 3)):
+        says(job, state, index)
+    queue = Queue({"7_3": QueueState("COMPLETED"), "12_1": QueueState("RUNNING"), "12_2": QueueState("PENDING", "JobArrayTaskLimit")})
+    rows = rows_of(job, queue, NOW)
+    assert [found.state for found in rows] == ["finished", "running", "queued", "lost"]
+    assert [found.job_id for found in rows] == [None, "12_1", "12_2", "7_3"]
+    whole = summary(job, rows)
+    assert whole.state == "1 finished, 1 running, 1 queued, 1 lost" and whole.active and whole.message.startswith("sweep[3]: job 7_3")
+
+
+# --- status ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int) -> Path:
+    """A folder runs/ with a run, an array, a command that is long over, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    one = make_job(tmp_path / "runs" / "demo", "local")
+    trained(one)
+    says(one, "running")
+    array = make_job(tmp_path / "runs" / "sweeps" / "lr", "local", items=3)
+    says(array, "finished", 0)
+    says(array, "stopped", 1, pid=dead, message="TypeError: boo", failures=2)
+    says(make_job(tmp_path / "runs" / "jobs" / "merge-1", "local", kind="command"), "finished", time=time.time() - 2e5)
+    return tmp_path / "runs"
+
+
+def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wording: Wording) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    says(make_job(runs / "demo", "local"), "running")
+    task = runs / "sweeps" / "lr" / "tasks" / "0001"
+    make_job(runs / "a" / "demo", "local")
+    for words in ([], [runs / "sweeps", "--items"], [task], [runs / "jobs" / "merge-1"], [task, task.with_name("0002"), "--items"]):
+        wording("\n".join(said(capsys, "status", *words)))
+    assert said(capsys, "status", task, runs / "sweeps")[1:] == said(capsys, "status", runs / "sweeps")[1:]
+    values = json.loads("\n".join(said(capsys, "status", "--json", "--all")))
+    assert [value["name"] for value in values] == ["demo", "demo", "merge-1", "lr[0]", "lr[1]", "lr[2]"]
+    assert values[1]["step"] == 102 and values[4]["message"] == "TypeError: boo"
+
+
+def test_watch_ends_when_all_is_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(said(capsys, "status", runs / "sweeps", "--watch", "60")) == 2
+    command = [sys.executable, "-m", "launch", "status", str(runs / "demo"), "--watch", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as watching:
+        assert watching.stdout and [watching.stdout.readline().split()[0] for _ in range(4)] == ["NAME", "demo", "NAME", "demo"]
+        path = launch_folder(runs / "demo") / "state.json"
+        write_json(path, {**json.loads(path.read_text()), "state": "finished"})
+        assert "finished" in watching.stdout.read().splitlines()[-1]
+    assert watching.returncode == 0
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crashed(tmp_path: Path) -> Path:
+    """A run whose first attempt crashed and whose second goes on."""
+    make_job(tmp_path / "demo", "local")
+    directory = tmp_path / "demo"
+    failure = {"kind": "exit", "message": "ValueError: boo", "rank": 1, "host": "node1", "step": 2, "exit": 1}
+    decision = {"action": "restart", "delay_seconds": 30, "exclude": [], "reason": "1 failure since the last progress"}
+    first = make_attempt(directory, 1, THEN, ended=THEN + 5, outcome="failed", failure=failure, decision=decision)
+    record(first, 0, THEN + 4, error=RESET)
+    record(first, 1, THEN + 3, error="ValueError: boo", traceback=trace("ValueError: boo"))
+    (first / "logs" / "agents.log").write_text("torchrun says a lot\n")
+    os.utime(first / "logs" / "agents.log", (THEN + 4, THEN + 4))
+    second = make_attempt(directory, 2, THEN + 40)
+    for rank in range(2):
+        record(second, rank, 0.0, ended=None, exit=None)
+    write_log(launch_folder(directory) / "supervisor.log", (THEN + 1, "attempt 1: 2 ranks"), (THEN + 41, "attempt 2: 2 ranks"))
+    return directory
+
+
+LOGS = ["", "--attempt 1", "--rank 1", "--rank 0-1 --tail 2", "--errors", "--errors --attempt 2"]
+
+
+def test_logs_are_the_last_attempts_unless_asked_otherwise(crashed: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+    for words in LOGS:
+        wording(
+            "\n".join(said(capsys, "logs", crashed, *words.split())), CLOCK=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + 3))
+        )
+    assert len(said(capsys, "logs", crashed, "--attempt", "all")) == 15
+    assert said(capsys, "logs", crashed, "--rank", "0", "--tail", "1", "--time")[0].endswith(".000 [rank 0] attempt 2 step 2")
+    write_json(launch_folder(crashed) / "stop.json", {"why": "gave up", "message": "the same failure twice", "time": 0, "by": "x"})
+    assert said(capsys, "logs", crashed, "--errors")[-1] == "demo: gave up: the same failure twice"
+
+
+RANKS: dict[str, dict[int, dict[str, Any]]] = {
+    "killed": {1: {"at": 3, "exit": 137, "signal": "SIGKILL"}},
+    # The likely cause is not always the oldest word.
+    "follower first": {1: {"at": 5, "exit": 137, "signal": "SIGKILL"}, 0: {"at": 1.6, "error": RESET}},
+}
+
+
+def test_errors_tell_a_rank_without_a_traceback_by_its_last_lines_and_a_hang_by_its_stacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording
+) -> None:
+    clock = {f"AT{at}": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + at)) for at in (3, 5)}
+    for name, ranks in RANKS.items():
+        make_job(tmp_path / name, "local")
+        attempt = make_attempt(tmp_path / name, 1, THEN, ended=THEN + 9, outcome="failed")
+        for rank, values in ranks.items():
+            record(attempt, rank, THEN + values["at"], **{key: value for key, value in values.items() if key != "at"})
+        wording("\n".join(said(capsys, "logs", tmp_path / name, "--errors")), **clock)
+    make_job(tmp_path / "hang", "local")
+    failure = {"kind": "hang", "message": "no step for 20 minutes", "step": 7}
+    attempt = make_attempt(tmp_path / "hang", 1, THEN, ended=THEN + 5, outcome="hang", failure=failure)
+    record(attempt, 0, THEN + 3, exit=137, signal="SIGKILL")
+    write_log(attempt / "dumps" / "rank_00001.txt", (0, "stacks"))
+    wording("\n".join(said(capsys, "logs", tmp_path / "hang", "--errors")))
+
+
+def test_slurms_own_file_is_told_but_not_the_supervisors_lines_in_it(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    append_json(launch_folder(crashed) / "submissions.jsonl", {"time": 0, "job_id": "12"})
+    one, two = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(THEN + at)) for at in (2, 41))
+    text = f"module load says hello\n{one} launch: attempt 1: 2 ranks\nslurmstepd: oom\n{two} launch: attempt 2: 2 ranks\nrequeued\n"
+    (launch_folder(crashed) / "slurm-12.out").write_text(text)
+    (launch_folder(crashed) / "slurm-13.out").write_text("another job's\n")
+    every = said(capsys, "logs", crashed, "--attempt", "all")
+    assert every[0] == "[slurm] module load says hello" and len(every) == 15 + 3
+    for number, expected in (("1", "[slurm] slurmstepd: oom"), ("2", "[slurm] requeued")):
+        assert [line for line in said(capsys, "logs", crashed, "--attempt", number) if "[slurm]" in line] == [expected]
+
+
+def test_where_no_attempt_began_slurms_file_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_job(tmp_path)
+    assert said(capsys, "logs", tmp_path, "--errors") == [f"{tmp_path}: no rank failed"]
+    (launch_folder(tmp_path) / "slurm-12.out").write_text("launch: module load cuda failed\n")
+    assert said(capsys, "logs", tmp_path, "--errors")[1] == "    launch: module load cuda failed"
+    assert said(capsys, "logs", tmp_path) == ["[slurm] launch: module load cuda failed"]
+
+
+def test_arrays_name_their_items_and_have_a_file_of_slurms_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path / "lr", items=2)
+    for index, array in enumerate(("12", "13")):
+        append_json(launch_folder(tmp_path / "lr") / "submissions.jsonl", {"time": 0, "job_id": array, "items": [index]})
+        (launch_folder(tmp_path / "lr") / f"slurm-{array}_{index}.out").write_text(f"task {index} of {array}\n")
+        (launch_folder(tmp_path / "lr") / f"slurm-{array}.out").write_text("another job's\n")
+    for _ in range(2):  # before and after its first attempt
+        told = [line for line in said(capsys, "logs", tmp_path / "lr") if "slurm" in line]
+        assert told == ["[lr[0] slurm] task 0 of 12", "[lr[1] slurm] task 1 of 13"]
+        for words in ([tmp_path / "lr", "--item", "1"], [job.items[1].directory]):
+            assert [line for line in said(capsys, "logs", *words) if "slurm" in line] == ["[slurm] task 1 of 13"]
+        for index, array in enumerate(("12", "13")):
+            make_attempt(Path(job.items[index].directory), 1, THEN, job_id=f"{array}_{index}")
+    assert "[lr[1] rank 0] attempt 1 step 0" in said(capsys, "logs", tmp_path / "lr")
+
+
+def test_mistakes_are_one_line(
+    crashed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wording: Wording
+) -> None:
+    monkeypatch.chdir(crashed.parent)
+    for words in ("--attempt 7", "--rank 2", "--rank x", "--tail 0", "--item 3"):
+        (line,) = said(capsys, "logs", "demo", *words.split(), code=2)
+        wording(line)
+    (crashed.parent / "empty").mkdir()
+    for words in ("logs empty", "status nowhere", "status --watch 0", "cancel nowhere", "requeue nowhere", "requeue d --set slurm.time=1"):
+        (line,) = said(capsys, *words.split(), code=2)
+        wording(line)
+
+
+# --- merging and following -------------------------------------------------------------------------------------------------------
+
+
+def test_merged_lines_are_all_lines_by_time_and_tails_are_their_end(tmp_path: Path) -> None:
+    for seed in range(4):
+        chance = random.Random(seed)
+        spoken = [(THEN + n / 8, chance.randrange(4), f"{n} {'long ' * chance.choice((0, 1, 20_000))}é") for n in range(60)]
+        logs = [write_log(tmp_path / f"{seed}{who}.log", *((at, text) for at, by, text in spoken if by == who)) for who in range(4)]
+        sources = [Source(log, str(who)) for who, log in enumerate(logs)]
+        assert [(line.time, int(line.label), line.text) for line in merged(sources)] == spoken
+        for count in (1, 3, 1000):
+            lines = Follower(lambda: sources, count).read()  # noqa: B023
+            assert [(line.time, int(line.label), line.text) for line in lines] == spoken[-count:]
+
+
+def test_following_gives_each_line_once_however_it_is_written(tmp_path: Path) -> None:
+    for seed in range(5):
+        chance, path, got = random.Random(seed), tmp_path / f"{seed}.log", list[str]()
+        data = "".join(f"{THEN + i:.3f} line {i}\n" for i in range(50)).encode()
+        tail = Tail(Source(path, "a"))
+        assert tail.read() == []
+        while data:
+            size = chance.randrange(1, 100)
+            with path.open("ab") as file:
+                file.write(data[:size])
+            data = data[size:]
+            got += [line.text for line in tail.read()]
+        assert got == [f"line {number}" for number in range(50)]
+
+
+@pytest.fixture
+def following(crashed: Path) -> Iterator[list[str]]:
+    """The lines of ``logs -f`` of the crashed run, as they come; it has ended, and well, when the test is over."""
+    process = subprocess.Popen([sys.executable, "-m", "launch", "logs", str(crashed), "-f"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+    reader.start()
+    try:
+        yield lines
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(5)
+
+
+def test_following_shows_new_lines_and_attempts_and_ends_with_the_run(crashed: Path, following: list[str]) -> None:
+    def shown(text: str) -> None:
+        wait_for(lambda: any(text in line for line in following))
+
+    shown("[rank 1] attempt 2 step 2")
+    write_log(rank_log(crashed / "attempts" / "0002", 1), (time.time(), "something new"))
+    shown("[rank 1] something new")
+    make_attempt(crashed, 3, time.time())
+    shown("[rank 0] attempt 3 step 2")
+    write_log(launch_folder(crashed) / "supervisor.log", (time.time(), "finished"))
+    write_json(launch_folder(crashed) / "state.json", {"state": "finished"})
+    shown("[launch] finished")
+    assert len(following) == len(set(following))

@@ -1,0 +1,93 @@
+"""Mutants: one-line faults that a careless hand could make. What share of them the tests notice is the tests' power."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+LISTS = Path(__file__).parent
+ROOT = LISTS.parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A line of a file and what it becomes, without indentation; ``near``: the line above, where the line alone is not unique."""
+
+    id: str
+    file: str
+    line: str
+    becomes: str
+    why: str
+    near: str | None = None
+
+    def place(self, root: Path) -> int:
+        """The index of its line in the file below ``root``. ValueError: it is not there, or several times."""
+        lines = [line.strip() for line in (root / self.file).read_text(encoding="utf-8").splitlines()]
+        found = [
+            index
+            for index, line in enumerate(lines)
+            if line == self.line.strip() and (self.near is None or lines[index - 1] == self.near.strip())
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.id}: {self.file} has {len(found)} lines {self.line!r}" + (f" below {self.near!r}" if self.near else "")
+            )
+        return found[0]
+
+    def text(self, root: Path) -> str:
+        """The file below ``root`` with the fault in it."""
+        lines = (root / self.file).read_text(encoding="utf-8").splitlines(keepends=True)
+        index = self.place(root)
+        indent = lines[index][: len(lines[index]) - len(lines[index].lstrip())]
+        lines[index] = f"{indent}{self.becomes.strip()}\n"
+        return "".join(lines)
+
+
+def read_mutants(folder: Path = LISTS) -> list[Mutant]:
+    """All lists of a folder. ValueError: an id that two of them have."""
+    mutants = [Mutant(**entry) for path in sorted(folder.glob("*.yaml")) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    twice = {mutant.id for mutant in mutants if sum(other.id == mutant.id for other in mutants) > 1}
+    if twice:
+        raise ValueError(f"two mutants have the id {', '.join(sorted(twice))}")
+    return mutants
+
+
+def probed(source: str, lines: dict[str, int], log: Path) -> tuple[str, set[str]]:
+    """A source that writes ``id TAB test`` to ``log`` when the statement of one of ``lines`` (id -> index) runs; the ids that got none.
+
+    A statement at module or class level runs at import, for no test; a Triton kernel's source is compiled and may hold no such thing.
+    """
+    tree = ast.parse(source)
+    parent = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    text = source.splitlines(keepends=True)
+    probes: dict[int, list[str]] = {}
+    without = set()
+    for name, index in lines.items():
+        inside = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= index + 1 <= (node.end_lineno or 0)]
+        node = max(inside, key=lambda found: (found.lineno, found.col_offset))
+        while text[node.lineno - 1].lstrip().startswith("elif"):
+            node = next(up for up in _above(node, parent) if isinstance(up, ast.stmt))
+        around = [up for up in _above(node, parent) if isinstance(up, ast.FunctionDef)]
+        if not around or any("jit" in ast.unparse(decorator) for up in around for decorator in up.decorator_list):
+            without.add(name)
+            continue
+        if isinstance(node, ast.FunctionDef):
+            node = node.body[0]
+        probes.setdefault(node.lineno - 1, []).append(name)
+    for place, names in sorted(probes.items(), reverse=True):
+        indent = text[place][: len(text[place]) - len(text[place].lstrip())]
+        written = " + ".join(f"{name + chr(9)!r} + o.environ['PYTEST_CURRENT_TEST'] + chr(10)" for name in names)
+        probe = f"(lambda o: 'PYTEST_CURRENT_TEST' in o.environ and open({str(log)!r}, 'a').write({written}))(__import__('os'))"
+        text.insert(place, f"{indent}{probe}\n")
+    return "".join(text), without
+
+
+def _above(node: ast.AST, parent: dict[ast.AST, ast.AST]) -> list[ast.AST]:
+    above = []
+    while node in parent:
+        node = parent[node]
+        above.append(node)
+    return above

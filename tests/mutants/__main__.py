@@ -1,0 +1,135 @@
+"""What share of the mutants the tests notice: ``python -m tests.mutants [--sample N --seed S] [--only ID …] [--reach FILE] [-- TESTS …]``.
+
+Each mutant is put into a copy of the working tree and judged by the tests that reach its line, the quickest first, until one fails.
+Which tests those are is learned by one run of all of them with a probe at every mutant's line (``--reach FILE`` keeps the answer), or
+they are named: ``-- tests/launch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.mutants import ROOT, Mutant, probed, read_mutants
+
+QUICK = ["-m", "not slow and not slurm"]
+# A mutant may wait for ever where the code did not.
+LIMIT = 1200.0
+
+
+def copy_tree(folder: Path) -> Path:
+    """The files that git has or would take, in a folder of their own."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def run_tests(tree: Path, arguments: list[str], limit: float | None = None) -> int:
+    """pytest in a copy of the tree; its exit code. subprocess.TimeoutExpired after ``limit`` seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, timeout=limit).returncode
+
+
+def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
+    """Mutant -> the tests that reach its line, the quickest first; those of its room where a line has no place for a probe."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree, log = copy_tree(Path(folder, "tree")), Path(folder, "reached")
+        log.touch()
+        without: set[str] = set()
+        for file in sorted({mutant.file for mutant in mutants if mutant.file.endswith(".py")}):
+            lines = {mutant.id: mutant.place(ROOT) for mutant in mutants if mutant.file == file}
+            text, not_here = probed((ROOT / file).read_text(encoding="utf-8"), lines, log)
+            (tree / file).write_text(text, encoding="utf-8")
+            without |= not_here
+        print(f"mutants: one run of the tests with probes at {len(mutants)} lines", flush=True)
+        run_tests(tree, [*QUICK, "-n", "2", "--dist", "loadfile", "--junitxml", f"{folder}/times.xml", "-o", "junit_family=xunit1", *tests])
+        cases = ElementTree.parse(f"{folder}/times.xml").iter("testcase")
+        seconds = {f"{case.get('file')}::{case.get('name')}": float(case.get("time", 0)) for case in cases}
+        reached: dict[str, set[str]] = {}
+        for line in log.read_text().splitlines():
+            name, _, test = line.partition("\t")
+            reached.setdefault(name, set()).add(test.rpartition(" (")[0])
+    answer = {}
+    for mutant in mutants:
+        found = reached.get(mutant.id, set())
+        rooms = [f"tests/{room}" for room in (os.path.dirname(mutant.file), mutant.file.split("/")[0]) if (ROOT / "tests" / room).is_dir()]
+        known = sorted(found, key=lambda test: seconds.get(test, 0.0))
+        answer[mutant.id] = known if known or mutant.id not in without else rooms[:1] or ["tests"]
+    return answer
+
+
+def judge(mutant: Mutant, tests: list[str]) -> str:
+    """``killed``, ``survived`` or ``unreached``."""
+    if not tests:
+        return "unreached"
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_tree(Path(folder, "tree"))
+        (tree / mutant.file).write_text(mutant.text(ROOT), encoding="utf-8")
+        named = Path(folder, "tests")
+        named.write_text("\n".join(tests) + "\n")
+        try:
+            code = run_tests(tree, [*QUICK, "-x", f"@{named}"], LIMIT)
+        except subprocess.TimeoutExpired:
+            return "killed"
+    if code not in (0, 1, 2):
+        raise RuntimeError(f"{mutant.id}: pytest ended with {code}")
+    return "killed" if code else "survived"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", type=int, help="so many of them, drawn with --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", metavar="ID", help="these alone")
+    parser.add_argument("--reach", type=Path, metavar="FILE", help="which tests reach which mutant: read from here, or learned and kept")
+    parser.add_argument("--verdicts", type=Path, metavar="FILE", help="verdicts so far; a judged mutant is not judged again")
+    parser.add_argument("--workers", type=int, default=2, help="mutants judged at a time")
+    parser.add_argument("tests", nargs="*", help="the tests that judge, instead of those that reach the line")
+    options = parser.parse_args()
+    mutants = read_mutants()
+    unknown = set(options.only or ()) - {mutant.id for mutant in mutants}
+    if unknown:
+        parser.error(f"no mutant has the id {', '.join(sorted(unknown))}")
+    if options.only:
+        mutants = [mutant for mutant in mutants if mutant.id in options.only]
+    if options.sample:
+        mutants = random.Random(options.seed).sample(mutants, min(options.sample, len(mutants)))
+    if options.tests:
+        reach = {mutant.id: options.tests for mutant in mutants}
+    elif options.reach and options.reach.exists():
+        reach = json.loads(options.reach.read_text())
+    else:
+        reach = learn(mutants, [])
+        if options.reach:
+            options.reach.write_text(json.dumps(reach, indent=1))
+    verdicts: dict[str, str] = json.loads(options.verdicts.read_text()) if options.verdicts and options.verdicts.exists() else {}
+    began = time.monotonic()
+    waiting = [mutant for mutant in mutants if mutant.id not in verdicts]
+    with ThreadPoolExecutor(options.workers) as pool:
+        for done, (mutant, verdict) in enumerate(pool.map(lambda one: (one, judge(one, reach.get(one.id, []))), waiting), 1):
+            verdicts[mutant.id] = verdict
+            left = (time.monotonic() - began) / done * (len(waiting) - done)
+            print(f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(waiting)}, {left / 60:.0f} min left", flush=True)
+            if options.verdicts:
+                options.verdicts.write_text(json.dumps(verdicts, indent=1))
+    killed = sum(verdicts[mutant.id] == "killed" for mutant in mutants)
+    print(f"{killed} of {len(mutants)} mutants killed")
+    return 0 if killed == len(mutants) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""The mutants are of today's sources: each line is there once, and its fault still parses."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.mutants import ROOT, Mutant, read_mutants
+
+
+@pytest.mark.parametrize("mutant", read_mutants(), ids=lambda mutant: mutant.id)
+def test_a_mutant_is_a_fault_of_todays_source(mutant: Mutant) -> None:
+    changed = mutant.text(ROOT)
+    assert changed != (ROOT / mutant.file).read_text(encoding="utf-8")
+    if mutant.file.endswith(".py"):
+        ast.parse(changed)

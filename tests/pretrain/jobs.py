@@ -1,0 +1,126 @@
+"""Trainings of a few steps one after another in the same processes, for comparisons of layouts and engines: see `run_jobs`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fem_megatron.megatron import platform
+from pretrain.config import load_run
+from pretrain.validate import prepare
+from tests.pretrain.conftest import DEMO
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some steps of a run. save_after: of these steps, then it goes on; load: start from the checkpoint in this folder."""
+
+    name: str
+    overrides: list[str]
+    steps: int = 3
+    save_after: int | None = None
+    load: str | None = None
+
+
+@dataclass
+class Done:
+    """(loss, grad norm) of each step; name in the whole model -> digest of the fresh weight."""
+
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    initial: dict[str, str] = field(default_factory=dict)
+
+
+def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
+    """Name -> what became of it. Runs on every rank; process groups of one layout are taken away before the next's are made."""
+    platform.import_megatron()
+    platform.initialize_distributed()
+    answers = {}
+    for job in jobs:
+        began = time.process_time()
+        answers[job.name] = _run(job, Path(cache))
+        print(f"{job.name}: {time.process_time() - began:.2f} CPU seconds", flush=True)
+    torch.distributed.destroy_process_group()
+    return answers
+
+
+def _run(job: Job, cache: Path) -> Done:
+    from pretrain.checkpoint.reader import Progress, find
+    from pretrain.checkpoint.store import Checkpoints
+    from pretrain.data.datasets import batches, build_datasets
+    from pretrain.data.facts import check_contents
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+    from pretrain.run import make_engine
+    from pretrain.run_directory import run_directory
+    from pretrain.schedule import Schedule
+
+    prepared = prepare(load_run(DEMO, job.overrides), torch.distributed.get_world_size())
+    config, facts = prepared.config, prepared.facts
+    assert facts is not None and config.model.vocab_size is not None
+    initialize_model_parallel(config)
+    schedule, done = Schedule.of(config), Done()
+    engine = make_engine(config, schedule)
+    if config.engine.name == "megatron":  # ZeRO-3 holds slices
+        done.initial = weights_digest(engine)
+    checkpoints = Checkpoints(run_directory(config) / "checkpoints", config, lambda text: None)
+    progress = Progress(0, 0, schedule.total_samples)
+    if job.load:
+        found = find(Path(job.load))
+        checkpoints.load(engine, found)
+        progress = found.progress
+    contents = check_contents(facts)
+    data = build_datasets(
+        config,
+        vocab_size=config.model.vocab_size,
+        eod_id=facts.eod_id or 0,
+        contents=contents,
+        train_samples=progress.order_samples,
+        default_cache=cache,
+        say=lambda text: None,
+    )
+    stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device())
+    for number in range(job.steps + 1):
+        if number == job.save_after:
+            checkpoints.save(engine, progress, contents.key)
+        if number == job.steps:
+            break
+        consumed = progress.consumed_samples + schedule.batch_samples
+        result = engine.train_step(stream, consumed)
+        assert not result.skipped
+        progress = Progress(progress.step + 1, consumed, progress.order_samples)
+        done.steps.append((result.loss, result.grad_norm))
+    checkpoints.close()
+    engine.close()
+    destroy_model_parallel()
+    return done
+
+
+def weights_digest(engine: Any) -> dict[str, str]:
+    """Name in the whole model -> hash of the whole weight, gathered over the ranks from each rank's own slices."""
+    from megatron.core import parallel_state
+
+    from fem_megatron.megatron.model import global_name
+
+    mine: dict[str, tuple[int, int, torch.Tensor]] = {}
+    for model in engine.models:
+        for name, weight in model.named_parameters():
+            split = getattr(weight, "tensor_model_parallel", False)
+            rank = parallel_state.get_tensor_model_parallel_rank() if split else 0
+            mine[global_name(model, name)] = (rank, getattr(weight, "partition_dim", 0), weight.detach())
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    slices: dict[str, dict[int, tuple[int, torch.Tensor]]] = {}
+    for rank_slices in everyone:
+        for name, (rank, dim, weight) in rank_slices.items():
+            slices.setdefault(name, {})[rank] = (dim, weight)
+    return {name: _digest(parts) for name, parts in slices.items()}
+
+
+def _digest(parts: dict[int, tuple[int, torch.Tensor]]) -> str:
+    dim = parts[min(parts)][0]
+    whole = torch.cat([parts[rank][1] for rank in sorted(parts)], dim)
+    return hashlib.sha256(whole.contiguous().float().numpy().tobytes()).hexdigest()

@@ -1,0 +1,269 @@
+"""DeepSpeed's compiled operations: real locks of real processes, real compilations, faults as a machine has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fem_megatron.megatron import platform
+from pretrain.engines import deepspeed_ops as ops
+from tests.test_house import ROOT
+
+OP = "cpu_adam"
+LOCK = f"{OP}/lock"
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+# torch's own lock, taken without waiting for the rest of torch.
+HOLD = """
+import runpy, sys, time
+baton = runpy.run_path(sys.argv[1])["FileBaton"](sys.argv[2])
+print(baton.try_acquire(), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty TORCH_EXTENSIONS_DIR; what `prepare_environment` sets is undone afterwards."""
+    extensions = tmp_path / "extensions"
+    (extensions / OP).mkdir(parents=True)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    return extensions
+
+
+@pytest.fixture
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of `OP` as a compilation does."""
+    torch = find_spec("torch")
+    assert torch and torch.origin
+    baton = Path(torch.origin).parent / "utils/file_baton.py"
+    child = subprocess.Popen([sys.executable, "-c", HOLD, str(baton), str(folder / LOCK)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout and child.stdout.readline() == "True\n"
+    yield child
+    child.kill()
+    child.wait()
+
+
+def age(folder: Path) -> None:
+    """As if nothing had changed there for a long time: enough wherever an owner might not be seen."""
+    then = time.time() - 2 * ops.QUIET_SECONDS
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (then, then))
+
+
+def script(path: Path, text: str) -> Path:
+    """A program of the shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# --- the environment -------------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_identity(tmp_path: Path) -> None:
+    def of(text: str) -> str:
+        (tmp_path / "cpuinfo").write_text(text)
+        return ops.cpu_identity(tmp_path / "cpuinfo")
+
+    here = of("processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: fpu\n")
+    assert here == of("processor\t: 0\ncpu MHz\t: 3100.7\nflags\t\t: avx512f fpu avx2\n")  # a clock, another order, other cores: the same
+    assert here != of("processor\t: 0\ncpu MHz\t: 2000.1\nflags\t\t: fpu avx2\n")
+    arm = "processor\t: 0\nFeatures\t: fp asimd sve\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+    assert of(arm) != of(arm.replace("sve", "")) and of(arm) != of(arm.replace("0xd40", "0xd4f"))
+    assert ops.cpu_identity(tmp_path / "absent")  # not Linux
+
+
+def test_a_folder_for_each_kind_of_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = ops.default_directory()
+    assert here == ops.default_directory() == ops.extensions_directory()
+    assert here.parent == tmp_path / "fem_megatron/torch_extensions"
+    others = set()
+    for name, value in {"cpu_identity": lambda: "x86_64 fpu", "_version": lambda package: "0.1", "find_spec": lambda package: None}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, name, value)
+            others.add(ops.default_directory())
+    assert len(others - {here}) == 3
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification tells to ignore
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert ops.default_directory().is_relative_to(tmp_path / "home/.cache")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ops.OpError, match="TORCH_EXTENSIONS_DIR"):
+        ops.default_directory()
+
+
+@needs_deepspeed
+def test_the_environment_is_prepared(tmp_path: Path) -> None:
+    """In a process of its own, before DeepSpeed is imported there; the file itself needs no torch."""
+    code = f"""
+import importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("ops", {ops.__file__!r})
+ops = sys.modules["ops"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ops)
+free = not {{"torch", "deepspeed"}} & set(sys.modules)
+ops.prepare_environment()
+told = {{key: os.environ[key] for key in ("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR", "PATH")}}
+device, level = "cpu", 30
+if sys.argv[1:]:
+    import deepspeed.utils
+    from deepspeed.accelerator import get_accelerator
+    device, level = get_accelerator().device_name(), deepspeed.utils.logger.level
+print(json.dumps([free, told, device, level, str(ops.default_directory())]))
+"""
+    environment = {key: value for key, value in os.environ.items() if key not in ("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR")}
+    for given in ({}, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}):
+        told = environment | {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)} | given
+        done = subprocess.run(
+            [sys.executable, "-c", code, *(["import"] * (not given))], cwd=ROOT, env=told, capture_output=True, text=True, check=True
+        )
+        free, after, device, level, default = json.loads(done.stdout.splitlines()[-1])
+        expected = "cuda" if platform.has_cuda() and not given else "cpu"
+        assert free and device == after["DS_ACCELERATOR"] == expected and level == 30
+        assert after["TORCH_EXTENSIONS_DIR"] == given.get("TORCH_EXTENSIONS_DIR", default)
+        beside = Path(sys.executable).parent
+        assert after["PATH"].split(os.pathsep) == [str(tmp_path), *([str(beside)] if (beside / "ninja").exists() else [])]
+
+
+def test_file_systems(tmp_path: Path) -> None:
+    assert ops.file_system(Path("/proc/self")) == ("proc", False)
+    assert ops.file_system(tmp_path / "not" / "yet") == ops.file_system(tmp_path)
+
+
+# --- state and locks -------------------------------------------------------------------------------------------------------------
+
+
+def test_built_is_what_ninja_finished(folder: Path) -> None:
+    assert ops.op_state(OP) == "missing"
+    (folder / OP / f"{OP}.so").touch()
+    (folder / OP / ".ninja_log").write_text("# ninja log v6\n0\t9\t0\tadam.o\tff\n")
+    assert ops.op_state(OP) == "missing"  # killed while it was linked
+    (folder / OP / ".ninja_log").write_text(f"# ninja log v6\n0\t9\t0\tadam.o\tff\n9\t10\t0\t{OP}.so\tff\n")
+    assert ops.op_state(OP) == "built"
+    (folder / LOCK).touch()
+    assert ops.op_state(OP) == "locked"
+
+
+def test_compiled_when_deepspeed_was_installed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = tmp_path / "deepspeed/__init__.py"
+    monkeypatch.setattr(ops, "find_spec", lambda package: ModuleSpec("deepspeed", None, origin=str(origin)))
+    origin.parent.mkdir()
+    origin.with_name("git_version_info_installed.py").write_text(
+        f"installed_ops={{'{OP}': True, 'other': False}}\naccelerator_name='cpu'\n"
+    )
+    (folder / LOCK).touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ops.op_state(OP) == "built" and ops.check_ops(True) is None  # needs no lock, no ninja and no compiler
+    assert ops.op_state("other") == "missing"
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert ops.op_state(OP) == "locked"
+
+
+def test_a_living_owners_lock_stays_and_a_dead_ones_goes(folder: Path, holder: subprocess.Popen[str]) -> None:
+    age(folder / OP)  # old, and yet alive
+    assert ops.lock_holders(OP) == [holder.pid]
+    assert ops.op_state(OP) == "locked" and ops.stale_lock(OP) is None and ops.remove_stale_lock(OP) is None
+    assert (folder / LOCK).exists()
+
+    holder.kill()
+    holder.wait()
+    age(folder / OP)
+    assert ops.stale_lock(OP) == folder / LOCK
+    assert ops.remove_stale_lock(OP) == folder / LOCK and not (folder / LOCK).exists()
+    assert ops.stale_lock(OP) is None and ops.op_state(OP) == "missing"
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [(("nfs4", True), False), (("overlay", False), True)])
+def test_where_an_owner_might_not_be_seen_only_time_tells(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[str, bool], at_once: bool
+) -> None:
+    (folder / LOCK).touch()
+    monkeypatch.setattr(ops, "file_system", lambda path: kind)
+    assert (ops.stale_lock(OP) is not None) is at_once
+    age(folder / OP)
+    assert ops.stale_lock(OP)
+    (folder / OP / "adam.o").touch()  # another machine's compiler
+    assert (ops.stale_lock(OP) is not None) is at_once
+
+
+# --- what stands in the way ------------------------------------------------------------------------------------------------------
+
+
+@needs_deepspeed
+def test_obstacles_are_one_line_each(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = tmp_path / "bin"
+    bare.mkdir()
+    assert ops.check_ops(True) is None  # not compiled yet, but it can be
+    monkeypatch.setenv("CXX", "absent-g++ -O2")
+    assert ops.check_ops(True) == f"DeepSpeed's {OP}: {ops.lacks_compiler()}" and "absent-g++)" in str(ops.lacks_compiler())
+    monkeypatch.setenv("PATH", str(bare))
+    monkeypatch.setattr(sys, "executable", str(bare / "python"))
+    assert f"no ninja on PATH nor in {bare}" in str(ops.check_ops(True))
+    with pytest.raises(ops.OpError, match="no ninja"):
+        ops.build_op(OP)
+    script(bare / "ninja", "")
+    script(bare / "absent-g++", "")
+    (folder / LOCK).touch()
+    age(folder / OP)
+    told = str(ops.check_ops(True))
+    assert str(folder / LOCK) in told and told.endswith("python -m launch doctor --fix") and "\n" not in told
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    assert "set TORCH_EXTENSIONS_DIR" in str(ops.check_ops(True))
+    with monkeypatch.context() as homeless:
+        homeless.delenv("TORCH_EXTENSIONS_DIR")
+        homeless.setenv("XDG_CACHE_HOME", "")
+        homeless.setattr(os.path, "expanduser", lambda path: path)
+        assert "no home directory" in str(ops.check_ops(True))
+    monkeypatch.setattr(ops, "find_spec", lambda package: None)
+    assert ops.check_ops(True) == f"DeepSpeed is not installed: {ops.INSTALL}"
+
+
+@needs_deepspeed
+def test_the_compilers_error_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = script(tmp_path / "bin/g++", 'case " $* " in *" -c "*) echo "adam.cpp:7:1: error: no such luck"; exit 1;; esac')
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(ops.OpError, match=r"adam\.cpp:7:1: error: no such luck") as error:
+        ops.build_op(OP)
+    log = folder / f"{OP}.log"
+    assert str(log) in str(error.value) and "\n" not in str(error.value) and "no such luck" in log.read_text()
+    assert ops.op_state(OP) == "missing"  # and the lock is gone
+
+
+@needs_deepspeed
+def test_an_interrupted_compilation_leaves_no_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = script(tmp_path / "bin/g++", f'case " $* " in *" -c "*) touch {tmp_path}/compiling; exec sleep 20;; esac')
+    monkeypatch.setenv("CXX", str(compiler))
+
+    def interrupt(seconds: float) -> None:
+        if (tmp_path / "compiling").exists():
+            assert ops.op_state(OP) == "locked" and ops.stale_lock(OP) is None
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ops.build_op(OP, interrupt)
+    assert ops.op_state(OP) == "missing"
+
+
+@needs_deepspeed
+@pytest.mark.skipif(sys.platform != "linux", reason="the operation is Linux's")
+def test_the_op_compiles_and_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For real, in the folder that training uses: minutes on a machine's first time, the seconds of an import afterwards."""
+    for key, value in {"DS_ACCELERATOR": "cpu", "PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(ops.default_directory())}.items():
+        monkeypatch.setenv(key, value)
+    assert ops.build_op(OP) > 0
+    assert ops.op_state(OP) in ("built", "locked")  # locked: another test's process loads it at this moment
+    assert ops.check_ops(True) is None

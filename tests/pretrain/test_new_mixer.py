@@ -1,0 +1,55 @@
+"""CONTRIBUTING.md's mixer, added to a copy of the house as the page says: the contract of every mixer holds for it with no other line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pretrain.conftest import ROOT
+
+ROOMS = ("configs", "data_prep", "fem_common", "fem_megatron", "kernels", "pretrain", "tests", "tools")
+CONTRACT = (
+    "tests/fem_megatron/test_catalogue.py",  # gradients, causality, plan
+    "tests/fem_megatron/test_decoding.py",
+    "tests/fem_megatron/test_tensor_parallel.py",
+    "tests/pretrain/test_parity.py",  # trains, and at TP2 x PP2 as in one process
+    "tests/tools/hf/test_model.py",  # exports, and the export says what the model says
+)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A copy of the house with the page's mixer."""
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("mutants", "slurm"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    *files, catalogue = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    mixer = tmp_path / "fem_megatron/mixers/running_mean"
+    mixer.mkdir()
+    for name, text in zip(("shape.py", "layer.py"), files, strict=True):
+        (mixer / name).write_text(text)
+    imported, entry = catalogue.splitlines(keepends=True)
+    path = tmp_path / "fem_megatron/catalogue.py"
+    text = path.read_text()
+    first, registry = "from fem_megatron.mixers.attention.shape", "MIXERS: dict[str, Mixer] = {\n"
+    assert text.count(first) == text.count(registry) == 1
+    path.write_text(text.replace(first, imported + first).replace(registry, registry + entry))
+    return tmp_path
+
+
+@pytest.mark.timeout(900)
+def test_the_page_s_mixer_keeps_the_contract(house: Path) -> None:
+    """Trains, splits over ranks, decodes step by step, exports."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "running_mean", *CONTRACT]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    done = subprocess.run(command, cwd=house, env=environment | {"PYTHONPATH": str(house)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) >= 25 and "skipped" not in done.stdout, done.stdout

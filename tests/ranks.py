@@ -1,0 +1,148 @@
+"""Ranks as real processes, forked from one server that has imported torch, Megatron-core and the training code once.
+
+Every test of several ranks uses these: a fork costs milliseconds, an interpreter with torch and Megatron ten seconds of a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 120.0
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pretrain.__main__", "pretrain.run", "tests.ranks"])
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def forked(world: int, function: Callable[..., Any], *given: Any, output: Path) -> Iterator[list[BaseProcess]]:
+    """``function(*given)`` on ``world`` ranks with torchrun's variables, which write to ``OUTPUT.<rank>``; killed at the end.
+
+    The function, one of a module, and what it is given are pickled. What it returns lies, pickled, in ``OUTPUT.<rank>.answer``.
+    """
+    port, ranks = free_port(), list[BaseProcess]()
+    for rank in range(world):
+        environment = dict(zip(VARIABLES, map(str, (rank, rank, world, world, "127.0.0.1", port)), strict=True))
+        ranks.append(_context.Process(target=_rank, args=(environment, f"{output}.{rank}", function, given)))
+    try:
+        for process in ranks:
+            process.start()
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def answer(world: int, function: Callable[..., Any], *given: Any, output: Path, patience: float = PATIENCE) -> Any:
+    """What ``function(*given)`` returns on rank 0, when all ranks have ended well."""
+    with forked(world, function, *given, output=output) as ranks:
+        end = time.monotonic() + patience
+        while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
+            assert time.monotonic() < end, "waited for too long"
+            multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], 1.0)
+        said = "\n".join(Path(f"{output}.{rank}").read_text()[-3000:] for rank in range(world))
+        assert [rank.exitcode for rank in ranks] == [0] * world, said
+    return pickle.loads(Path(f"{output}.0.answer").read_bytes())
+
+
+@contextlib.contextmanager
+def started(world: int, arguments: list[str], output: Path, naps: dict[int, float] | None = None) -> Iterator[list[BaseProcess]]:
+    """``python -m pretrain ARGUMENTS`` on ``world`` ranks.
+
+    ``naps``: rank -> seconds that its data takes before every micro-batch.
+    """
+    with forked(world, _pretrain, arguments, naps or {}, output=output) as ranks:
+        yield ranks
+
+
+def ended(world: int, arguments: list[str], output: Path) -> tuple[list[int | None], list[str]]:
+    """(exit codes, output) of all ranks of such a run."""
+    with started(world, arguments, output) as ranks:
+        for rank in ranks:
+            rank.join(PATIENCE)
+        return [rank.exitcode for rank in ranks], [Path(f"{output}.{rank}").read_text() for rank in range(world)]
+
+
+def finished(world: int, arguments: list[str], output: Path) -> str:
+    """Such a run that ends well: what rank 0 wrote."""
+    codes, said = ended(world, arguments, output)
+    assert codes == [0] * world, "\n".join(said)
+    return said[0]
+
+
+def _rank(environment: dict[str, str], output: str, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    import torch
+
+    gc.freeze()  # what was imported once is no garbage: collections look at the test's own objects alone
+    torch.set_num_threads(1)
+    Path(f"{output}.answer").write_bytes(pickle.dumps(function(*given)))
+
+
+def _pretrain(arguments: list[str], naps: dict[int, float]) -> None:
+    from pretrain import run
+    from pretrain.__main__ import main
+    from pretrain.trainer import Trainer
+
+    nap = naps.get(int(os.environ["RANK"]), 0.0)
+
+    class Slow(Trainer):
+        """Waits for its data."""
+
+        def _stream(self, dataset: Any, first_sample: int) -> Iterator[Any]:
+            for batch in super()._stream(dataset, first_sample):
+                time.sleep(nap)
+                yield batch
+
+    if nap:
+        vars(run)["Trainer"] = Slow
+    raise SystemExit(main(arguments))
+
+
+def wait_until(holds: Callable[[], bool], ranks: list[BaseProcess], nap: float = 0.02) -> None:
+    """Until ``holds`` while all ranks live; fails after two minutes."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "waited for too long"
+        assert all(rank.is_alive() for rank in ranks), "a rank has ended"
+        time.sleep(nap)
+
+
+def send(process: BaseProcess, number: signal.Signals) -> None:
+    """A signal to a rank."""
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
+def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The whole lines of a JSON lines file in a run directory."""
+    path = run_dir / name
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+
+
+def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, grad norm)."""
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in records(run_dir) if "loss" in line}

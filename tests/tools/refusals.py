@@ -1,0 +1,45 @@
+"""Wrong input of any tool: exit code 2, one line, nothing on stdout. What the line says stands in tests/wording.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fem_common.errors import ConfigError
+from tests.wording import Wording
+
+Refused = Callable[..., None]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], wording: Wording) -> Refused:
+    """``refused(main, program, *arguments, WORD=value)``; the words stand for what differs from run to run."""
+
+    def check(main: Callable[[list[str]], int], program: str, *arguments: Any, **names: Any) -> None:
+        capsys.readouterr()
+        try:
+            code: object = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "") and err.startswith(f"{program}: error: ") and err.count("\n") == 1, err
+        wording(err, **names)
+
+    return check
+
+
+@pytest.fixture
+def raised(wording: Wording) -> Refused:
+    """``raised(function, *arguments)``: the same of a function, which raises ConfigError; ``error``: another type; ``words``: as above."""
+
+    def check(
+        function: Callable[..., Any], *given: Any, error: type[Exception] = ConfigError, words: dict[str, Any] | None = None, **more: Any
+    ) -> None:
+        with pytest.raises(error) as caught:
+            function(*given, **more)
+        assert "\n" not in str(caught.value)
+        wording(caught.value, **(words or {}))
+
+    return check

@@ -1,0 +1,235 @@
+"""The parametric law against laws that are known, and against published data.
+
+The published data are in tests/fixtures/chinchilla_svg.csv: the runs of Hoffmann et al. (2022), read off the vector graphics of their
+figure 4 by Besiroglu, Erdil, Barnett and You, "Chinchilla Scaling: A replication attempt" (arXiv 2404.10102), from the table they
+published; columns Model Size, Training FLOP and loss, rounded to seven digits. The replication fits 240 of the 245 runs; the five left
+out are the first of the table, which are also the five with the most parameters a token (a fifth to two tokens a parameter).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fem_common.errors import ConfigError
+from tools.scaling.fits import huber
+from tools.scaling.fits.parametric import NAMES, fit_parametric, leave_out
+from tools.scaling.fits.points import NotIdentified, Points
+from tools.scaling.fitting import fit_variant
+from tools.scaling.results import ParametricFit, StudyFit, VariantFit, load_fit, optimal, predict_loss, save_fit
+from tools.scaling.study import FitConfig
+
+from .studies import BUDGETS, TRUTH, best_n, loss, points, runs
+
+DATA = Path(__file__).parents[2] / "fixtures" / "chinchilla_svg.csv"
+QUICK = FitConfig(resamples=300)
+# Besiroglu et al., table 1: estimate and standard error.
+REPLICATION = {"E": (1.8172, 0.03), "A": (482.01, 124.58), "B": (2085.43, 1293.23), "alpha": (0.3478, 0.02), "beta": (0.3658, 0.02)}
+HOFFMANN = [1.6934, 406.4, 410.7, 0.3392, 0.2849]
+
+
+def fitted(some: Points, config: FitConfig = QUICK) -> ParametricFit:
+    return fit_parametric(some, config, np.random.default_rng(config.seed))
+
+
+def values(law: ParametricFit) -> list[float]:
+    return [getattr(law, name).value for name in NAMES]
+
+
+def published() -> Points:
+    size, flops, losses = np.genfromtxt(DATA, delimiter=",", skip_header=1).T
+    return points(size, flops / (6 * size), losses)
+
+
+def test_exact_losses_give_the_law_back() -> None:
+    """Without noise rounding is left, and the gradient's tolerance; A and B are off by the exponents' error times log N = 20."""
+    law = fitted(runs(noise=0.0, seed=0))
+    for name in (*NAMES, "a", "b"):
+        assert getattr(law, name).value == pytest.approx(TRUTH[name], rel=2e-3)
+    assert law.agreeing > law.starts / 2
+    assert law.noise < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("repetitions", "least", "most"), [(40, 31, 40), pytest.param(200, 170, 190, marks=pytest.mark.slow)], ids=["40", "200"]
+)
+def test_intervals_cover_the_known_law(repetitions: int, least: int, most: int) -> None:
+    """Many times 35 noisy runs: each 90% interval holds the truth in 85 to 95% of 200 repetitions, and in 31 or more of 40.
+
+    A method that covers 90% exactly holds it in 170 to 190 of 200 in 98 of 100 cases, and in 31 to 40 of 40 in 99. The seeds are
+    fixed, so this passes or fails for good. The estimates' median is the truth but for what the noise does to that many.
+    """
+    names = (*NAMES, "a", "b")
+    held = dict.fromkeys(names, 0)
+    found = []
+    for repetition in range(repetitions):
+        law = fitted(runs(noise=0.004, seed=1000 + repetition), dataclasses.replace(QUICK, seed=repetition))
+        assert law.failed == 0
+        found.append([getattr(law, name).value for name in names])
+        for name in names:
+            estimate = getattr(law, name)
+            assert estimate.low is not None and estimate.high is not None
+            held[name] += estimate.low <= TRUTH[name] <= estimate.high
+    assert {name: count for name, count in held.items() if not least <= count <= most} == {}, held
+    off = np.abs(np.median(found, axis=0) / [TRUTH[name] for name in names] - 1)
+    assert (off[[0, 3, 4, 5, 6]] < 0.015).all(), off  # E and exponents scatter by 1 to 2% a repetition
+    assert (off[[1, 2]] < 0.08).all(), off  # A and B by 12%
+
+
+def test_the_replication_of_chinchilla() -> None:
+    """Besiroglu et al.'s numbers from their data: each within a tenth of its standard error, bootstrap errors as theirs.
+
+    They print four digits of a minimum that their BFGS reached; ours is lower than the objective at their numbers, and lies where the
+    objective is flat: A and B, with exponents, move along a valley. A tenth of a standard error is far inside what the data can tell.
+    Hoffmann et al.'s own constants are no minimum, which is the replication's point.
+    """
+    some = published().take(np.arange(5, 245))
+    law = fitted(some, FitConfig())
+    deviations = np.std(law.draws, axis=0)
+    for index, (name, (value, error)) in enumerate(REPLICATION.items()):
+        assert abs(getattr(law, name).value - value) < 0.1 * error, name
+        assert 0.6 < deviations[index] / error < 1.4, name  # of 500 resamples, against two printed digits or fewer
+    assert law.E.value == pytest.approx(1.8172, abs=5e-5)  # to the last digit printed
+    assert law.a.value == pytest.approx(0.512, abs=0.002)
+    assert law.a.low is not None and law.a.low > 0.4564  # Hoffmann et al.'s exponent, 0.2849 / (0.3392 + 0.2849), is shut out
+    data, replication = huber.Data.of(some.n, some.d, some.loss), [value for value, _ in REPLICATION.values()]
+    theirs, replicated = huber.objective(data.centred(np.array([HOFFMANN, replication])), data, np.ones((2, 240)), 1e-3)[0]
+    assert law.objective < replicated < 1.005 * law.objective and theirs > 1.2 * law.objective
+
+
+def test_the_gradient_is_the_objectives() -> None:
+    """Against central differences, whose error is step^2 = 1e-12 and rounding 1e-16 / 1e-6, where no residual crosses delta on the way."""
+    some = runs(noise=0.01, seed=3)
+    data = huber.Data.of(some.n, some.d, some.loss)
+    weights = np.random.default_rng(1).integers(0, 3, (1, len(some))).astype(float)
+    at = data.centred(np.array([[1.8, 300.0, 500.0, 0.32, 0.3]]))
+    _, gradient = huber.objective(at, data, weights, 1e-3)
+    step = 1e-6
+    for index in range(5):
+        move = np.zeros((1, 5))
+        move[0, index] = step
+        up, down = (huber.objective(at + sign * move, data, weights, 1e-3)[0][0] for sign in (1, -1))
+        assert gradient[0, index] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-9)
+
+
+def test_a_wild_run_moves_the_law_little() -> None:
+    """Huber's loss is linear beyond delta: one diverged run of 35, at 1.5 times its loss, leaves the exponents inside their noise."""
+    some = runs(noise=0.002, seed=6)
+    losses = some.loss.copy()
+    losses[3] *= 1.5
+    clean, spoiled = fitted(some), fitted(dataclasses.replace(some, loss=losses))
+    assert spoiled.a.value == pytest.approx(clean.a.value, abs=0.01)
+
+
+def test_what_does_not_determine_a_law_is_not_fitted() -> None:
+    """Too few runs, one size, and a loss that does not fall with the size: the parameter that runs away is named."""
+    with pytest.raises(NotIdentified, match="5 parameters and there are 6 runs"):
+        fitted(runs(noise=0.004, seed=8).take(np.arange(6)))
+    tokens = np.geomspace(1e9, 1e11, 9)
+    with pytest.raises(NotIdentified, match="have 1 and 9: E, A, B, alpha and beta are not identified"):
+        fitted(points(np.full(9, 1e8), tokens, loss(np.full(9, 1e8), tokens)))
+    n, d = np.tile(np.geomspace(1e7, 1e9, 5), 5), np.repeat(np.geomspace(1e9, 1e11, 5), 5)
+    noise = np.exp(np.random.default_rng(0).normal(0, 1e-3, 25))
+    with pytest.raises((NotIdentified, ConfigError), match="not identified: .*(A|alpha)|does not converge"):
+        fitted(points(n, d, (1.7 + 400 * d**-0.3) * noise))
+
+
+def test_a_descent_that_is_cut_short_is_not_a_fit() -> None:
+    """The flag is the gradient's, not the iterations': one step from far away is not converged, and says so."""
+    some = runs(noise=0.004, seed=9)
+    data, weights = huber.Data.of(some.n, some.d, some.loss), np.ones((1, len(some)))
+    start = data.centred(np.array([[1.0, 100.0, 100.0, 0.2, 0.2]]))
+    _, one = huber.minimise(start, data, weights, 1e-3, iterations=1)
+    end, many = huber.minimise(start, data, weights, 1e-3)
+    assert not one[0] and many[0]
+    assert np.abs(huber.objective(end, data, weights, 1e-3)[1]).max() <= huber.GRADIENT_TOLERANCE * 1e-3 * len(some)
+
+
+def test_leaving_a_budget_out_predicts_it() -> None:
+    """The law holds, so what was left out is predicted to its noise, 0.2%, and the error of a law without a fifth of its runs."""
+    some = runs(noise=0.002, seed=10)
+    left, notes = leave_out(some, fitted(some), 1e-3)
+    assert [one.budget for one in left] == list(BUDGETS)
+    assert notes == []
+    assert all(one.mean_error < 0.006 and one.mean_error <= one.worst_error < 0.02 and one.runs == 7 for one in left)
+    broken = dataclasses.replace(some, loss=np.where(some.budget == 1e20, some.loss * 1.1, some.loss))
+    third = leave_out(broken, fitted(broken), 1e-3)[0][2]
+    assert 0.08 < third.mean_error < 0.1  # 1 - 1/1.1 = 0.091 of the loss that is there
+
+
+# --- what is asked of a fit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def variant() -> VariantFit:
+    """Fits of 35 runs with 0.2% noise."""
+    return fit_variant("transformer", runs(0.002, 1), FitConfig(resamples=200), np.random.default_rng(0))
+
+
+def test_a_fit_comes_back_from_its_file(variant: VariantFit, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "fit.json"
+    fit = StudyFit("small", "total", 0.9, "runs.csv", {"transformer": variant}, [], ["a note"])
+    save_fit(fit, path)
+    assert load_fit(path) == fit and [file.name for file in path.parent.iterdir()] == ["fit.json"]
+    for text in ("", "[]", '{"format": 7}', '{"format": 2, "study": "x", "variants": [1]}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="fit.json: .*python -m tools.scaling fit"):
+            load_fit(path)
+    with pytest.raises(ConfigError, match="not there; python -m tools.scaling fit"):
+        load_fit(tmp_path / "none.json")
+
+
+def test_the_optimum_is_where_the_law_is_least(variant: VariantFit) -> None:
+    """Equation 4's closed form against a search along the budget; the truth is within a width of its 90% interval."""
+    law = variant.parametric
+    assert law
+    for flops in (1e19, 1e24):
+        best = optimal(variant, flops)
+        assert law.k * best.n.value**law.phi * best.d.value == pytest.approx(flops, rel=1e-9)
+        n = best.n.value * np.geomspace(0.5, 2, 2001)
+        assert n[law.loss(n, flops / (6 * n)).argmin()] == pytest.approx(best.n.value, rel=1e-3)
+        assert best.n.low is not None and best.n.high is not None
+        width = best.n.high - best.n.low
+        assert best.n.low - width < best_n(flops) < best.n.high + width
+    frontier = optimal(variant, 1e20, "isoflop")
+    assert frontier.method == "isoflop" and frontier.n.value == pytest.approx(best_n(1e20), rel=0.1)
+    assert frontier.loss.value == pytest.approx(float(loss(np.array(best_n(1e20)), np.array(1e20 / 6 / best_n(1e20)))), rel=0.01)
+    bare = dataclasses.replace(variant, parametric=None, notes=["6 runs are too few"])
+    with pytest.raises(ConfigError, match="transformer: no parametric law.*6 runs are too few"):
+        predict_loss(bare, 1e8, 1e9)
+    assert optimal(bare, 1e20).method == "isoflop"
+    with pytest.raises(ConfigError, match="no law to take an optimum from"):
+        optimal(dataclasses.replace(bare, isoflop=None), 1e20)
+
+
+def test_the_optimum_is_along_the_runs_own_flops() -> None:
+    """FLOPs a token that grow as N^1.2: the best size for C, and its exponent, are those of that curve and not of a mean k in C = k N D."""
+    some = runs(0.0, 1)
+    own = dataclasses.replace(some, c=2 * some.n**1.2 * some.d)
+    law = fitted(own, FitConfig(resamples=50))
+    best = []
+    for flops in (1e19, 1e22):
+        n = np.geomspace(1e7, 1e11, 200_001)
+        d = flops / (2 * n**1.2)
+        least = law.loss(n, d).argmin()
+        optimum = optimal(VariantFit("cem", len(own), parametric=law), flops)
+        assert (optimum.n.value, optimum.d.value) == pytest.approx((n[least], d[least]), rel=1e-3)  # steps of the search: 5e-5
+        best.append((n[least], d[least]))
+    assert (law.a.value, law.b.value) == pytest.approx(np.log(np.divide(best[1], best[0])) / np.log(1e3), abs=1e-4)
+
+
+def test_a_prediction_holds_new_runs(variant: VariantFit) -> None:
+    """Of 350 new runs of the same law and noise nine in ten lie in their 90% intervals: 85 to 96% allows for the noise being estimated."""
+    held = 0
+    for seed in range(10):
+        new = runs(0.002, 100 + seed)
+        for n, d, seen in zip(new.n, new.d, new.loss, strict=True):
+            said = predict_loss(variant, float(n), float(d))
+            held += (said.low or np.inf) <= seen <= (said.high or 0)
+    assert 0.85 <= held / 350 <= 0.96
+    near, far = (predict_loss(variant, n, n * 20) for n in (1e9, 1e13))
+    assert ((far.high or 0) - (far.low or 0)) / far.value > ((near.high or 0) - (near.low or 0)) / near.value
+    assert far.value == pytest.approx(float(loss(np.array(1e13), np.array(2e14))), abs=0.05)

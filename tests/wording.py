@@ -1,0 +1,86 @@
+"""The golden file of what the commands say: ``wording(text)`` compares with tests/wording.yaml, ``pytest --update-wording`` rewrites it.
+
+A test asserts what a message must do (exit code, one line, the key named); how it is phrased stands in one file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+GOLDEN = Path(__file__).with_name("wording.yaml")
+ROOT = GOLDEN.parents[1]
+
+
+def read_golden() -> dict[str, list[str]]:
+    """Test -> what it heard, call after call."""
+    return yaml.load(GOLDEN.read_text(encoding="utf-8"), yaml.CSafeLoader) or {} if GOLDEN.exists() else {}
+
+
+class Wording:
+    """What one test hears. Called with each text; the n-th call is compared with the n-th entry."""
+
+    def __init__(self, test: str, expected: list[str], updating: bool, names: dict[str, str]) -> None:
+        self.test, self.expected, self.updating, self.names, self.heard = test, expected, updating, names, list[str]()
+
+    def __call__(self, text: object, **names: object) -> None:
+        """``text`` as the golden file has it. ``names`` (WORD=value): what differs from run to run, each written as its WORD."""
+        said = str(text).rstrip("\n")
+        for word, value in sorted({**self.names, **names}.items(), key=lambda item: -len(str(item[1]))):
+            said = said.replace(str(value), word)
+        self.heard.append(said)
+        if not self.updating:
+            index = len(self.heard) - 1
+            assert index < len(self.expected), f"not in tests/wording.yaml (pytest --update-wording writes it): {said}"
+            assert said == self.expected[index]
+
+
+@pytest.fixture
+def wording(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wording]:
+    """The wording of this test's messages; the test's folder is written as TMP, the repository's as ROOT."""
+    test = request.node.nodeid.removeprefix("tests/")
+    updating = request.config.getoption("--update-wording")
+    heard = Wording(test, [] if updating else _golden(request.config).get(test, []), updating, {"TMP": str(tmp_path), "ROOT": str(ROOT)})
+    yield heard
+    if updating:
+        _rewrite(test, heard.heard)
+    elif not request.session.shouldfail:
+        assert len(heard.heard) == len(heard.expected) or request.node.stash.get(_FAILED, False), (
+            "tests/wording.yaml expects more to be said"
+        )
+
+
+_FAILED = pytest.StashKey[bool]()
+_READ = pytest.StashKey[dict[str, list[str]]]()
+
+
+def _golden(config: pytest.Config) -> dict[str, list[str]]:
+    if _READ not in config.stash:
+        config.stash[_READ] = read_golden()
+    return config.stash[_READ]
+
+
+def _rewrite(test: str, heard: list[str]) -> None:
+    """Put one test's texts into the golden file; several test processes may do so at a time."""
+    with GOLDEN.open("a+", encoding="utf-8") as golden:
+        fcntl.flock(golden, fcntl.LOCK_EX)
+        texts = dict(sorted({**read_golden(), test: heard}.items()))
+        golden.truncate(0)
+        golden.write(yaml.dump(texts, width=130, allow_unicode=True, sort_keys=False))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-wording", action="store_true", help="rewrite tests/wording.yaml with what the commands say now")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
+    report: Any = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report

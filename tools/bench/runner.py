@@ -1,0 +1,111 @@
+"""What every benchmark shares: how a call is timed, the machine that its numbers belong to, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform as host
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fem_megatron.megatron import platform
+from fem_megatron.megatron.platform import Moment, synchronize
+
+# What a benchmark may find installed beside torch, and uses then.
+PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-linear-attention", "megatron-core", "transformer-engine", "matplotlib")
+
+
+def facts() -> dict[str, Any]:
+    """Date, device and its memory, versions of Python, torch, CUDA and of the packages that are there."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": date.today().isoformat(),
+        "device": platform.device_name() if platform.has_cuda() else f"CPU ({host.machine()}, {os.cpu_count()} cores)",
+        "memory_bytes": platform.device_memory_bytes(),
+        "threads": torch.get_num_threads(),
+        "python": host.python_version(),
+        "torch": torch.__version__,
+        "toolkit": platform.toolkit(),
+        "packages": found,
+    }
+
+
+def sentence(machine: dict[str, Any]) -> str:
+    """The facts as one line of text."""
+    parts = [machine["date"], machine["device"], f"Python {machine['python']}", f"torch {machine['torch']}"]
+    parts.append(machine["toolkit"] or f"{machine['threads']} threads")
+    return ", ".join([*parts, *(f"{name} {number}" for name, number in machine["packages"].items() if name != "matplotlib")])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, its columns aligned so that it reads in a console, too."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """--json PATH, which every benchmark takes."""
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to this file, too")
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write ``content``, making the folders above; None: nothing is asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+SLOW = 1.0  # seconds; of such a call fewer are made
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one call; spread: how far the medians of the two passes lie apart, as a share of it; calls that were timed."""
+
+    seconds: float
+    spread: float
+    calls: int
+
+
+def measure(call: Callable[[int], object], budget: float, most: int = 100) -> Timing:
+    """Time ``call(0)``, ``call(1)``, ...: the number lets it rotate its inputs, so that no cache holds them.
+
+    Each call has its own two moments on the device, and none is waited for before all are on their way. About ``budget`` seconds are
+    spent on the timed calls, not counting the warm-up, in which kernels may be compiled; at least two calls (of slow ones) or six.
+    """
+    call(0)
+    synchronize()
+    began = Moment()
+    call(1)
+    once = began.seconds_until(Moment())
+    if once < SLOW:
+        for number in range(2):
+            call(number)
+    each = max(1 if once >= SLOW else 3, min(most, int(budget / 2 / max(once, 1e-9))))
+    passes: list[list[float]] = []
+    for _ in range(2):
+        synchronize()
+        moments = [Moment()]
+        for number in range(each):
+            call(number)
+            moments.append(Moment())
+        passes.append([before.seconds_until(after) for before, after in pairwise(moments)])
+    middle = statistics.median(passes[0] + passes[1])
+    first, second = map(statistics.median, passes)
+    return Timing(middle, abs(first - second) / middle, 2 * each)

@@ -1,0 +1,365 @@
+"""The harness's tasks and their data: where the YAMLs are, what each asks of data and metrics, whether this machine has it. Asks no model.
+
+The harness has some 14,000 YAMLs and reads all of them to know one. Here their first lines are searched for the names wanted, and it is
+given the folders where those are. The environment decides where the libraries look for data and whether they may ask a network; ``settle``
+sets it, before they are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from fem_common.errors import ConfigError
+from fem_common.text import did_you_mean, nearest
+
+from .suite import Suite, SuiteTask
+
+NAMED = re.compile(rb"^(?:task|group):[ \t]*[\"']?([\w:.-]+)", re.MULTILINE)
+LOCAL_FORMATS = ("json", "csv", "parquet", "arrow", "text", "pandas", "xml")
+NO_HARNESS = "lm-evaluation-harness is not installed: pip install -e '.[eval]'"
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What a task loads: the Hub's name (or a format of local files), configuration, and further arguments as JSON."""
+
+    path: str
+    config: str | None
+    options: str
+
+    def __str__(self) -> str:
+        return self.path if self.config is None else f"{self.path} ({self.config})"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One task of the harness that is no group: its name, its YAML as read (functions by their paths), the YAML's folder."""
+
+    name: str
+    config: dict[str, Any]
+    folder: Path
+
+    @property
+    def data(self) -> DataSet | None:
+        """What it loads; None where a function of its own makes its data."""
+        path = self.config.get("dataset_path")
+        if path is None or self.config.get("custom_dataset") is not None or "class" in self.config:
+            return None
+        name = self.config.get("dataset_name")
+        return DataSet(path, None if name is None else str(name), json.dumps(self.config.get("dataset_kwargs") or {}, sort_keys=True))
+
+    @property
+    def fewshot(self) -> int:
+        """Examples in its prompt, unless someone asks for others."""
+        return int(self.config.get("num_fewshot") or 0)
+
+    @property
+    def metrics(self) -> dict[str, bool | None]:
+        """Its metrics' names, and whether more is better, where the YAML says."""
+        listed = self.config.get("metric_list") or []
+        return {str(entry["metric"]).rsplit(".", 1)[-1]: entry.get("higher_is_better") for entry in listed}
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The harness's manager of the tasks wanted, and the leaves of each. folder: of the harness's own YAMLs."""
+
+    manager: Any
+    leaves: dict[str, tuple[Leaf, ...]]
+    folder: Path
+
+    def digest(self, name: str) -> str:
+        """Of all that decides what the task asks: its YAMLs, and of an own one the files beside it."""
+        content: list[Any] = []
+        for leaf in self.leaves[name]:
+            own = not leaf.folder.is_relative_to(self.folder)
+            content.append(
+                [
+                    leaf.name,
+                    json.dumps(leaf.config, sort_keys=True, default=str).replace(str(leaf.folder), "").replace(str(self.folder), ""),
+                ]
+            )
+            beside = sorted(file for file in leaf.folder.iterdir() if file.is_file() and not file.name.startswith(".")) if own else []
+            content += [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in beside]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def harness_version() -> str:
+    """The installed harness's version. Raises ConfigError where there is none."""
+    try:
+        return importlib.metadata.version("lm-eval")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(NO_HARNESS) from None
+
+
+def harness_folder() -> Path:
+    """Where the harness's own YAMLs are, without importing it. Raises ConfigError where it is not installed."""
+    found = importlib.util.find_spec("lm_eval")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError(NO_HARNESS)
+    return Path(found.submodule_search_locations[0]).resolve() / "tasks"
+
+
+def find_tasks(suite: Suite) -> Tasks:
+    """The suite's tasks of the harness, each found and its metric and few-shot count as the suite says.
+
+    Raises:
+        ConfigError: no such task; it is not what the suite takes it for.
+    """
+    wanted = list(dict.fromkeys(task.task for task in suite.tasks if task.kind == "harness"))
+    own, theirs = [Path(folder) for folder in suite.task_paths], harness_folder()
+    places = {name: file for folder in own for name, file in named_in(folder)}
+    if not set(wanted) <= set(places):
+        places = {**dict(named_in(theirs)), **places}
+    for name in wanted:
+        if name not in places:
+            raise ConfigError(f"the suite {suite.name} asks for {name}, which is no task{_meant(name, sorted(places))}")
+    of_harness = {theirs / places[name].relative_to(theirs).parts[0] for name in wanted if places[name].is_relative_to(theirs)}
+    manager = manager_of([*sorted(of_harness), *own])
+    if any(child not in manager.task_index for name in wanted for child in children(manager.task_index, name)):
+        manager = manager_of([theirs, *own])
+    tasks = Tasks(manager, {name: tuple(_leaves(manager.task_index, name)) for name in wanted}, theirs)
+    for task in suite.tasks:
+        if task.kind == "harness":
+            _check(task, tasks)
+    return tasks
+
+
+def named_in(folder: Path) -> Iterable[tuple[str, Path]]:
+    """(name of a task or group, its YAML) of all below a folder."""
+    for file in sorted(folder.rglob("*.yaml")):
+        yield from ((name.decode(), file) for name in NAMED.findall(file.read_bytes()))
+
+
+def manager_of(folders: Sequence[Path]) -> Any:
+    """The harness's manager of the tasks in these folders alone; of two tasks of one name, the one in the later folder counts."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+
+
+def children(index: dict[str, Any], name: str) -> list[str]:
+    """A group's members by name, groups within it too; the name itself where it is a task or not known."""
+    config = getattr(index.get(name), "cfg", None) or {}
+    if "group" not in config:
+        return [name]
+    members = config["task"] if isinstance(config["task"], list) else [config["task"]]
+    names = [member if isinstance(member, str) else member.get("task", member.get("group")) for member in members]
+    return [below for child in names if isinstance(child, str) for below in children(index, child)]
+
+
+def _leaves(index: dict[str, Any], name: str) -> list[Leaf]:
+    found = []
+    for child in children(index, name):
+        entry = index.get(child)
+        if entry is None or entry.yaml_path is None or entry.cfg is None:
+            raise ConfigError(f"{name}: its part {child} is no task with a YAML of its own")
+        found.append(Leaf(child, entry.cfg, Path(entry.yaml_path).resolve().parent))
+    return found
+
+
+def _check(task: SuiteTask, tasks: Tasks) -> None:
+    """The metric is one of the task's; a few-shot count that the YAML fixes at 0 is not asked otherwise (the harness would ignore it)."""
+    leaves, metric = tasks.leaves[task.task], task.metric.split(",")[0]
+    group = leaves[0].name != task.task
+    entry = tasks.manager.task_index[task.task]
+    known: dict[str, bool | None] = {}
+    for leaf in leaves:
+        known |= leaf.metrics
+    listed = [str(item["metric"]) for item in (entry.cfg.get("aggregate_metric_list") or [])] if group else list(known)
+    if listed and metric not in listed:
+        raise ConfigError(f"{task.name}: {task.task} has no metric {metric}; {did_you_mean(metric, listed, 'it has')}")
+    if group and not listed:
+        raise ConfigError(f"{task.name}: the group {task.task} has no score of its own: name its tasks one by one")
+    if known.get(metric) is not None and known[metric] != task.higher_is_better:
+        raise ConfigError(f"{task.name}: {metric} of {task.task} has higher_is_better: {str(known[metric]).lower()}")
+    unknown = sorted(set(task.subtask_chance) - {leaf.name for leaf in leaves})
+    if unknown:
+        meant = _meant(unknown[0], [leaf.name for leaf in leaves])
+        raise ConfigError(f"{task.name}: subtask_chance.{unknown[0]} is no part of {task.task}{meant}")
+    fixed = [leaf.name for leaf in leaves if leaf.config.get("num_fewshot") == 0]
+    if task.fewshot and fixed:
+        raise ConfigError(
+            f"{task.name}: fewshot = {task.fewshot}, but {fixed[0]} is asked without examples alone (num_fewshot: 0 in its YAML)"
+        )
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+GATED = {"Idavidrein/gpqa": "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa, then `hf auth login` or HF_TOKEN"}
+PUNKT, PUNKT_NAME = "tokenizers/punkt_tab", "punkt_tab"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that tasks need and this machine has not. why: empty where it is simply not there."""
+
+    what: str
+    tasks: tuple[str, ...]
+    why: str
+
+
+def settle(online: bool, cache: Path | None) -> None:
+    """Sets the environment of the libraries that load data; call it before they are imported.
+
+    cache: a folder with datasets/, hub/ and nltk_data/ in it, as ``--download --cache`` fills it; None: the libraries' own places.
+    """
+    os.environ["TQDM_DISABLE"] = "1"
+    # lm-eval's bootstrap forks a process that has threads, and ends its workers by SIGTERM. Python forgets a signal that reaches a child
+    # before its first instruction where SIGTERM has a handler, as it has in every command: the pool then waits for ever.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        os.environ[name] = "0" if online else "1"
+    if cache is not None:
+        os.environ["HF_DATASETS_CACHE"] = str(cache.absolute() / "datasets")
+        os.environ["HF_HUB_CACHE"] = str(cache.absolute() / "hub")
+        os.environ["NLTK_DATA"] = str(cache.absolute() / "nltk_data")
+
+
+def cache_folder() -> Path:
+    """Where prepared data sets are looked for."""
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def require(tasks: Tasks, command: str, stream: TextIO) -> None:
+    """Lists what of the tasks' data is not there, a line a data set.
+
+    command: what downloads it, ``--cache`` left out. Raises ConfigError where something is missing.
+    """
+    absent = missing(tasks, stream)
+    if not absent:
+        return
+    width = max(len(item.what) for item in absent)
+    for item in absent:
+        stream.write(f"missing  {item.what:<{width}}  for {listed(item.tasks)}{f': {item.why}' if item.why else ''}\n")
+    gated = [f" ({path} is gated: {how})" for path, how in GATED.items() if any(item.what.startswith(path) for item in absent)]
+    if os.environ["HF_HUB_OFFLINE"] == "0":
+        raise ConfigError(f"{len(absent)} of what the suite needs could not be downloaded: the list above says what{''.join(gated)}")
+    raise ConfigError(
+        f"{len(absent)} of what the suite needs are not on this machine (data sets are looked for in {cache_folder()}); on a machine with "
+        f"a network: {command} --cache DIR{''.join(gated)}; then bring DIR here and give --cache DIR"
+    )
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first few names and how many more there are."""
+    given = list(names)
+    return ", ".join(given[:most]) + (f" and {len(given) - most} more" if len(given) > most else "")
+
+
+def missing(tasks: Tasks, stream: TextIO) -> list[Missing]:
+    """What cannot be loaded, in the suite's order, one entry a data set; online, what could not be downloaded, with a line a data set.
+
+    Raises:
+        ConfigError: online, and the network does not answer.
+    """
+    import datasets
+
+    found, online = [], os.environ["HF_HUB_OFFLINE"] == "0"
+    with quiet():
+        for data, names in data_sets(tasks).items():
+            if data.path in LOCAL_FORMATS:
+                gone = [file for file in local_files(data) if not Path(file).is_file()]
+                if gone:
+                    found.append(Missing(f"the file {gone[0]}", names, "a relative path starts at the working directory"))
+                continue
+            if online:
+                stream.write(f"fetching {data}\n")
+                stream.flush()
+            try:
+                load(data)
+            except ConnectionError as error:
+                if online:
+                    raise ConfigError(f"{data}: the network does not answer: {error}") from None
+                found.append(Missing(str(data), names, ""))
+            except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+                gated = "gated" in str(error)
+                found.append(Missing(str(data), names, "no access" if gated else ""))
+            except Exception as error:  # the library raises what it likes; the task would fail on it later
+                text = " ".join(str(error).split())
+                found.append(Missing(str(data), names, "" if text.startswith("Couldn't find cache") else text[:160]))
+        found += missing_sentences(tasks)
+    return merged(found)
+
+
+def merged(found: list[Missing]) -> list[Missing]:
+    """One entry for all configurations of a data set that are missing for the same reason."""
+    entries: dict[tuple[str, str], list[Missing]] = {}
+    for item in found:
+        entries.setdefault((item.what.split(" (")[0], item.why), []).append(item)
+    result = []
+    for (what, why), items in entries.items():
+        configurations = [item.what.partition(" (")[2].rstrip(")") for item in items]
+        suffix = f" ({listed(configurations)})" if all(configurations) else ""
+        result.append(Missing(what + suffix, tuple(dict.fromkeys(name for item in items for name in item.tasks)), why))
+    return result
+
+
+def data_sets(tasks: Tasks) -> dict[DataSet, tuple[str, ...]]:
+    """Data set -> the suite's tasks that load it."""
+    wanted: dict[DataSet, dict[str, None]] = {}
+    for name, leaves in tasks.leaves.items():
+        for leaf in leaves:
+            if leaf.data is not None:
+                wanted.setdefault(leaf.data, {})[name] = None
+    return {data: tuple(names) for data, names in wanted.items()}
+
+
+def load(data: DataSet) -> Any:
+    """The data set as the harness loads it."""
+    import datasets
+
+    return datasets.load_dataset(path=data.path, name=data.config, **json.loads(data.options))
+
+
+def local_files(data: DataSet) -> list[str]:
+    """The files that a data set of local files names."""
+    files = json.loads(data.options).get("data_files") or []
+    named = list(files.values()) if isinstance(files, dict) else [files]
+    return [str(file) for entry in named for file in (entry if isinstance(entry, list) else [entry]) if "*" not in str(file)]
+
+
+def missing_sentences(tasks: Tasks) -> list[Missing]:
+    """What nltk needs to count sentences, which IFEval's checks do; their module downloads it at import, so it is looked for before."""
+    names = tuple(name for name, leaves in tasks.leaves.items() if any(leaf.folder.name == "ifeval" for leaf in leaves))
+    if not names:
+        return []
+    import nltk
+
+    try:
+        nltk.data.find(PUNKT)
+    except LookupError:
+        if os.environ["HF_HUB_OFFLINE"] == "1" or not nltk.download(PUNKT_NAME, download_dir=os.environ.get("NLTK_DATA"), quiet=True):
+            return [Missing(f"nltk's {PUNKT_NAME}", names, "")]
+    return []
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What the libraries print and log inside goes nowhere; errors are raised all the same."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+    finally:
+        logging.disable(before)
+        sys.stdout.flush()

@@ -1,0 +1,307 @@
+"""What held-out loss is measured on: a .bin/.idx pair, its documents and bytes; windows over its tokens; sums of what is scored.
+
+A token is scored from the tokens of its window before it: a window reads ids[begin:end] and scores some of ids[begin + 1:end + 1]. Reads
+files and a tokenizer; knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.store.indexed import FormatError, read_index, sample_digest, with_ending
+from fem_common.errors import ConfigError, files_told
+from fem_common.files import write_whole
+from fem_megatron.config import ModelConfig
+from pretrain.config import DataConfig, RunConfig, Source
+from pretrain.data.facts import DataFacts, check_data
+
+FORMAT = 1  # of what is kept of a measurement
+
+
+@dataclass(frozen=True)
+class Window:
+    """Reads ids[begin:end] and scores ids[first:end + 1]: each from begin on, from ``first - begin`` tokens or more."""
+
+    begin: int
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        """Tokens read."""
+        return self.end - self.begin
+
+
+def windows(sections: Iterable[tuple[int, int]], context: int, stride: int) -> Iterator[Window]:
+    """Windows of at most ``context`` tokens that move on by ``stride``, 1 to ``context``; every token but a section's first is scored once.
+
+    At stride = context they do not overlap, as sequences in training: a token sees 0 to context - 1 tokens before the one it is told from.
+    At a smaller stride, each window but a section's first scores its last ``stride`` tokens alone, from context - stride + 1 or more.
+    """
+    for start, stop in sections:
+        first, begin = start + 1, start
+        while first < stop:
+            end = min(begin + context, stop - 1)
+            yield Window(begin, first, end)
+            first, begin = end + 1, begin + stride
+
+
+def batched(found: Iterable[Window], size: int) -> Iterator[list[Window]]:
+    """So many windows at a time, the last time fewer."""
+    batch: list[Window] = []
+    for window in found:
+        batch.append(window)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+@dataclass
+class Sums:
+    """What is known after the tokens before ``position``; every number of a result is a function of it, and it can be written down.
+
+    A document's losses and tokens stay in ``open_*`` until the next document begins. Sums are float64, a document at a time, so that they
+    do not depend on the batch size.
+    """
+
+    position: int = 0
+    nats: float = 0.0
+    tokens: int = 0
+    documents: int = 0
+    nats_squared: float = 0.0
+    nats_times_tokens: float = 0.0
+    tokens_squared: float = 0.0
+    open_nats: float = 0.0
+    open_tokens: int = 0
+
+    def add(self, first: int, losses: npt.NDArray[np.float64], starts: npt.NDArray[np.int64]) -> None:
+        """Losses in nats [n] of the tokens from ``first`` on, which come in order; ``starts``: where documents begin.
+
+        A document may begin with tokens that are not scored: before ``first``, after the last ones that came.
+        """
+        begun = starts[np.searchsorted(starts, self.position) : np.searchsorted(starts, first + len(losses))] - first
+        for number, piece in enumerate(np.split(losses, np.maximum(begun, 0))):
+            if number:
+                self._close()
+            self.open_nats += float(piece.sum())
+            self.open_tokens += len(piece)
+        self.position = first + len(losses)
+
+    def _close(self) -> None:
+        if self.open_tokens:
+            self.nats += self.open_nats
+            self.tokens += self.open_tokens
+            self.documents += 1
+            self.nats_squared += self.open_nats**2
+            self.nats_times_tokens += self.open_nats * self.open_tokens
+            self.tokens_squared += float(self.open_tokens) ** 2
+        self.open_nats, self.open_tokens = 0.0, 0
+
+    def done(self) -> Sums:
+        """The same, with the last document in it."""
+        closed = Sums(**asdict(self))
+        closed._close()
+        return closed
+
+    def __add__(self, other: Sums) -> Sums:
+        """The sums of two texts, both done."""
+        return Sums(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
+    @property
+    def mean(self) -> float:
+        """Nats a token, over all tokens."""
+        return self.nats / self.tokens
+
+    @property
+    def stderr(self) -> float | None:
+        """Standard error of the mean over documents, as of a ratio of two sums over them; None of fewer than two.
+
+        sqrt(D / (D - 1) * sum_d (L_d - mean * n_d)^2) / sum_d n_d, for D documents of n_d tokens and losses L_d: tokens of one document
+        are not independent, documents are taken to be.
+        """
+        if self.documents < 2:
+            return None
+        squares = self.nats_squared - 2 * self.mean * self.nats_times_tokens + self.mean**2 * self.tokens_squared
+        return math.sqrt(self.documents / (self.documents - 1) * max(squares, 0.0)) / self.tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, floats to the last bit."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A pair, mapped. ``ids`` [n] as stored; ``starts`` int64 [documents + 1]: where its documents begin, and n.
+
+    ``eod``: the id that ends a document; ``whole_bytes``: UTF-8 bytes of all documents; ``tokenizer``: the folder it was made with; None
+    where no manifest beside the pair tells.
+    """
+
+    prefix: Path
+    ids: npt.NDArray[Any]
+    starts: npt.NDArray[np.int64]
+    eod: int | None
+    vocab_size: int | None
+    whole_bytes: int | None
+    tokenizer: Path | None
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self.starts) - 1
+
+    def first(self, tokens: int | None) -> Text:
+        """Its first so many tokens, all where None."""
+        if tokens is None or tokens >= len(self.ids):
+            return self
+        starts = np.append(self.starts[self.starts < tokens], tokens)
+        return replace(self, ids=self.ids[:tokens], starts=starts, whole_bytes=None)
+
+    def text_bytes(self, tokenizer: Any | None) -> int | None:
+        """UTF-8 bytes of its documents: what data_prep counted, else of what the tokenizer decodes, a document at a time.
+
+        The latter is exact where the tokenizer gives back the text that it was given (byte-level BPE); of a document that is cut amid a
+        character the whole characters count. None where neither is there.
+        """
+        if self.whole_bytes is not None or tokenizer is None:
+            return self.whole_bytes
+        return sum(self._decoded_bytes(start, end, tokenizer) for start, end in self.spans())
+
+    def _decoded_bytes(self, start: int, end: int, tokenizer: Any) -> int:
+        ids = self.ids[start:end].tolist()
+        ended = bool(ids) and ids[-1] == self.eod_of(tokenizer)
+        text = tokenizer.decode(ids[:-1] if ended else ids, clean_up_tokenization_spaces=False)
+        return len((text if ended else text.rstrip("\N{REPLACEMENT CHARACTER}")).encode("utf-8", "surrogatepass"))
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """[start, end) of every document, in order."""
+        return zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)
+
+    def eod_of(self, tokenizer: Any | None) -> int | None:
+        """The id that ends a document: the manifest's, else the tokenizer's end of sequence."""
+        return self.eod if self.eod is not None or tokenizer is None else tokenizer.eos_token_id
+
+    def identity(self) -> list[Any]:
+        """What tells these tokens from others, wherever they lie: size and a sample of the .bin, tokens, documents."""
+        return [sample_digest(with_ending(self.prefix, "bin")), len(self.ids), self.documents]
+
+    def sections(self, per_document: bool, eod: int | None) -> Iterator[tuple[int, int]]:
+        """Spans [begin, end) that no window leaves; all of a span's tokens but its first are scored.
+
+        The whole stream; or, per document, a document and the one end-of-document token before it, so that the same tokens are scored:
+        a document whose predecessor does not end so is scored from its second token on.
+        """
+        if not per_document:
+            yield 0, len(self.ids)
+            return
+        for start, end in self.spans():
+            if end > start:
+                yield start - (start > 0 and int(self.ids[start - 1]) == eod), end
+
+
+def open_text(prefix: Path) -> Text:
+    """Maps ``PREFIX.bin`` and ``PREFIX.idx``, checked as training checks its data.
+
+    Raises:
+        ConfigError: a file is missing, damaged, not of one pair or not what the manifest beside it records, or there is nothing to predict.
+        StorageError: a file system failed.
+    """
+    facts = _facts(prefix)
+    (source,) = facts.sources
+    with files_told():
+        try:
+            found = read_index(with_ending(prefix, "idx"))
+        except FormatError as error:
+            raise ConfigError(f"data {prefix}: {with_ending(prefix, 'idx')} {error}") from None
+        ends = np.concatenate([[0], np.cumsum(found.lengths, dtype=np.int64)])
+        if not np.array_equal(found.pointers, ends[:-1] * np.dtype(found.dtype).itemsize):
+            raise ConfigError(f"data {prefix}: the sequences of its .idx do not follow each other in its .bin; write the pair anew")
+        if found.document_indices[-1] != len(found.lengths):
+            raise ConfigError(f"data {prefix}: its .idx names other sequences as documents than it has; write the pair anew")
+        ids = np.memmap(with_ending(prefix, "bin"), dtype=np.dtype(found.dtype).newbyteorder("<"), mode="r")
+    return Text(prefix, ids, ends[found.document_indices], facts.eod_id, facts.vocab_size, source.text_bytes, facts.tokenizer)
+
+
+def _facts(prefix: Path) -> DataFacts:
+    """What training would know of the pair."""
+    key, any_vocabulary = "data.train.0.prefix = ", 2**31
+    settings = RunConfig(
+        model=ModelConfig(vocab_size=any_vocabulary), data=DataConfig(train=(Source(prefix=str(prefix)),), seq_length=1)
+    )  # two tokens
+    try:
+        with files_told():
+            return check_data(settings)
+    except ConfigError as error:
+        if str(error).startswith("data.seq_length"):
+            raise ConfigError(f"data {prefix} has fewer than two tokens: nothing to predict; name another .bin/.idx pair") from None
+        raise ConfigError(str(error).replace(key, "data ")) from None
+
+
+def check_vocabulary(text: Text, vocab_size: int, tokenizer: Any | None) -> None:
+    """Raises ConfigError where the data was made with another tokenizer than the model's, as far as names and ids tell."""
+    if text.vocab_size is not None and text.vocab_size > vocab_size:
+        raise ConfigError(
+            f"data {text.prefix} is of a tokenizer of {text.vocab_size} entries, but the model knows {vocab_size}: name data of its own "
+            "tokenizer with --data PREFIX"
+        )
+    file = None if text.tokenizer is None else text.tokenizer / "tokenizer.json"
+    if file is None or tokenizer is None or not file.is_file():
+        return
+    ours = tokenizer.get_vocab()
+    for token, number in _entries(json.loads(file.read_bytes())):
+        if ours.get(token) != number:
+            there = "is not in" if token not in ours else f"has the id {ours[token]} in"
+            raise ConfigError(
+                f"data {text.prefix} was made with another tokenizer, {text.tokenizer}: its token {token!r} (id {number}) {there} the "
+                "model's; name data of the model's own tokenizer with --data PREFIX"
+            )
+
+
+def _entries(raw: dict[str, Any]) -> list[tuple[str, int]]:
+    """(token, id) of a tokenizer.json; of a Unigram's list of [token, score], ids are places."""
+    vocabulary = raw.get("model", {}).get("vocab", {})
+    pairs = list(vocabulary.items()) if isinstance(vocabulary, dict) else [(token, i) for i, (token, _) in enumerate(vocabulary)]
+    return pairs + [(token["content"], token["id"]) for token in raw.get("added_tokens", [])]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a text is cut: tokens a window reads, tokens it moves on, whether it stays in a document."""
+
+    context: int
+    stride: int
+    per_document: bool = False
+
+
+class Kept:
+    """Sums on disk, by what they are the sums of, so that a measurement goes on where it was interrupted."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.sums = path, {}
+        try:
+            raw = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
+            self.sums = {key: Sums(**value) for key, value in raw["sums"].items()} if raw.get("format") == FORMAT else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.sums = {}  # nothing is lost but time
+
+    def keep(self, key: str, sums: Sums) -> None:
+        """Writes them down, whole or not at all."""
+        self.sums[key] = sums
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"format": FORMAT, "sums": {name: value.as_json() for name, value in self.sums.items()}}
+            write_whole(self.path, json.dumps(content).encode())
+
+    def remove(self) -> None:
+        """All is done: the result has it."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,277 @@
+"""The pictures of losses: against model size at equal compute, against the parametric law, along the frontier, and against compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fem_common.plot import QUIET, colour_of, new_figure, ordered_colours, plain_axes
+from fem_common.text import count
+from tools.scaling.laws import Estimate, PowerLaw
+from tools.scaling.pictures.style import (
+    draw_law,
+    error_bars,
+    flops_text,
+    interval_text,
+    law_text,
+    legend_below,
+    log_ticks,
+    marked,
+    outer_labels,
+    panels,
+)
+from tools.scaling.results import StudyFit, VariantFit, optimal
+
+
+def size_column(fit: StudyFit) -> str:
+    """The table's column that holds the N of the laws."""
+    return "parameters" if fit.parameters == "total" else "non_embedding_parameters"
+
+
+def size_words(fit: StudyFit) -> str:
+    """What N counts, for an axis."""
+    return "parameters" if fit.parameters == "total" else "parameters without embedding and output layer"
+
+
+def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
+    """A figure; None where no variant has an isoFLOP fit. ``final``: the complete runs."""
+    shown = {name: variant for name, variant in fit.variants.items() if variant.isoflop is not None}
+    if not shown:
+        return None
+    budgets = sorted({parabola.budget for variant in shown.values() for parabola in variant.isoflop.parabolas})  # type: ignore[union-attr]
+    looks = dict(zip(budgets, ordered_colours(len(budgets)), strict=True))
+    figure, grid = panels(len(shown), f"{fit.study}: held-out loss against model size at equal training compute")
+    for axes, (name, variant) in zip(grid, shown.items(), strict=True):
+        _isoflop_panel(axes, variant, final[final["variant"] == name].set_index("run"), size_column(fit), looks)
+        law = variant.isoflop.n_opt if variant.isoflop else None
+        words = law_text("best N", law, "C") if law else "no law through the minima"
+        axes.set_title(f"{name}: {words}", loc="left", fontsize=9.5)
+        axes.set_xscale("log")
+    outer_labels(grid, size_words(fit), "held-out loss, nats a token")
+    sizes = final[final["variant"].isin(list(shown))][size_column(fit)].astype(float)
+    low, high = sizes.min() * 0.85, sizes.max() * 1.18
+    for axes in grid:
+        axes.set_xlim(low, high)
+        log_ticks(axes.xaxis, low, high, "count")
+    _budget_legend(figure, looks, "minimum of the parabola (open: outside the sizes measured)")
+    return figure
+
+
+def _isoflop_panel(axes: Any, variant: VariantFit, runs: pd.DataFrame, column: str, looks: dict[float, dict[str, Any]]) -> None:
+    assert variant.isoflop is not None
+    for parabola in variant.isoflop.parabolas:
+        look = looks[parabola.budget]
+        points = runs.loc[[run for run in parabola.runs if run in runs.index]]
+        n, losses = points[column].astype(float).to_numpy(), points["loss"].to_numpy()
+        axes.plot(n, losses, linestyle="", markersize=5.5, **look)
+        if len(n):
+            x = np.geomspace(n.min(), n.max(), 80)
+            axes.plot(x, parabola.at(x), color=look["color"], linewidth=1.3)
+        if parabola.inside:
+            axes.plot(
+                [parabola.n_opt.value], [parabola.loss.value], marker="*", markersize=13, color=look["color"], markeredgecolor="white"
+            )
+        elif len(n):
+            edge = n[np.argmin(losses)]
+            axes.plot([edge], [losses.min()], marker="*", markersize=13, color="white", markeredgecolor=look["color"], zorder=3)
+    minima = [parabola for parabola in variant.isoflop.parabolas if parabola.inside]
+    where = [parabola.n_opt.value for parabola in minima], [parabola.loss.value for parabola in minima]
+    axes.plot(*where, color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
+
+
+def _budget_legend(figure: Any, looks: dict[float, dict[str, Any]], star: str = "", words: str = "FLOPs") -> None:
+    handles = [marked(**({} if star else {"linestyle": ""}), linewidth=1.3, markersize=5.5, **look) for look in looks.values()]
+    labels = [f"{flops_text(value) if words == 'FLOPs' else count(value)} {words}" for value in looks]
+    if star:
+        handles.append(marked(linestyle="", marker="*", markersize=11, color=QUIET, markeredgecolor="white"))
+        labels.append(star)
+    legend_below(figure, handles, labels, 3 if star else 4)
+
+
+def residuals(fit: StudyFit) -> Any | None:
+    """A figure: how far each run lies from its variant's parametric law, a panel a variant; None where no law was fitted."""
+    shown = {name: variant for name, variant in fit.variants.items() if variant.parametric is not None and variant.residuals}
+    if not shown:
+        return None
+    groups = sorted({_group(entry.budget, entry.d) for variant in shown.values() for entry in variant.residuals})
+    looks = dict(zip(groups, ordered_colours(len(groups)), strict=True))
+    worst = max(abs(entry.relative) for variant in shown.values() for entry in variant.residuals)
+    title = f"{fit.study}: measured loss against the parametric law's\nno run is further than {100 * worst:.2g}% from it"
+    figure, grid = panels(len(shown), title, panel=(4.3, 3.0))
+    for axes, (name, variant) in zip(grid, shown.items(), strict=True):
+        _residual_panel(axes, variant, looks)
+        axes.set_title(f"{name}: typical distance {100 * variant.parametric.noise:.2g}%", loc="left", fontsize=9.5)  # type: ignore[union-attr]
+        axes.set_xscale("log")
+    outer_labels(grid, size_words(fit), "loss over law − 1, %")
+    sizes = [entry.n for variant in shown.values() for entry in variant.residuals]
+    low, high = min(sizes) * 0.85, max(sizes) * 1.18
+    for axes in grid:
+        axes.set_xlim(low, high)
+        axes.set_ylim(-130 * worst, 130 * worst)
+        log_ticks(axes.xaxis, low, high, "count")
+    with_budget = all(entry.budget is not None for variant in shown.values() for entry in variant.residuals)
+    _budget_legend(figure, looks, words="FLOPs" if with_budget else "tokens")
+    return figure
+
+
+def _group(budget: float | None, tokens: float) -> float:
+    return tokens if budget is None else budget
+
+
+def _residual_panel(axes: Any, variant: VariantFit, looks: dict[float, dict[str, Any]]) -> None:
+    assert variant.parametric is not None
+    noise = 100 * variant.parametric.noise
+    axes.axhspan(-noise, noise, color=QUIET, alpha=0.10, linewidth=0)
+    axes.axhline(0.0, color=QUIET, linewidth=1.0)
+    for entry in variant.residuals:
+        axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **looks[_group(entry.budget, entry.d)])
+
+
+DASHED, OTHERS = (0, (5, 2)), "#bbbbbb"
+_BEYOND = 1.5  # how far a law is drawn beyond the budgets measured, a factor
+
+
+def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
+    """A figure, a row a variant: N and D that give the least loss, against FLOPs; None where no variant has either law."""
+    shown = {name: variant for name, variant in fit.variants.items() if _has_frontier(variant)}
+    if not shown:
+        return None
+    low, high = final["flops"].min() / _BEYOND, final["flops"].max() * _BEYOND
+    figure = new_figure((10.4, 1.4 + 2.35 * len(shown)))
+    figure.suptitle(
+        f"{fit.study}: model size N and training tokens D of least loss for a compute budget C\nN: {size_words(fit)}",
+        x=0.01, ha="left", fontsize=11,
+    )  # fmt: skip
+    grid = figure.subplots(len(shown), 2, squeeze=False, sharex=True, sharey="col")
+    for column, side in enumerate(("n", "d")):
+        values: list[float] = []
+        for axes, (name, variant) in zip(grid[:, column], shown.items(), strict=True):
+            for other in shown.values():
+                law = getattr(other.isoflop, f"{side}_opt", None)
+                if other is not variant and law is not None:
+                    axes.plot((low, high), law.at((low, high)), color=OTHERS, linewidth=1.2, zorder=1)
+            values += _frontier_lines(axes, variant, side, (low, high), colour_of(list(fit.variants).index(name)))
+            axes.set_title(_frontier_words(name, variant, side), loc="left", fontsize=9.5)
+            plain_axes(axes, "training compute C, FLOPs" if axes is grid[-1, column] else "", f"best {side.upper()}")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+        for axes in grid[:, column]:
+            axes.set_xlim(low, high)
+            axes.set_ylim(min(values) / 1.4, max(values) * 1.4)
+            log_ticks(axes.xaxis, low, high, "flops")
+            log_ticks(axes.yaxis, min(values) / 1.4, max(values) * 1.4, "count")
+    _frontier_legend(figure, fit, shown)
+    return figure
+
+
+def _frontier_legend(figure: Any, fit: StudyFit, shown: dict[str, VariantFit]) -> None:
+    handles, labels = [], []
+    if any(variant.isoflop is not None for variant in shown.values()):
+        handles += [marked(linewidth=1.7, markersize=6, color=QUIET, marker="o"), marked(color=OTHERS, linewidth=1.2)]
+        labels += [f"minima of the isoFLOP parabolas and their law, {fit.interval:.0%} intervals", "the other variants' laws of minima"]
+    if any(variant.parametric is not None for variant in shown.values()):
+        handles.append(marked(color=QUIET, linewidth=1.4, linestyle=DASHED))
+        labels.append("parametric law")
+    legend_below(figure, handles, labels, 3)
+
+
+def _has_frontier(variant: VariantFit) -> bool:
+    return variant.parametric is not None or (variant.isoflop is not None and variant.isoflop.n_opt is not None)
+
+
+def _frontier_words(name: str, variant: VariantFit, side: str) -> str:
+    """The exponents of one side, a line a method."""
+    words = []
+    law = getattr(variant.isoflop, f"{side}_opt", None)
+    if law is not None:
+        words.append(f"{law_text(side.upper(), law, 'C')} by the minima")
+    if variant.parametric is not None:
+        exponent = variant.parametric.a if side == "n" else variant.parametric.b
+        words.append(f"{side.upper()} ∝ C^{interval_text(exponent)} by the parametric law")
+    return f"{name}: " + "\n".join(words)
+
+
+def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float, float], look: dict[str, Any]) -> list[float]:
+    """Draws one variant; returns the values that must be inside the axis."""
+    values: list[float] = []
+    if variant.isoflop is not None:
+        minima = [parabola for parabola in variant.isoflop.parabolas if parabola.inside]
+        estimates = [getattr(parabola, f"{side}_opt") for parabola in minima]
+        where = [parabola.budget for parabola in minima]
+        values = [estimate.value for estimate in estimates]
+        if values:
+            axes.errorbar(where, values, yerr=error_bars(estimates), linestyle="", markersize=6, capsize=2, elinewidth=1.0, **look)
+        law = getattr(variant.isoflop, f"{side}_opt")
+        if law is not None:
+            draw_law(axes, law, *span, variant.isoflop.interval, look, "")
+            values += [float(law.at(edge)) for edge in span]
+    if variant.parametric is not None:
+        x = np.geomspace(*span, 40)
+        best = [optimal(variant, float(flops), "parametric") for flops in x]
+        estimates = [getattr(entry, side) for entry in best]
+        axes.plot(x, [entry.value for entry in estimates], color=look["color"], linewidth=1.4, linestyle=DASHED)
+        bars = error_bars(estimates)
+        if bars is not None and variant.isoflop is None:
+            line = np.array([entry.value for entry in estimates])
+            axes.fill_between(x, line - bars[0], line + bars[1], color=look["color"], alpha=0.16, linewidth=0)
+        values += [estimates[0].value, estimates[-1].value]
+    return values
+
+
+def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
+    """A figure: training curves (faint), the runs' ends and the least loss for a compute budget, of all variants; None without a law."""
+    final = table[table["final"]]
+    if not any(_has_frontier(variant) for variant in fit.variants.values()):
+        return None
+    low, high = final["flops"].min() / 4, final["flops"].max() * _BEYOND
+    figure = new_figure((8.2, 5.0 + 0.24 * len(fit.variants)))
+    axes = figure.subplots()
+    handles, labels = [], []
+    for number, (name, variant) in enumerate(fit.variants.items()):
+        look = colour_of(number)
+        for _, run in table[table["variant"] == name].groupby("run", sort=False):
+            axes.plot(run["flops"], run["loss"], color=look["color"], linewidth=0.8, alpha=0.25)
+        ends = final[final["variant"] == name]
+        axes.plot(ends["flops"], ends["loss"], linestyle="", markersize=4.5, alpha=0.75, markeredgewidth=0, **look)
+        words = _least_loss(axes, variant, (ends["flops"].min(), high), look) if len(ends) else ""
+        handles.append(marked(linewidth=1.7, markersize=6, **look))
+        labels.append(f"{name}{words}")
+    plain_axes(axes, "training compute C, FLOPs", "held-out loss, nats a token")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    shown = table[table["flops"] >= low]["loss"]
+    ends_of_laws = [float(line.get_ydata()[-1]) for line in axes.lines if line.get_linewidth() > 1.5]
+    bottom, top = min([final["loss"].min(), *ends_of_laws]) * 0.985, min(shown.max() * 1.02, final["loss"].max() * 1.25)
+    axes.set_ylim(bottom, top)
+    log_ticks(axes.xaxis, low, high, "flops")
+    log_ticks(axes.yaxis, bottom, top, "number")
+    told = f"points: finished runs; faint: on the way; lines: least loss for the compute, {fit.interval:.0%} bands"
+    axes.set_title(f"{fit.study}: held-out loss against training compute\n{told}", loc="left", fontsize=11)
+    legend_below(figure, handles, labels, 1)
+    return figure
+
+
+def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]) -> str:
+    """Draws L(C) along the frontier and says by which law."""
+    law = variant.isoflop.loss if variant.isoflop is not None else None
+    if law is not None and variant.isoflop is not None:
+        draw_law(axes, law, *span, variant.isoflop.interval, look, "")
+        return f": least loss {_loss_words(law)} (isoFLOP minima)"
+    if variant.parametric is None:
+        return ": no law"
+    fitted = variant.parametric
+    coefficient, exponent, offset = fitted.frontier(fitted.values)[0].tolist()
+    draws = [tuple(row) for row in fitted.frontier(fitted.draws).tolist()]
+    least = PowerLaw("FLOPs", "loss", Estimate(coefficient), Estimate(exponent), Estimate(offset), draws)
+    draw_law(axes, least, *span, fitted.interval, look, "")
+    return f": least loss by the parametric law, E = {interval_text(fitted.E)}"
+
+
+def _loss_words(law: PowerLaw) -> str:
+    value = law.coefficient.value
+    power = flops_text(value) if value > 0 and (value >= 1e3 or value < 1e-2) else f"{value:.3g}"
+    offset = f"{law.offset.value:.3g} + " if law.offset is not None else ""
+    return f"= {offset}{power} C^{law.exponent.value:.3f}".replace("-", "−")

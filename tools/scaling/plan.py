@@ -1,0 +1,106 @@
+"""``plan``: the runs of a study, one line each, and what they cost in all; refuses what would not answer the study's question. No torch.
+
+    plan STUDY.yaml [--csv FILE]
+
+Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fem_common.text import aligned, counted
+from tools.scaling.planning import PlannedRun, plan_study, rule_words
+from tools.scaling.study import Study, load_study
+
+HEADER = (
+    *("variant", "budget", "layers x width", "heads", "non-embedding", "parameters", "FLOPs/token", "tokens", "tokens/par."),
+    *("batch", "steps", "lr", "seed", "epochs", "hours"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's command line."""
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the plan: 0. Raises ConfigError, StorageError."""
+    study = load_study(arguments.study)
+    runs = plan_study(study)
+    print(render(study, runs))
+    if arguments.csv is not None:
+        import pandas as pd
+
+        from tools.scaling.table import write_table
+
+        write_table(pd.DataFrame([asdict(run) | {"settings": " ".join(run.settings)} for run in runs]), arguments.csv)
+    return 0
+
+
+def render(study: Study, runs: Sequence[PlannedRun]) -> str:
+    """The plan for a console."""
+    table = aligned([HEADER, *(_row(run) for run in runs)], left=(0,))
+    return "\n".join([f"{study.name}: {_question(study)}", "", *table, "", *_notes(study, runs)])
+
+
+def _question(study: Study) -> str:
+    others = [variant for variant in study.variants if variant != study.baseline]
+    against = f"{', '.join(others)} against {study.baseline}" if others else study.baseline
+    return f"{against}; every run is {study.base} with settings of its own"
+
+
+def _row(run: PlannedRun) -> tuple[str, ...]:
+    return (
+        run.variant,
+        "-" if run.budget is None else f"{run.budget:.4g}",
+        f"{run.layers} x {run.width}",
+        str(run.heads),
+        f"{run.non_embedding_parameters:,}",
+        f"{run.parameters:,}",
+        f"{run.flops_per_token:,.0f}",
+        f"{run.tokens:,}",
+        f"{run.tokens / run.parameters:.3g}",
+        f"{run.batch_tokens:,}",
+        f"{run.steps:,}",
+        f"{run.learning_rate:g}",
+        str(run.seed),
+        "-" if run.epochs is None else f"{run.epochs:.2f}",
+        "-" if run.hours is None else _hours(run.hours),
+    )
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.3g}"
+
+
+def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
+    """The total, and what the numbers rest on."""
+    cluster = study.cluster
+    total = sum(run.hours or 0.0 for run in runs)
+    notes = [f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"]
+    if cluster.tflops is None:
+        notes.append("hours: not said, the study states no cluster.tflops")
+    else:
+        where = cluster.name or "the study's machine"
+        processes = f"{counted(cluster.processes, 'process')} a run"
+        notes += [
+            f"{_hours(total)} hours of runs on {where}, {processes}: {_hours(total / min(cluster.at_once, len(runs)))} by the clock with "
+            f"{cluster.at_once} at once, {_hours(total * cluster.processes)} process hours",
+            f"hours are the study's assumption: {cluster.tflops:g} TFLOP/s sustained by a process, whatever the variant and the size",
+        ]
+    notes.append(f"shape rule: {rule_words(study.shape)}; a size that states layers, heads or ffn keeps them")
+    notes.append(
+        f"warm-up {study.warmup:g} of a run's steps; {study.validations} validations a run; the learning rate's floor moves with its peak"
+    )
+    known = [run.epochs for run in runs if run.epochs is not None]
+    if len(known) < len(runs):
+        notes.append("the data is not on this machine: whether it would be repeated was not checked")
+    elif known:
+        notes.append(f"data is read {max(known):.2f} times at most (max_epochs {study.max_epochs:g})")
+    notes.append(f"run directories: {study.directory}/RUN; results: {study.results}")
+    return notes
