@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernels.aft_read.reference import mix, read_all, read_past
+from kernels.arguments import check_first, check_others, check_read
 from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "aft_read"]
@@ -51,7 +54,12 @@ def aft_read(
     Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
     Equations: Free Energy Mixer, the LRNN-softmax prior and the two-level gated read.
     """
-    _check(k, v, beta, lam, gate, query, valid, state, causal)
+    check_first("aft_read", "v", v, "[batch, heads, tokens, channels]")
+    (b, h, t, d), rows = v.shape, 3 if beta is None else 5 if k.shape == v.shape else 7
+    expected: dict[str, Any] = {"k": (k, [v.shape, (b, h, t, 2 * d)], v.dtype), "beta": (beta, (h, d)), "lam": (lam, v.shape)}
+    expected |= {"gate": (gate, v.shape), "query": (query, k.shape), "valid": (valid, (b, t)), "state": (state, (b, h, rows, d))}
+    check_others("aft_read", "v", v, expected)
+    check_read("aft_read", beta, lam, state, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
     if OP.choose(implementation, v.device, {"triton": _unfit(k, v, causal)}) == "triton":
         from kernels.aft_read.triton import fused_past
@@ -81,40 +89,3 @@ def _unfit(k: Tensor, v: Tensor, causal: bool) -> str | None:
     if k.shape != v.shape:
         return "the free energy has logits of its own"
     return None if causal else "all tokens read all"
-
-
-def _check(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    gate: Tensor | None,
-    query: Tensor | None,
-    valid: Tensor | None,
-    state: Tensor | None,
-    causal: bool,
-) -> None:
-    if v.dim() != 4 or v.numel() == 0:
-        raise ValueError(f"aft_read: v has shape {list(v.shape)}, expected [batch, heads, tokens, channels], none of them 0")
-    b, h, t, d = v.shape
-    wide = k.shape == (b, h, t, 2 * d)
-    if not wide and k.shape != v.shape:
-        raise ValueError(f"aft_read: k has shape {list(k.shape)}, expected {[b, h, t, d]} or {[b, h, t, 2 * d]} beside v")
-    rows = 3 if beta is None else 7 if wide else 5
-    expected = {
-        "beta": (beta, (h, d)),
-        "lam": (lam, v.shape),
-        "gate": (gate, v.shape),
-        "query": (query, k.shape),
-        "valid": (valid, (b, t)),
-        "state": (state, (b, h, rows, d)),
-    }
-    for name, (given, shape) in expected.items():
-        if given is not None and given.shape != shape:
-            raise ValueError(f"aft_read: {name} has shape {list(given.shape)}, expected {list(shape)} beside v {list(v.shape)}")
-    if lam is not None and beta is None:
-        raise ValueError("aft_read: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")
-    if state is not None and not causal:
-        raise ValueError("aft_read: a state stands for the past, so it needs causal=True")
-    if v.dtype not in (torch.float64, torch.float32, torch.bfloat16) or k.dtype != v.dtype:
-        raise ValueError(f"aft_read: k is {k.dtype} and v {v.dtype}; use float64, float32 or bfloat16 for both")

@@ -5,9 +5,12 @@ Projections, preconditioner, norms and steps stay with the layer; `reference` ha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_first, check_others
 from kernels.cem_attention.reference import Diagonal, Read
 from kernels.implementations import Implementation, Op, lacks_triton
 
@@ -68,25 +71,14 @@ def cem_attention(
 
 
 def _check(q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None) -> None:
-    if q.dim() != 4 or q.numel() == 0:
-        raise ValueError(f"cem_attention: q has shape {list(q.shape)}, expected [batch, heads, tokens, width], not empty")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"cem_attention: q is {q.dtype}; use float64, float32 or bfloat16")
+    check_first("cem_attention", "q", q)
     (b, heads, t, r), tk = q.shape, k.shape[2] if k.dim() == 4 else 0
-    expected = {"k": (k, [b, heads, tk, r])}
+    expected: dict[str, Any] = {"k": (k, (b, heads, tk, r), q.dtype)}
     if diagonal is not None:
         width = diagonal.u.shape[-1]
-        expected |= {"diagonal.u": (diagonal.u, [b, t, width]), "diagonal.h": (diagonal.h, [b, tk, width])}
-        if list(diagonal.d.shape) not in ([1, width], [heads, width]):
-            raise ValueError(f"cem_attention: diagonal.d is {list(diagonal.d.shape)}, expected [1, {width}] or [{heads}, {width}]")
-    for name, (given, shape) in expected.items():
-        if list(given.shape) != shape or (given.dtype, given.device) != (q.dtype, q.device):
-            raise ValueError(
-                f"cem_attention: {name} is {list(given.shape)} {given.dtype}, expected {shape} beside q {list(q.shape)} {q.dtype}"
-            )
+        expected |= {"diagonal.u": (diagonal.u, (b, t, width), q.dtype), "diagonal.h": (diagonal.h, (b, tk, width), q.dtype)}
+        expected["diagonal.d"] = (diagonal.d, [(1, width), (heads, width)])
+    expected |= {"slopes": (slopes, (heads,)), "valid": (valid, (b, tk), torch.bool)}
+    check_others("cem_attention", "q", q, expected)
     if tk < t:
         raise ValueError(f"cem_attention: {tk} keys for {t} tokens; the keys are the past's and these tokens'")
-    if list(slopes.shape) != [heads]:
-        raise ValueError(f"cem_attention: slopes has shape {list(slopes.shape)}, expected [{heads}]")
-    if valid is not None and (list(valid.shape) != [b, tk] or valid.dtype != torch.bool):
-        raise ValueError(f"cem_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_first, check_others, check_read
 from kernels.free_energy.streams import (
     MAX_RANGE,
     SHIFT_BELOW,
@@ -59,7 +60,10 @@ def free_energy_read(
     Raises ValueError for shapes and implementations that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
-    _check(v, beta, lam, gate)
+    check_first("free_energy_read", "v", v)
+    expected = {"beta": (beta, (v.shape[1], v.shape[3])), "lam": (lam, v.shape), "gate": (gate, v.shape)}
+    check_others("free_energy_read", "v", v, expected)
+    check_read("free_energy_read", beta, lam)
     chosen = OP.choose(implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None})
     wide = compute_type(v)
     values = v.to(wide)
@@ -112,15 +116,3 @@ def _triton_read(
 def _mixed(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
     out = mu + (gap if lam is None else lam.to(gap.dtype) * gap)
     return out if gate is None else gate.to(out.dtype) * out
-
-
-def _check(v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> None:
-    if v.dim() != 4 or v.numel() == 0:
-        raise ValueError(f"free_energy_read: v has shape {list(v.shape)}, expected [batch, heads, tokens, width], not empty")
-    if v.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"free_energy_read: v is {v.dtype}; use float64, float32 or bfloat16")
-    for name, given, shape in (("beta", beta, (v.shape[1], v.shape[3])), ("lam", lam, v.shape), ("gate", gate, v.shape)):
-        if given is not None and given.shape != shape:
-            raise ValueError(f"free_energy_read: {name} has shape {list(given.shape)}, expected {list(shape)} beside v {list(v.shape)}")
-    if lam is not None and beta is None:
-        raise ValueError("free_energy_read: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.linear_attention.reference import LinearAttention, both_ways, log_weights
 
@@ -100,30 +102,11 @@ def _by_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: 
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, causal: bool, normalise: bool) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4 or tensor.numel() == 0:
-            raise ValueError(f"linear_attention: {name} has shape {list(tensor.shape)}, expected [batch, heads, tokens, width], not empty")
-    (b, h, t, dk), dv = q.shape, v.shape[3]
-    fitting: tuple[tuple[str, Tensor | None, list[tuple[int, ...]]], ...] = (
-        ("k", k, [(b, h, t, dk)]),
-        ("v", v, [(b, h, t, dv)]),
-        ("log_decay", log_decay, [(b, h, t), (b, h, t, dk)]),
-        ("initial", initial, [(b, h, dk, dv + normalise)]),
-    )
-    for name, given, shapes in fitting:
-        if given is not None and given.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"linear_attention: {name} has shape {list(given.shape)}, expected {wanted} beside q {list(q.shape)}")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"linear_attention: q is {q.dtype}; use float64, float32 or bfloat16")
-    wide = torch.promote_types(q.dtype, torch.float32)
-    for name, other, dtypes in (
-        ("k", k, (q.dtype,)),
-        ("v", v, (q.dtype,)),
-        ("log_decay", log_decay, (q.dtype, wide)),
-        ("initial", initial, (wide,)),
-    ):
-        if other is not None and (other.dtype not in dtypes or other.device != q.device):
-            raise ValueError(f"linear_attention: {name} is {other.dtype} on {other.device}, expected {dtypes[-1]} on {q.device}")
+    check_first("linear_attention", "q", q)
+    check_first("linear_attention", "v", v)
+    (b, h, t, dk), dv, wide = q.shape, v.shape[3], torch.promote_types(q.dtype, torch.float32)
+    expected: dict[str, Any] = {"k": (k, q.shape, q.dtype), "v": (v, (b, h, t, dv), q.dtype)}
+    expected |= {"log_decay": (log_decay, [(b, h, t), q.shape], q.dtype, wide), "initial": (initial, (b, h, dk, dv + normalise), wide)}
+    check_others("linear_attention", "q", q, expected)
     if not causal and initial is not None:
         raise ValueError("linear_attention: initial is the past of a causal scan; leave it out with causal=False")

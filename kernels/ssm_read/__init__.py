@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernels.aft_read.reference import mix
+from kernels.arguments import check_first, check_others, check_read
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.ssm_read.reference import Tokens, read_all, read_past
 
@@ -57,7 +60,15 @@ def ssm_read(
     Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
     Equations: Free Energy Mixer, the SSM prior and the two-level gated read.
     """
-    _check(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state, normalise, causal)
+    check_first("ssm_read", "v", v, "[batch, heads, tokens, channels]")
+    b, h, t, d = v.shape
+    if rate.dim() != 3 or rate.shape[:2] != (h, d) or rate.shape[2] < 1:
+        raise ValueError(f"ssm_read: rate has shape {list(rate.shape)}, expected [{h}, {d}, states] beside v {list(v.shape)}")
+    (n, free), per_state = (rate.shape[2], beta is not None), (b, h, t, rate.shape[2])
+    expected: dict[str, Any] = {name: (x, v.shape) for name, x in (("delta", delta), ("lam", lam), ("gate", gate))}
+    expected |= {"b_in": (b_in, per_state), "c_out": (c_out, per_state), "beta": (beta, (h, d)), "valid": (valid, (b, t))}
+    check_others("ssm_read", "v", v, expected | {"state": (state, (b, h, d, n * (1 + normalise + free) + free))})
+    check_read("ssm_read", beta, lam, state, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
     if OP.choose(implementation, v.device, {"triton": _unfit(v, normalise, causal)}) == "triton":
         from kernels.ssm_read.triton import fused_past
@@ -82,47 +93,3 @@ def _unfit(v: Tensor, normalise: bool, causal: bool) -> str | None:
     if not normalise:
         return "weights that are not normalised"
     return None if causal else "all tokens read all"
-
-
-def _check(
-    delta: Tensor,
-    rate: Tensor,
-    b_in: Tensor,
-    c_out: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    gate: Tensor | None,
-    valid: Tensor | None,
-    state: Tensor | None,
-    normalise: bool,
-    causal: bool,
-) -> None:
-    if v.dim() != 4 or v.numel() == 0:
-        raise ValueError(f"ssm_read: v has shape {list(v.shape)}, expected [batch, heads, tokens, channels], none of them 0")
-    b, h, t, d = v.shape
-    if rate.dim() != 3 or rate.shape[:2] != (h, d) or rate.shape[2] < 1:
-        raise ValueError(f"ssm_read: rate has shape {list(rate.shape)}, expected [{h}, {d}, states] beside v {list(v.shape)}")
-    n = rate.shape[2]
-    width = n * (1 + normalise + (beta is not None)) + (beta is not None)
-    expected = {
-        "delta": (delta, v.shape),
-        "b_in": (b_in, (b, h, t, n)),
-        "c_out": (c_out, (b, h, t, n)),
-        "beta": (beta, (h, d)),
-        "lam": (lam, v.shape),
-        "gate": (gate, v.shape),
-        "valid": (valid, (b, t)),
-        "state": (state, (b, h, d, width)),
-    }
-    for name, (given, shape) in expected.items():
-        if given is not None and given.shape != shape:
-            raise ValueError(
-                f"ssm_read: {name} has shape {list(given.shape)}, expected {list(shape)} beside v {list(v.shape)}, rate {list(rate.shape)}"
-            )
-    if lam is not None and beta is None:
-        raise ValueError("ssm_read: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")
-    if state is not None and not causal:
-        raise ValueError("ssm_read: a state stands for the past, so it needs causal=True")
-    if v.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"ssm_read: v is {v.dtype}; use float64, float32 or bfloat16")

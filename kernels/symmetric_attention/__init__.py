@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention.reference import energy_linear_attention
@@ -76,16 +77,11 @@ def symmetric_linear_attention(
     Raises ValueError for shapes or types that do not fit. Source: Hyper-SET, table 18, linear attention (the released code scales by
     1 / sqrt(t) instead, which a causal model cannot know).
     """
-    if z.dim() != 4 or z.numel() == 0:
-        raise ValueError(f"symmetric_linear_attention: z has shape {list(z.shape)}, expected [batch, heads, tokens, width], not empty")
-    if z.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"symmetric_linear_attention: z is {z.dtype}; use float64, float32 or bfloat16")
+    check_first("symmetric_linear_attention", "z", z)
     b, h, t, p = z.shape
     compute = torch.promote_types(z.dtype, torch.float32)
-    if valid is not None and (valid.shape != (b, t) or valid.dtype != torch.bool):
-        raise ValueError(f"symmetric_linear_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {t}] bool")
-    if state is not None and (state.shape != (b, h, p, p) or state.dtype != compute):
-        raise ValueError(f"symmetric_linear_attention: state is {list(state.shape)} {state.dtype}, expected [{b}, {h}, {p}, {p}] {compute}")
+    expected = {"valid": (valid, (b, t), torch.bool), "state": (state, (b, h, p, p), compute)}
+    check_others("symmetric_linear_attention", "z", z, expected)
     wide = z.to(compute)
     phi = wide.sigmoid()
     summed, after = energy_linear_attention(phi, phi, causal=causal, valid=valid, state=state)
@@ -123,16 +119,8 @@ def _by_sdpa(z: Tensor, keys: Tensor, causal: bool, valid: Tensor | None) -> Ten
 def _check(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tensor | None) -> None:
     if kind not in KINDS:
         raise ValueError(f"symmetric_attention: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if z.dim() != 4 or z.numel() == 0:
-        raise ValueError(f"symmetric_attention: z has shape {list(z.shape)}, expected [batch, heads, tokens, width], not empty")
-    if z.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"symmetric_attention: z is {z.dtype}; use float64, float32 or bfloat16")
-    (b, h, t, p), tk = z.shape, z.shape[2] if keys is None else keys.shape[2]
-    if keys is not None and (keys.shape != (b, h, tk, p) or tk < t or (keys.dtype, keys.device) != (z.dtype, z.device)):
-        raise ValueError(
-            f"symmetric_attention: keys are {list(keys.shape)} {keys.dtype}, expected [{b}, {h}, {t} or more, {p}] beside z {z.dtype}"
-        )
+    check_first("symmetric_attention", "z", z)
+    (b, h, t, p), tk = z.shape, z.shape[2] if keys is None else max(z.shape[2], *keys.shape[2:3])
+    check_others("symmetric_attention", "z", z, {"keys": (keys, (b, h, tk, p), z.dtype), "valid": (valid, (b, tk), torch.bool)})
     if kind == "bisoftmax" and (causal or tk != t):
         raise ValueError("symmetric_attention: bisoftmax lets every token move every other; it has no causal form, use softmax")
-    if valid is not None and (valid.shape != (b, tk) or valid.dtype != torch.bool):
-        raise ValueError(f"symmetric_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")
