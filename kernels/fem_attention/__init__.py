@@ -18,7 +18,7 @@ from kernels.fem_attention.accelerated import Choice, accelerated_attention, fus
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, reference_attention
 from kernels.fem_attention.table import order
-from kernels.free_energy.streams import MAX_RANGE, value_centre_and_range
+from kernels.free_energy import MAX_RANGE, value_centre_and_range
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.pairs import document_bounds
 

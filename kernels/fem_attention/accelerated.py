@@ -1,6 +1,6 @@
 """The free-energy read as standard attention on [v | U]: prep, an attention, epilogue; in torch's operations, and in Triton on a GPU.
 
-With U of `kernels.free_energy.streams`, attention gives [mu | Z] from the values [v | U], and F - mu follows from the two. On a GPU it is
+With U of `kernels.free_energy`, attention gives [mu | Z] from the values [v | U], and F - mu follows from the two. On a GPU it is
 one operation for autograd, and nothing waits for the device, so it can be captured in a CUDA graph: heads whose range passes the engines'
 are told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
 """
@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
-from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type
+from kernels.free_energy import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type
 
 
 def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading) -> Tensor:
@@ -114,7 +114,7 @@ class _Read(torch.autograd.Function):
         ctx.save_for_backward(*inputs, constants.wild, *saved, *kept)
         kept.clear()
         ctx.room, ctx.exact = room, len(saved)
-        ctx.reading, ctx.engine, ctx.beta_type = reading, choice.engine, beta.dtype
+        ctx.reading, ctx.beta_type = reading, beta.dtype
         return out
 
     @staticmethod
@@ -128,12 +128,10 @@ class _Read(torch.autograd.Function):
             raise RuntimeError("fem_attention: a second backward through the same call; its inner graph is freed by the first")
         starts, end = ctx.starts, ctx.end
         ctx.starts = ctx.end = None
-        # The Triton engine has the epilogue within it and knows no wild heads; the other epilogue leaves them out itself.
-        given = d_o.masked_fill(repeat_heads(wild, 1, d_o.shape[1])[:, :, None, None], 0) if ctx.engine == "triton" else d_o
         ctx.room.extend(rest[ctx.exact :])
         del rest
         try:
-            gradients = _gradients(starts, end, given, [q, k, v, beta, lam, gate])
+            gradients = _gradients(starts, end, d_o, [q, k, v, beta, lam, gate])
         finally:
             ctx.room.clear()
         d_q, d_k, d_v, fast, d_lam, d_gate = gradients
@@ -173,9 +171,9 @@ def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choic
     centre, shifted = constants.centre, constants.shifted
     values = ValueStreams.apply(v, beta, centre, shifted)
     if choice.engine == "triton":
-        from kernels.fem_attention.triton.attention import attend_read
+        from kernels.fem_attention.triton import attend_read
 
-        o = attend_read(q, k, values, beta, centre, shifted, lam, gate, **reading.masks())
+        o = attend_read(q, k, values, beta, centre, shifted, constants.wild, lam, gate, **reading.masks())
     else:
         from kernels.fem_attention.triton.epilogue import GatedRead
 

@@ -275,7 +275,7 @@ def _any_widths(call: Call, widths: tuple[int, int]) -> bool:
 
 
 def _triton(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
-    from kernels.fem_attention.triton.attention import attend
+    from kernels.fem_attention.triton import attend
 
     out: Tensor = attend(q, k, values, **reading.masks())
     return out

@@ -58,7 +58,10 @@ def symmetric_attention(
     unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}", "triton": _unfit_for_triton(z, keys, kind)}
     chosen = OP.choose(implementation, z.device, unfit)
     if chosen == "triton":
-        return _by_triton(z, None if keys is z else keys, kind, causal, valid)
+        from kernels.symmetric_attention.triton import bisoftmax_attention, sigmoid_attention
+
+        own = None if keys is z else keys
+        return bisoftmax_attention(z, valid) if kind == "bisoftmax" else sigmoid_attention(z, own, valid, causal=causal)
     keys = z if keys is None else keys
     if chosen == "reference":
         return pairwise_attention(z, keys, kind=kind, causal=causal, valid=valid)
@@ -96,16 +99,6 @@ def _unfit_for_triton(z: Tensor, keys: Tensor | None, kind: str) -> str | None:
     if kind == "bisoftmax" and keys is not None and keys is not z:
         return "bisoftmax with keys of their own"
     return f"head width {z.shape[3]} is over {WIDEST}" if z.shape[3] > WIDEST else None
-
-
-def _by_triton(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
-    if kind == "bisoftmax":
-        from kernels.symmetric_attention.triton.bisoftmax import bisoftmax_attention
-
-        return bisoftmax_attention(z, valid)
-    from kernels.symmetric_attention.triton.sigmoid import sigmoid_attention
-
-    return sigmoid_attention(z, keys, valid, causal=causal)
 
 
 def _by_sdpa(z: Tensor, keys: Tensor, causal: bool, valid: Tensor | None) -> Tensor:

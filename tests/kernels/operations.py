@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kernels.cem_attention.reference as cem
 import kernels.fem_attention.reference as fem
-import kernels.free_energy.streams as streams
+import kernels.free_energy as free_energy
 import kernels.linear_attention.reference as linear
 import kernels.second_order_attention.reference as second_order
 import kernels.ssm_read.reference as ssm
@@ -243,7 +243,7 @@ def both() -> list[Any]:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
     """Let the references hold so few terms at once, and few tokens of a chunk, that small inputs have many blocks."""
-    for module in (fem, cem, symmetric, second_order, streams):
+    for module in (fem, cem, symmetric, second_order, free_energy):
         monkeypatch.setattr(module, "BLOCK_TERMS_CPU", terms)
     for name, tokens in (("CHUNK", 4), ("CHUNK_PER_CHANNEL", 4), ("CHUNKS", 2)):
         monkeypatch.setattr(linear, name, tokens)

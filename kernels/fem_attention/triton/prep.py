@@ -1,6 +1,6 @@
 """What comes before attention: the constants of each head's free energy, and the stream [v | U]. No scores and no softmax.
 
-The formulas are those of `kernels.free_energy.streams`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
+The formulas are those of `kernels.free_energy`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
 whose values are not finite, is *wild*: its exponents are clamped so that the stream stays finite, and its results are to be replaced.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW
+from kernels.free_energy import MAX_RANGE, SHIFT_BELOW
 from kernels.implementations import interpreted
 from kernels.tiles import Build, build, empty_as, rows_of
 
@@ -44,7 +44,7 @@ class Constants:
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
     """The middle of each channel's range over the sequence, where kappa is 1, and which heads are wild; v [b, hk, t, dv], beta [hk, dv].
 
-    float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.streams.value_centre_and_range`.
+    float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.value_centre_and_range`.
     """
     v, beta = rows_of(v.detach()), beta.detach().contiguous()
     b, hk, tokens, dv = v.shape
