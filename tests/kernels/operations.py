@@ -17,7 +17,7 @@ import kernels.fem_attention.reference as fem
 import kernels.free_energy as free_energy
 import kernels.linear_attention.reference as linear
 import kernels.second_order_attention.reference as second_order
-import kernels.ssm_read.reference as ssm
+import kernels.ssm_read as ssm
 import kernels.symmetric_attention.reference as symmetric
 from kernels.aft_read import aft_read
 from kernels.check import Inputs, Outputs, Suite, suites

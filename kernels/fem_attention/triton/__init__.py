@@ -24,7 +24,7 @@ from kernels.fem_attention.triton.attention_backward import (
 )  # fmt: skip
 from kernels.fem_attention.triton.epilogue import epilogue_gradients, free_energy_gap, load_channels, row_term
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, empty_as, load_tile, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import LOG2E, Blocks, empty_as, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
@@ -175,8 +175,7 @@ def _forward_kernel(
     position = tk - tq + top_row + row
     k += b * k_b + kv * k_h
     values += b * values_b + kv * values_h
-    if valid is not None:
-        valid += b * tk
+    valid = of_head(valid, b, 0, tk, 0)
     lowest = None
     if first is not None:
         lowest = tl.load(first + position, mask=row < left, other=0)

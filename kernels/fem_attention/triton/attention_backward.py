@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, build, load_tile, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import LOG2E, Blocks, build, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
 
 WIDEST = 256  # of a head's queries and keys, and of v
 HEADS = ((64, 32), (128, 64), (96, 48), (64, 64), (128, 128), (256, 128))  # (dk, dv) that the kernels are built for in the gate
@@ -152,8 +152,7 @@ def _queries_kernel(
     position = tk - tq + top_row + row
     k += b * k_b + h // GROUP * k_h
     values += b * values_b + h // GROUP * values_h
-    if valid is not None:
-        valid += b * tk
+    valid = of_head(valid, b, 0, tk, 0)
     lowest = None
     if first is not None:
         lowest = tl.load(first + position, mask=row < left, other=0)
