@@ -137,10 +137,10 @@ def place(heads, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def of_head(x, b, h, x_b, x_h):
-    """Where a head of x [b, h, ...] begins; None where there is no x."""
+def of_head(x, b, h, x_b, x_h, start=0, x_t=0):
+    """Where row ``start`` of a head of x [b, h, ...] begins; None where there is no x."""
     if x is not None:
-        x += b * x_b + h * x_h
+        x += b * x_b + h * x_h + start * x_t
     return x
 
 
