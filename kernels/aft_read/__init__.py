@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_first, check_others, check_read
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "aft_read"]
@@ -67,7 +67,9 @@ def aft_read(
     check_others("aft_read", "v", v, expected)
     check_read("aft_read", beta, lam, state, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
-    if OP.choose(implementation, v.device, {"triton": _unfit(k, v, causal)}) == "triton":
+    reasons = {"float64": v.dtype == torch.float64, "the free energy has logits of its own": k.shape != v.shape}
+    unfit = first_reason(reasons | {"all tokens read all": not causal})
+    if OP.choose(implementation, v.device, {"triton": unfit}.get) == "triton":
         from kernels.aft_read.triton import fused_past
 
         wide = None if beta is None else beta.to(compute)
@@ -86,15 +88,6 @@ def aft_read(
             assert temperature is not None
             free_energy = free_energy + factors[-1].log() / temperature
     return mix(mu, free_energy, lam, gate).to(v.dtype), after
-
-
-def _unfit(k: Tensor, v: Tensor, causal: bool) -> str | None:
-    """Why the kernels do not read this call."""
-    if v.dtype == torch.float64:
-        return "float64"
-    if k.shape != v.shape:
-        return "the free energy has logits of its own"
-    return None if causal else "all tokens read all"
 
 
 def read_past(

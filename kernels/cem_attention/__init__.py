@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kernels.arguments import check_first, check_others
 from kernels.cem_attention.reference import Diagonal, Read
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 
 __all__ = ["OP", "Diagonal", "cem_attention"]
 
-WIDEST_HEAD = 256  # of the Triton kernels
+WIDEST = 256  # of the Triton kernels
 
 OP = Op(
     "cem_attention",
@@ -59,11 +59,10 @@ def cem_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
-    unfit = f"head width {q.shape[3]} is over {WIDEST_HEAD}" if q.shape[3] > WIDEST_HEAD else None
-    unfit = "float64" if q.dtype == torch.float64 else unfit
+    unfit = first_reason({"float64": q.dtype == torch.float64, f"head width {q.shape[3]} is over {WIDEST}": q.shape[3] > WIDEST})
     u, h, d = (None, None, None) if diagonal is None else diagonal
     read: type[torch.autograd.Function] = Read
-    if OP.choose(implementation, q.device, {"triton": unfit}) == "triton":
+    if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.cem_attention.triton import Read as Tiles
 
         read = Tiles

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, softplus
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 
 __all__ = ["OP", "conditioner_features"]
 
@@ -38,9 +38,8 @@ def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: flo
     size, compute = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
     expected = {"state": (state, logits.shape, compute), "weight": (weight, (size,), torch.float64, torch.float32, torch.bfloat16)}
     check_others("conditioner_features", "logits", logits, expected)
-    wide = f"{size} channels are over {WIDEST}" if size > WIDEST else None
-    unfit = "float64" if compute == torch.float64 else wide
-    if OP.choose(implementation, logits.device, {"triton": unfit}) == "triton":
+    unfit = first_reason({"float64": compute == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST})
+    if OP.choose(implementation, logits.device, {"triton": unfit}.get) == "triton":
         from kernels.conditioner_features.triton import fused_features
 
         return fused_features(logits, state, weight, eps)

@@ -6,7 +6,6 @@ Shapes and types are checked here once and the implementation is chosen here and
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +75,9 @@ def fem_attention(
     call = _call(x, reading)
     # One query: the exact form costs no more than the fused one, and asks nothing of the range.
     last = ("reference", "fused") if call.tq == 1 and not call.trains else ("fused", "reference")
-    chosen = _in_order(("decode", *order(call), *last)).choose(implementation, q.device, _Unfit(call))
+    chosen = _in_order(("decode", *order(call), *last)).choose(
+        implementation, q.device, lambda name: _unfit(name, call, torch.get_deterministic_debug_mode())
+    )
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode
 
@@ -110,32 +111,13 @@ def _in_order(names: tuple[str, ...]) -> Op:
     return replace(OP, implementations=tuple(by_name[name] for name in names))
 
 
-class _Unfit(Mapping[str, "str | None"]):
-    """Implementation -> why it does not take a call, or None; found out only for those that are asked about."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __getitem__(self, name: str) -> str | None:
-        if name not in self:
-            return None
-        # Under use_deterministic_algorithms some engines step aside.
-        return _unfit(name, self._call, torch.get_deterministic_debug_mode())
-
-    def __contains__(self, name: object) -> bool:
-        return name == "decode" or name in ENGINES
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("decode", *ENGINES))
-
-    def __len__(self) -> int:
-        return 1 + len(ENGINES)
-
-
 @functools.lru_cache(maxsize=4096)
 def _unfit(name: str, call: Call, deterministic: int) -> str | None:
+    """deterministic: torch's mode, in which some engines step aside."""
     if name in ENGINES:
         return ENGINES[name].unfit(call)
+    if name != "decode":
+        return None
     if call.trains:
         return "gradients"
     if call.tq > DECODED:

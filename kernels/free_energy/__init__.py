@@ -77,7 +77,7 @@ def free_energy_read(
     expected = {"beta": (beta, (v.shape[1], v.shape[3])), "lam": (lam, v.shape), "gate": (gate, v.shape)}
     check_others("free_energy_read", "v", v, expected)
     check_read("free_energy_read", beta, lam)
-    chosen = OP.choose(implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None})
+    chosen = OP.choose(implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None}.get)
     wide = compute_type(v)
     values = v.to(wide)
     if beta is None:

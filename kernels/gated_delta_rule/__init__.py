@@ -11,7 +11,6 @@ Only sums of g over windows, <= 0, are exponentiated, so a decay of any strength
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,16 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op
+from kernels.implementations import Implementation, Op, lacks_fla
 
 __all__ = ["OP", "gated_delta_rule"]
-
-
-def lacks_fla(device: torch.device) -> str | None:
-    """Why flash-linear-attention's kernels cannot run on ``device``, or None."""
-    if device.type == "cuda" and find_spec("fla") is not None:
-        return None
-    return "it needs bfloat16, a GPU and the package flash-linear-attention"
 
 
 OP = Op(
@@ -70,7 +62,7 @@ def gated_delta_rule(
     unfit = None if q.dtype == torch.bfloat16 else f"it needs bfloat16, not {str(q.dtype).removeprefix('torch.')}"
     if unfit is None and implementation == "auto" and q.shape[2] == 1:
         unfit = "one token"
-    if OP.choose(implementation, q.device, {"fla": unfit}) == "fla":
+    if OP.choose(implementation, q.device, {"fla": unfit}.get) == "fla":
         return _by_fla(q, k, v, beta, log_decay, initial, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     g = torch.zeros_like(beta, dtype=wide) if log_decay is None else log_decay.to(wide)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, lacks_fla, lacks_triton
 from kernels.linear_attention.reference import LinearAttention, both_ways, log_weights
 
 __all__ = ["OP", "linear_attention", "log_weights"]
-
-
-def lacks_fla(device: torch.device) -> str | None:
-    """Why flash-linear-attention's kernels cannot run on ``device``, or None."""
-    if find_spec("fla") is None:
-        return "the package flash-linear-attention is not installed"
-    return None if device.type == "cuda" else "no GPU"
 
 
 OP = Op(
@@ -61,7 +53,7 @@ def linear_attention(
     """
     _check(q, k, v, log_decay, initial, causal, normalise)
     unfit = {"triton": _unfit(q, causal, (torch.float32, torch.bfloat16)), "fla": _unfit(q, causal, (torch.bfloat16,))}
-    chosen = OP.choose(implementation, q.device, unfit)
+    chosen = OP.choose(implementation, q.device, unfit.get)
     if chosen == "triton":
         from kernels.linear_attention.triton import TritonLinearAttention
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.second_order_attention.reference import step
 
 __all__ = ["OP", "second_order_attention"]
@@ -69,17 +69,11 @@ def second_order_attention(
     check_others("second_order_attention", "q", q, expected | {"turn": (turn, [(n, 1, t, d - d % 2) for n in {1, b}])})
     compute = torch.promote_types(q.dtype, torch.float32)
     wide = (gram.to(compute), temperature.to(compute), newton_temperature.to(compute), None if turn is None else turn.to(compute))
-    if OP.choose(implementation, q.device, {"triton": _unfit_for_triton(q, exact)}) == "triton":
+    reasons = {"the exact step solves a system for each token": exact, "float64": q.dtype == torch.float64}
+    unfit = first_reason(reasons | {f"head width {d} is over {WIDEST}": d > WIDEST})
+    if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.second_order_attention.triton import first_order_step
 
         taken: Tensor = first_order_step(q, k, *wide, causal=causal, valid=valid, jitter=jitter)
         return taken
     return step(q, k.to(compute), *wide, exact=exact, causal=causal, valid=valid, jitter=jitter).to(q.dtype)
-
-
-def _unfit_for_triton(q: Tensor, exact: bool) -> str | None:
-    if exact:
-        return "the exact step solves a system for each token"
-    if q.dtype == torch.float64:
-        return "float64"
-    return f"head width {q.shape[3]} is over {WIDEST}" if q.shape[3] > WIDEST else None

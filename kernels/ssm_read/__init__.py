@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.aft_read import counted, mix
 from kernels.arguments import check_first, check_others, check_read
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "ssm_read"]
@@ -79,7 +79,8 @@ def ssm_read(
     check_others("ssm_read", "v", v, expected | {"state": (state, (b, h, d, n * (1 + normalise + free) + free))})
     check_read("ssm_read", beta, lam, state, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
-    if OP.choose(implementation, v.device, {"triton": _unfit(v, normalise, causal)}) == "triton":
+    reasons = {"float64": v.dtype == torch.float64, "weights that are not normalised": not normalise, "all tokens read all": not causal}
+    if OP.choose(implementation, v.device, {"triton": first_reason(reasons)}.get) == "triton":
         from kernels.ssm_read.triton import fused_past
 
         delta, rate, b_in, c_out = (t.to(compute) for t in (delta, rate, b_in, c_out))
@@ -93,15 +94,6 @@ def ssm_read(
         mu, free_energy = read_all(tokens, rate.to(compute), temperature, normalise)
         after = None
     return mix(mu, free_energy, lam, gate).to(v.dtype), after
-
-
-def _unfit(v: Tensor, normalise: bool, causal: bool) -> str | None:
-    """Why the kernels do not read this call."""
-    if v.dtype == torch.float64:
-        return "float64"
-    if not normalise:
-        return "weights that are not normalised"
-    return None if causal else "all tokens read all"
 
 
 class Tokens(NamedTuple):

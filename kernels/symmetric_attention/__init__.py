@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.arguments import check_first, check_others
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention.reference import energy_linear_attention
 from kernels.symmetric_attention.reference import pairwise_attention
@@ -55,13 +55,16 @@ def symmetric_attention(
     Source: Hyper-SET, equations 3, 7, 9 and table 18.
     """
     _check(z, keys, kind, causal, valid)
-    unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}", "triton": _unfit_for_triton(z, keys, kind)}
-    chosen = OP.choose(implementation, z.device, unfit)
+    own = keys is None or keys is z
+    reasons = {"kind softmax": kind == "softmax", "float64": z.dtype == torch.float64}
+    reasons |= {"bisoftmax with keys of their own": kind == "bisoftmax" and not own}
+    reasons |= {f"head width {z.shape[3]} is over {WIDEST}": z.shape[3] > WIDEST}
+    unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}", "triton": first_reason(reasons)}
+    chosen = OP.choose(implementation, z.device, unfit.get)
     if chosen == "triton":
         from kernels.symmetric_attention.triton import bisoftmax_attention, sigmoid_attention
 
-        own = None if keys is z else keys
-        return bisoftmax_attention(z, valid) if kind == "bisoftmax" else sigmoid_attention(z, own, valid, causal=causal)
+        return bisoftmax_attention(z, valid) if kind == "bisoftmax" else sigmoid_attention(z, None if own else keys, valid, causal=causal)
     keys = z if keys is None else keys
     if chosen == "reference":
         return pairwise_attention(z, keys, kind=kind, causal=causal, valid=valid)
@@ -89,16 +92,6 @@ def symmetric_linear_attention(
     phi = wide.sigmoid()
     summed, after = energy_linear_attention(phi, phi, causal=causal, valid=valid, state=state)
     return (phi * (-wide).sigmoid() * p**-0.5 * summed).to(z.dtype), after
-
-
-def _unfit_for_triton(z: Tensor, keys: Tensor | None, kind: str) -> str | None:
-    if kind == "softmax":
-        return "kind softmax"
-    if z.dtype == torch.float64:
-        return "float64"
-    if kind == "bisoftmax" and keys is not None and keys is not z:
-        return "bisoftmax with keys of their own"
-    return f"head width {z.shape[3]} is over {WIDEST}" if z.shape[3] > WIDEST else None
 
 
 def _by_sdpa(z: Tensor, keys: Tensor, causal: bool, valid: Tensor | None) -> Tensor:

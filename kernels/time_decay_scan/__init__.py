@@ -44,7 +44,7 @@ def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None, *, soft
     made = compute if softplus else x.dtype
     check_others("time_decay_scan", "x", x, {"a": (a, x.shape, x.dtype), "initial": (initial, x.shape[1:], made)})
     start = None if initial is None else initial.to(compute)
-    if OP.choose(implementation, x.device, {"triton": "float64" if compute == torch.float64 else None}) == "triton":
+    if OP.choose(implementation, x.device, {"triton": "float64" if compute == torch.float64 else None}.get) == "triton":
         from kernels.time_decay_scan.triton import scan
 
         return scan(a, x, start, softplus).to(made)
