@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,11 @@ def _linear(name: str, read: Callable[..., Outputs], feature: Callable[[Tensor],
 
 
 SUITES = suites()
-ALL = SUITES | {
-    suite.op: suite
-    for suite in (
-        _linear("energy_linear_attention", energy_linear_attention, lambda x: x, torch.ones_like),
-        _linear(
-            "symmetric_linear_attention",
-            symmetric_linear_attention,
-            torch.sigmoid,
-            lambda z: z.sigmoid() * (1 - z.sigmoid()) / z.shape[-1] ** 0.5,
-        ),
-    )
-}
+ENERGY = _linear("energy_linear_attention", energy_linear_attention, lambda x: x, torch.ones_like)
+SYMMETRIC = _linear(
+    "symmetric_linear_attention", symmetric_linear_attention, torch.sigmoid, lambda z: z.sigmoid() * (-z).sigmoid() / z.shape[-1] ** 0.5
+)
+ALL = SUITES | {suite.op: suite for suite in (ENERGY, SYMMETRIC)}
 
 
 @dataclass(frozen=True)
@@ -213,11 +206,8 @@ FORMS = (
 )
 # Read by all tokens, or by whole rows at once.
 FULL = (
-    *(
-        Form("linear_attention", f"{name}a decay a {one}", _full)
-        for name in ("", "plain, ", "rows that read nothing, ")
-        for one in ("head", "channel")
-    ),
+    *(Form("linear_attention", f"{name}a decay a head", _full) for name in ("", "plain, ", "rows that read nothing, ")),
+    *(Form("linear_attention", f"{name}a decay a channel", _full) for name in ("", "plain, ", "rows that read nothing, ")),
     *(Form("linear_attention", name, _full) for name in ("no decay", "plain", "rows that read nothing")),
     Form("aft_read", "padded", changed(causal=False)),
     Form("aft_read", "padded", lambda x: {**_own_logits(x), "causal": False}),
@@ -249,8 +239,3 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
         monkeypatch.setattr(linear, name, tokens)
     monkeypatch.setattr(ssm, "CHUNK", 4)
     monkeypatch.setattr(second_order, "CHUNK", 16)
-
-
-def resized(suite: Suite, size: Size) -> Suite:
-    """A suite whose small size is another."""
-    return replace(suite, small={**suite.small, **size})

@@ -48,12 +48,9 @@ def delta_rule(**given: Tensor) -> tuple[Tensor, ...]:
     return gated_delta_rule(**given, chunk=16)  # type: ignore[arg-type]
 
 
+HOW = ("reference", "fused", "fast", "exact")
 CALLS: list[tuple[str, str, Callable[..., Any]]] = [
-    *(
-        (f"fem_read_{kind}", how, softmax_read(how))
-        for kind in ("normal", "adversarial")
-        for how in ("reference", "fused", "fast", "exact")
-    ),
+    *((f"fem_read_{kind}", how, softmax_read(how)) for kind in ("normal", "adversarial") for how in HOW),
     ("time_decay_scan", "", lambda a, x: [time_decay_scan(a, x)]),
     ("gated_delta_rule", "", delta_rule),
     ("mha2nd1st", "", newton_step(False)),
