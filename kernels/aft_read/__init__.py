@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_first, check_others, check_read
+from kernels.free_energy import mix
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.time_decay_scan import time_decay_scan
 
@@ -124,17 +125,6 @@ def read_all(k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None) ->
     (weight, top), (joint, joint_top) = _relative(logits[-1]), _relative(logits[-1] + beta * v)
     total, joint_total = (counted(w.sum(2, keepdim=True)) for w in (weight, joint))
     return mu.expand_as(v), ((joint_top - top + joint_total.log() - total.log()) / beta).expand_as(v)
-
-
-def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:
-    """gate * (mu + lam (F - mu)) in mu's type; mu where F is None, F where lam is None, no gate where gate is None."""
-    if free_energy is None:
-        o = mu
-    elif lam is None:
-        o = free_energy
-    else:
-        o = mu + lam.to(mu.dtype) * (free_energy - mu)
-    return o if gate is None else gate.to(mu.dtype) * o
 
 
 def _running_sums(z: Tensor, factors: tuple[Tensor, ...], past: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
-from kernels.free_energy import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type
+from kernels.free_energy import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, mix, mix_gap
 
 
 def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading) -> Tensor:
@@ -33,28 +33,25 @@ def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, re
     compute, heads = compute_type(q), q.shape[1]
     k = repeat_heads(k, 1, heads)
     if beta is None or centre is None or spread is None:
-        out = _attend(q, k, repeat_heads(v, 1, heads), reading).to(compute)
-    else:
-        shifted = spread < SHIFT_BELOW
-        inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
-        stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
-        values = repeat_heads(torch.cat((v, stream.to(v.dtype)), dim=-1), 1, heads)
-        mu, z = _attend(q, k, values, reading).to(compute).chunk(2, dim=-1)
-        gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted)))
-        out = mu + (gap if lam is None else lam.to(compute) * gap)
-    return (out if gate is None else gate.to(compute) * out).to(q.dtype)
+        mu = _attend(q, k, repeat_heads(v, 1, heads), reading).to(compute)
+        return mix(mu, None, None, gate).to(q.dtype)
+    shifted = spread < SHIFT_BELOW
+    inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
+    stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
+    values = repeat_heads(torch.cat((v, stream.to(v.dtype)), dim=-1), 1, heads)
+    mu, z = _attend(q, k, values, reading).to(compute).chunk(2, dim=-1)
+    gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted)))
+    return mix_gap(mu, gap, lam, gate).to(q.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
     """softmax(scale * q k^T) values by torch's scaled_dot_product_attention; the queries are the last positions of the keys."""
-    (tq, width), tk, value_width, mask = q.shape[2:], k.shape[2], values.shape[-1], reading.mask(q, k)
+    width, value_width = q.shape[-1], values.shape[-1]
     if q.device.type == "cpu" and width != value_width:
         # The CPU's flash kernel wants equal widths, and padded it still beats the unfused path that runs without it.
         common = max(width, value_width)
         q, k, values = F.pad(q, (0, common - width)), F.pad(k, (0, common - width)), F.pad(values, (0, common - value_width))
-    whole = reading.causal and tq == tk and mask is None
-    out = F.scaled_dot_product_attention(q, k, values, attn_mask=mask, is_causal=whole, scale=reading.scale)
-    return out[..., :value_width]
+    return ENGINES["sdpa"].attend(q, k, values, reading)[..., :value_width]
 
 
 @dataclass(frozen=True)

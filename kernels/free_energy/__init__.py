@@ -96,7 +96,7 @@ def free_energy_read(
         )
     mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
     assert free_energy is not None
-    return _mixed(mu, free_energy - mu, lam, gate).to(v.dtype)
+    return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
 
 
 def _read(
@@ -109,7 +109,7 @@ def _read(
     shifted = spread < SHIFT_BELOW
     rows = beta[:, None].expand_as(centre)
     mu, z = read(torch.cat((v, ValueStream.apply(v, rows, centre, shifted)), dim=-1)).chunk(2, dim=-1)
-    return _mixed(mu, FreeEnergyGap.apply(mu, z, rows, centre, shifted), lam, gate), largest
+    return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, centre, shifted), lam, gate), largest
 
 
 def _triton_read(
@@ -126,7 +126,19 @@ def _triton_read(
     return GatedRead.apply(reads, beta, constants.centre, constants.shifted, constants.wild, lam, gate), largest
 
 
-def _mixed(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+    """gate * (mu + lam (F - mu)) in mu's type; mu where F is None, F where lam is None, no gate where gate is None."""
+    if free_energy is None:
+        o = mu
+    elif lam is None:
+        o = free_energy
+    else:
+        o = mu + lam.to(mu.dtype) * (free_energy - mu)
+    return o if gate is None else gate.to(mu.dtype) * o
+
+
+def mix_gap(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+    """The same from F - mu."""
     out = mu + (gap if lam is None else lam.to(gap.dtype) * gap)
     return out if gate is None else gate.to(out.dtype) * out
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.aft_read import counted, mix
+from kernels.aft_read import counted
 from kernels.arguments import check_first, check_others, check_read
+from kernels.free_energy import mix
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.time_decay_scan import time_decay_scan
 
