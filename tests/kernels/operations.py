@@ -15,7 +15,7 @@ from torch import Tensor
 import kernels.cem_attention.reference as cem
 import kernels.fem_attention.reference as fem
 import kernels.free_energy as free_energy
-import kernels.linear_attention.reference as linear
+import kernels.linear_attention as linear
 import kernels.second_order_attention.reference as second_order
 import kernels.ssm_read as ssm
 import kernels.symmetric_attention.reference as symmetric
