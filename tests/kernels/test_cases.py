@@ -304,10 +304,7 @@ def test_an_argument_of_another_shape_or_type_is_refused_in_one_line(form: Form)
     refused(form.op, form.inputs(torch.float16), "use float64, float32 or bfloat16|is torch.float16")
 
 
-def zeros(*shape: int, **kind: Any) -> Tensor:
-    return torch.zeros(*shape, **kind)
-
-
+zeros: Any = torch.zeros
 META: Any = {"device": "meta"}
 REFUSED: list[tuple[str, str, Inputs]] = [
     ("time_decay_scan", "initial is torch.float32 on meta", {"initial": zeros(2, 5, **META)}),
