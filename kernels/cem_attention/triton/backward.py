@@ -321,7 +321,7 @@ _OUTPUTS: tuple[tuple[Any, dict[str, str]], ...] = (
 )
 
 
-def _builds(width: int, what: str = "", *, bias: bool = True, **form: bool) -> Iterator[Build]:
+def _builds(width: int, what: str = "", *, bias: bool = True, **form: Any) -> Iterator[Build]:
     for kernel, outputs in _OUTPUTS:
         if bias or kernel is not _d_bias_kernel:
             add, matrix = False if kernel is _dk_kernel else None, kernel is not _rows_kernel

@@ -245,7 +245,7 @@ def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     )
 
 
-def _build(width: int, what: str = "", **form: bool) -> Build:
+def _build(width: int, what: str = "", **form: Any) -> Build:
     return built(f"d {width}{what}", _forward_kernel, width, outputs={"out": "*bf16", "lse": "*fp32"}, **form)
 
 
