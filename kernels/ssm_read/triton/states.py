@@ -156,14 +156,6 @@ def _gradient_states_kernel(
 
 
 @triton.jit
-def _replaced(at, mask, carried):
-    """What stood there, where now ``carried`` does."""
-    new = tl.load(at, mask=mask, other=0.0)
-    tl.store(at, carried, mask=mask)
-    return new
-
-
-@triton.jit
 def _carry_kernel(
     states_of, tops, spans, rate, slow, given, given_top, starts, after, heads, width, states, chunks,
     BETA: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
@@ -191,14 +183,19 @@ def _carry_kernel(
         at = states_of + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
         span = tl.load(spans + per_chunk, mask=inside, other=0.0)
         decay = tl.exp(-rates * span[None, :])
-        values = values * decay + _replaced(at, mask, values)
-        weights = weights * decay + _replaced(at + states * width, mask, weights)
+        new = tl.load(at, mask=mask, other=0.0)
+        tl.store(at, values, mask=mask)
+        values = values * decay + new
+        new = tl.load(at + states * width, mask=mask, other=0.0)
+        tl.store(at + states * width, weights, mask=mask)
+        weights = weights * decay + new
         if BETA:
             own = tl.load(tops + per_chunk, mask=inside, other=NOTHING)
             tl.store(starts + (bh * (chunks + 1) + chunk) * width + c, top, mask=inside & (tl.program_id(1) == 0))
             before = top
             top = tl.maximum(tl.where(before <= NOTHING, NOTHING, before - slowest * span), own)
-            new = _replaced(at + 2 * states * width, mask, joint)
+            new = tl.load(at + 2 * states * width, mask=mask, other=0.0)
+            tl.store(at + 2 * states * width, joint, mask=mask)
             joint = joint * tl.exp(-relative * span[None, :]) * tl.exp(before - top - slowest * span)[None, :]
             joint += new * tl.exp(own - top)[None, :]
     tl.store(after + of_state, values, mask=mask)
@@ -229,12 +226,17 @@ def _carry_back_kernel(
         at = gradients + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
         span = tl.load(spans + (bh * chunks + chunk) * width + c, mask=inside, other=0.0)
         decay = tl.exp(-rates * span[None, :])
-        values = values * decay + _replaced(at, mask, values)
-        weights = weights * decay + _replaced(at + states * width, mask, weights)
+        new = tl.load(at, mask=mask, other=0.0)
+        tl.store(at, values, mask=mask)
+        values = values * decay + new
+        new = tl.load(at + states * width, mask=mask, other=0.0)
+        tl.store(at + states * width, weights, mask=mask)
+        weights = weights * decay + new
         if BETA:
             top = starts + (bh * (chunks + 1) + chunk) * width + c
             before, after = tl.load(top, mask=inside, other=0.0), tl.load(top + width, mask=inside, other=0.0)
-            new = _replaced(at + 2 * states * width, mask, joint)
+            new = tl.load(at + 2 * states * width, mask=mask, other=0.0)
+            tl.store(at + 2 * states * width, joint, mask=mask)
             joint *= tl.exp(-relative * span[None, :]) * tl.exp(before - after - slowest * span)[None, :]
             joint += new
 
