@@ -1,20 +1,17 @@
-"""data_prep: how long documents are: exact counts of every length, from .idx files of any size. Draws and prints nothing."""
+"""data_prep: how long documents are: exact counts of every length, of any number of documents, and their picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.store.indexed import DOCUMENTS_AT_ONCE, read_index
+from data_prep.store.indexed import DOCUMENTS_AT_ONCE
 from fem_common.plot import COLOURS, INK, QUIET, new_figure, plain_axes, png
 from fem_common.text import count
-
-COUNTED_BELOW = 1 << 20  # lengths counted by place; longer ones, of which no disk holds many, are kept one by one
 
 
 @dataclass(frozen=True)
@@ -52,37 +49,25 @@ class Lengths:
         tokens = int((self.values[:end] * self.documents[:end]).sum())
         return int(self.documents[:end].sum()) / self.total, tokens / self.tokens
 
-    def __add__(self, other: Lengths) -> Lengths:
-        return _collected(np.concatenate((self.values, other.values)), np.concatenate((self.documents, other.documents)))
 
-
-def read_lengths(path: Path, advance: Callable[[int], None]) -> Lengths:
-    """The lengths in an .idx file, read in parts; ``advance`` hears of bytes read. Raises indexed.FormatError."""
-    lengths = read_index(path).lengths
-    parts = (lengths[start : start + DOCUMENTS_AT_ONCE] for start in range(0, len(lengths), DOCUMENTS_AT_ONCE))
-    return count_lengths(parts, advance)
-
-
-def count_lengths(parts: Iterable[npt.NDArray[np.int32]], advance: Callable[[int], None]) -> Lengths:
-    """The distribution of lengths that come in parts."""
-    counts = np.zeros(COUNTED_BELOW, np.int64)
-    long: list[npt.NDArray[np.int64]] = []
-    for part in parts:
-        short = part < COUNTED_BELOW
-        counts += np.bincount(part[short], minlength=COUNTED_BELOW)
-        if not short.all():
-            long.append(part[~short].astype(np.int64))
-        advance(part.nbytes)
-    values = np.flatnonzero(counts)
-    rest = np.concatenate(long) if long else np.zeros(0, np.int64)
-    return _collected(np.concatenate((values, rest)), np.concatenate((counts[values], np.ones(len(rest), np.int64))))
-
-
-def _collected(values: npt.NDArray[np.int64], documents: npt.NDArray[np.int64]) -> Lengths:
+def joined(parts: Iterable[Lengths]) -> Lengths:
+    """The lengths of several sets of documents as one."""
+    values, documents = (np.concatenate(column) for column in zip(*((part.values, part.documents) for part in parts), strict=True))
     distinct, place = np.unique(values, return_inverse=True)
     total = np.zeros(len(distinct), np.int64)
     np.add.at(total, place, documents)
     return Lengths(distinct, total)
+
+
+def count_lengths(lengths: npt.NDArray[np.int32], advance: Callable[[int], None]) -> Lengths:
+    """The distribution of lengths [n], which may be mapped: they are read in parts, and ``advance`` hears of bytes read."""
+    found = []
+    for start in range(0, max(1, len(lengths)), DOCUMENTS_AT_ONCE):
+        part = lengths[start : start + DOCUMENTS_AT_ONCE]
+        values, documents = np.unique(part, return_counts=True)
+        found.append(Lengths(values.astype(np.int64), documents))
+        advance(part.nbytes)
+    return joined(found)
 
 
 DOCUMENTS, TOKENS = COLOURS[:2]

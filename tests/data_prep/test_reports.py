@@ -148,9 +148,9 @@ def test_rate_and_time_left_are_those_of_the_last_quarter_of_an_hour(tmp_path: P
         os.utime(out / "shards" / f"{unit.name}.json", times=(now - 50_000,) * 2 if place < 5 else (now - 100 * (10 - place),) * 2)
     status, missing = status_of(out, 0, now)
     rate = sum(unit.text_bytes for unit in done[6:]) / 500
-    assert status.rate == pytest.approx(rate)
-    assert status.seconds_left == pytest.approx((status.text_bytes - status.text_bytes_done) / rate)
-    assert missing == [unit.number for unit in plan.units if unit.number % 4] and status_of(out, 0, now + 10_000)[0].rate is None
+    assert status["rate"] == pytest.approx(rate)
+    assert status["seconds_left"] == pytest.approx((status["text_bytes"] - status["text_bytes_done"]) / rate)
+    assert missing == [unit.number for unit in plan.units if unit.number % 4] and status_of(out, 0, now + 10_000)[0]["rate"] is None
 
 
 # --- stats: every figure against numpy's on the plain list of lengths ---------------------------------------------------------------------
