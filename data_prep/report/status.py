@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_prep.report.progress import tally_of
-from data_prep.store.entries import dropped_rows, ranges, read_units, shortened, sound_entry
-from data_prep.store.layout import Plan, Unit, entry_path, read_plan
-from data_prep.store.manifest import UnitEntry, read_manifest
+from data_prep.store.entries import dropped_rows, ranges, read_units, shortened, units_done
+from data_prep.store.layout import Unit, entry_path, read_plan
+from data_prep.store.manifest import read_manifest
 from data_prep.store.staging import existing_folder
 from data_prep.verbs.merge import is_merged
 from fem_common.errors import UserError
@@ -51,13 +51,13 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
     plan = read_plan(folder)
     merged = is_merged(folder, plan)
     if merged:
-        found = dict(zip(plan.units, read_units(folder, read_manifest(folder)), strict=True))
+        entries = read_units(folder, read_manifest(folder))
     else:
-        found = {unit: entry for unit in plan.units if (entry := _entry(folder, plan, unit))}
-    entries, total = list(found.values()), sum(unit.text_bytes for unit in plan.units)
+        entries, _, _ = units_done(folder, plan)
+    found, total = {plan.units[entry.unit] for entry in entries}, sum(unit.text_bytes for unit in plan.units)
     counts = tally_of(entries)
     done = sum(unit.text_bytes for unit in found)
-    rate = None if merged else _rate(folder, list(found), now)
+    rate = None if merged else _rate(folder, found, now)
     shares = [[unit for unit in plan.units if unit.number % tasks == task] for task in range(tasks)]
     status = {
         "merged": merged,
@@ -79,15 +79,7 @@ def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], lis
     return status, [unit.number for unit in plan.units if unit not in found]
 
 
-def _entry(folder: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
-    """A unit's entry; None where it is not done, or is to be done again."""
-    try:
-        return sound_entry(folder, plan, unit)
-    except (FileNotFoundError, UserError):
-        return None
-
-
-def _rate(folder: Path, done: Sequence[Unit], now: float) -> float | None:
+def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
     """Bytes of text a second in the last quarter of an hour; None where fewer than two units were finished in it."""
     ends = sorted((entry_path(folder, unit).stat().st_mtime, unit.text_bytes) for unit in done)
     recent = [(end, text_bytes) for end, text_bytes in ends if end > now - RECENT_SECONDS]

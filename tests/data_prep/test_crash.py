@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from data_prep.store.layout import SHARDS, read_plan
-from data_prep.store.staging import Lock, Staging
+from data_prep.store.staging import Staging, lock
 from data_prep.verbs.run import finished
 from fem_common.errors import UserError
 from fem_common.exits import Exit
@@ -149,10 +149,10 @@ def test_leftovers_of_other_machines_go_after_a_day(tmp_path: Path) -> None:
 
 def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(tmp_path: Path, masked: list[object], many_made: Path) -> None:
     out, task = tmp_path / "out", ("--task-id", 0, "--tasks", room.UNITS)
-    with Lock(out):
+    with lock(out):
         for options in ((), task):
             assert "another data_prep process is writing" in room.refused(*masked, *options, code=Exit.IN_USE)
-    with Lock(out, shared=True):
+    with lock(out, shared=True):
         room.refused(*masked, code=Exit.IN_USE)
         assert room.entries(out) == set()
         room.done(*masked, *task)
@@ -170,10 +170,10 @@ def flock_of_nfs(descriptor: int, operation: int) -> None:
 
 def test_the_lock_works_as_nfs_wants_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fem_common.files.fcntl.flock", flock_of_nfs)
-    with Lock(tmp_path, shared=True), Lock(tmp_path, shared=True), pytest.raises(UserError, match="another"), Staging(tmp_path):
+    with lock(tmp_path, shared=True), lock(tmp_path, shared=True), pytest.raises(UserError, match="another"), Staging(tmp_path):
         pass
     with Staging(tmp_path) as staging:
-        for other in (Lock(tmp_path), Lock(tmp_path, shared=True), Staging(tmp_path)):
+        for other in (lock(tmp_path), lock(tmp_path, shared=True), Staging(tmp_path)):
             with pytest.raises(UserError, match="another data_prep process is writing"), other:
                 pass
     assert not staging.path.parent.exists() and capsys.readouterr().err == ""
