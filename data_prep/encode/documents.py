@@ -235,11 +235,8 @@ class Selection:
         faults: dict[int, str],
     ) -> tuple[Documents, Counter[Drop], list[BadRow]]:
         dropped = Counter({REASONS[code - 1]: int(number) for code, number in enumerate(np.bincount(verdict)) if code and number})
-        bad: list[BadRow] = []
-        for row in np.flatnonzero(np.isin(verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for])):
-            if len(bad) == BAD_ROWS_LISTED:
-                break
-            bad.append(BadRow(int(places[row]), REASONS[verdict[row] - 1], faults.get(int(row), "")))
+        listed = np.flatnonzero(np.isin(verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for]))
+        bad = [BadRow(int(places[row]), REASONS[verdict[row] - 1], faults.get(int(row), "")) for row in listed[:BAD_ROWS_LISTED]]
         if dropped:
             keep = verdict == 0
             wanted = pa.array(keep)

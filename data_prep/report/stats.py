@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
             f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, {_bytes_per_token(manifest):.2f} bytes a token"
         )
         make_folder(arguments.picture.parent)
-        write_whole(arguments.picture, draw_lengths(whole, title, MARKS))
+        write_whole(arguments.picture, draw_lengths(whole, title))
         print(f"{arguments.picture}: written", file=sys.stderr)
     return 0
 

@@ -108,7 +108,7 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
         report.add([f"{path} is not in the manifest; remove it, or {fix}" for path in strays if path.exists()])
         if caches:
             report.add(cache_faults(caches, folder, manifest, reading.advance))
-            report.agree.append("index caches")
+            report.agree.append(f"{len(list(caches.glob('*/complete.json')))} index caches")
     if (folder / SHARDS).exists():
         report.notes.append(f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it")
     if plan:
