@@ -265,7 +265,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = load_folder(find_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
     files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
     sample, speed = draw(files, Selection(settings), arguments.sample_mb * 1e6)
-    report = {"files": facts_of_files(files), "columns": asdict(settings.columns), "sample": facts_of_sample(sample, speed)}
+    report: dict[str, Any] = {"files": facts_of_files(files), "columns": asdict(settings.columns), "sample": facts_of_sample(sample, speed)}
     report["encoding"] = encoding(folder, arguments.encoder, sample.batches) if folder and sample.batches else None
     report["estimate"] = estimate(report["files"], report["sample"], report["encoding"], workers)
     if arguments.json:
