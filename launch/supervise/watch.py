@@ -19,7 +19,7 @@ from launch.node.logs import Source, Tail
 from launch.node.stacks import stopped_ranks
 from launch.supervise.classify import Observed
 from launch.supervise.journal import Journal
-from launch.supervise.place import Attempt, Place, PlaceError, Running
+from launch.supervise.place import Attempt, Place, Running
 from launch.supervise.run_files import Sight, has_stepped, look
 
 SAVE = signal.SIGUSR1  # the time limit is near, the job is preempted, or someone asked
@@ -141,22 +141,9 @@ class Watch:
         self._told_at: float | None = None
         self._ended_at: float | None = None
 
-    def run(self, *, show: bool) -> Observed:
-        """Start the ranks and stay until they are gone; ``show``: print what rank 0 says."""
-        before = look(self._directory)
-        try:
-            running = self.place.start(self.attempt)
-        except PlaceError as error:
-            return Observed(
-                None,
-                before,
-                before,
-                told=self.signals.any,
-                refused=str(error),
-                cancelled=self._stop() is not None,
-                taken=taken_away(self.place, self.signals),
-                queue=self.place.can_requeue,
-            )
+    def run(self, before: Sight, *, show: bool) -> Observed:
+        """Start the ranks and stay until they are gone; ``show``: print what rank 0 says. Raises PlaceError where they do not start."""
+        running = self.place.start(self.attempt)
         try:
             code, hang, cut = self._stay(running, before, Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None)
         except BaseException:

@@ -48,10 +48,8 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
     code, said = case.run("--show", environment={"MY_TOKEN": "canary-canary"})
     assert code == 0 and case.outcomes == ["failed", "failed", "finished"], said
     tell(case, wording)
-    assert [(one["failure"]["rank"], one["failure"]["step"], one["failure"]["exit"]) for one in case.attempts[:2]] == [
-        (0, 5, 137),
-        (0, 8, 1),
-    ]
+    failed = [one["failure"] for one in case.attempts[:2]]
+    assert [(failure["rank"], failure["step"], failure["exit"]) for failure in failed] == [(0, 5, 137), (0, 8, 1)]
     assert [(one["checkpoint_start"], one["checkpoint_end"]) for one in case.attempts] == [(None, 3), (3, 3), (3, 10)]
     # The first failure left a checkpoint, so that the next wait was twice as long, and no longer.
     decisions = [(one["decision"]["action"], one["decision"]["delay_seconds"]) for one in case.attempts]

@@ -20,6 +20,7 @@ from tests.launch.supervised import ROOT, Case, wait_for
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm
 
+Script = list[dict[str, Any]]
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --output={folder}/slurm-%j.out --open-mode=append --requeue --ntasks-per-node=1 --cpus-per-task=1
@@ -68,7 +69,6 @@ class Submitted(Case):
         return "".join(path.read_text() for path in launch_folder(self.directory).glob("slurm-*.out"))
 
 
-Script = list[dict[str, Any]]
 NOT_ONE = {"max_failures": 0, "same_failure": 1}
 DEAF: Script = [{"to": 3, "checkpoint": [3], "end": "deaf"}, {"to": 5}]
 WAITS: Script = [{"to": 3, "checkpoint": [2], "end": "wait"}, {"to": 5}]
@@ -133,9 +133,8 @@ def test_a_hang_of_two_nodes_is_dumped_and_restarted(cluster: MiniSlurm, tmp_pat
     case.submit()
     os.kill(case.child(1, 1), signal.SIGSTOP)
     case.completed("hang", "finished")
-    assert {attempt["job_id"] for attempt in case.attempts} == {str(case.id)} and "no step for 6 s" in case.attempts[0]["failure"][
-        "message"
-    ]
+    assert {attempt["job_id"] for attempt in case.attempts} == {str(case.id)}
+    assert "no step for 6 s" in case.attempts[0]["failure"]["message"]
     dumps = [(case.directory / f"attempts/0001/dumps/rank_0000{rank}.txt").read_text() for rank in (0, 1)]
     assert "stand_in" in dumps[0] and "T (stopped)" in dumps[1]
 
