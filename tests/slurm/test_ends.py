@@ -151,18 +151,19 @@ def test_a_cordoned_node_is_left_before_the_start(cluster: MiniSlurm, tmp_path: 
 
 def test_a_node_that_fails_twice_is_cordoned_and_one_that_dies_is_done_without(make_cluster: MakeCluster, tmp_path: Path) -> None:
     cluster = make_cluster(nodes=4, slurmd_timeout=5)
-    script: Script = [*[{"to": 3, "checkpoint": [3], "end": "wait"}] * 3, {"to": 5}]
+    script: Script = [*[{"to": 3, "checkpoint": [3], "end": "hang"}] * 3, {"to": 5}]  # without its peer none can save
     case = Submitted(cluster, tmp_path / "run", script, nodes=2, torchrun=True)
     case.submit()
     for attempt in (1, 2):
         case.ready(attempt)
         os.kill(case.child(1, attempt), signal.SIGKILL)
     case.ready(3)
-    assert [attempt["nodes"] for attempt in case.attempts] == [["node1", "node2"], ["node1", "node2"], ["node1", "node3"]]
+    *before, (head, other) = (attempt["nodes"] for attempt in case.attempts)
+    assert before == [["node1", "node2"]] * 2 and "node2" not in (head, other)
     assert cluster.job(case.id)["ExcNodeList"] == "node2" and list(cordoned(case.cordon)) == ["node2"]
-    cluster.kill_node("node1")  # the batch host
+    cluster.kill_node(head)  # the batch host
     cluster.wait(case.id, "COMPLETED", timeout=300)
-    assert case.attempts[-1]["nodes"] == ["node3", "node4"] and case.outcomes[-1] == "finished", case.said
+    assert not {"node2", head} & set(case.attempts[-1]["nodes"]) and case.outcomes[-1] == "finished", case.said
 
 
 @pytest.mark.slow
