@@ -1,7 +1,4 @@
-"""The verbs ``status`` and ``logs`` over recorded folders: the queue's word counts first; who said what, and what failed first.
-
-Long, because both verbs read the same recorded folders.
-"""
+"""The verbs ``status`` and ``logs`` over recorded folders: the queue's word counts first; who said what, and what failed first."""
 
 from __future__ import annotations
 

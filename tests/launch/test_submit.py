@@ -1,7 +1,4 @@
-"""What a command line becomes, and what is in a directory already. pretrain itself resolves; nothing is submitted to a queue here.
-
-Long, because a run, a command, a sweep and an array go through the same steps.
-"""
+"""What a command line becomes, and what is in a directory already. pretrain itself resolves; nothing is submitted to a queue here."""
 
 from __future__ import annotations
 
