@@ -29,6 +29,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from fem_common.errors import ConfigError
 from fem_common.files import locked
+from fem_common.progress import Progress
 
 from .catalogue import Tasks, harness_version, quiet
 from .perplexity import training_length
@@ -42,16 +43,16 @@ class NotANumber(ValueError):
 class Answers:
     """Answers by request, in ``path``. identity: of the model, the task and the settings; a file of another identity is begun anew.
 
-    truncated: keys of the requests whose beginning did not fit into the context. told: called after each answer.
+    truncated: keys of the requests whose beginning did not fit into the context. progress: of the requests that were not answered before.
 
     Raises InUse on entering where another process writes the file.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: dict[str, Any], progress: Progress | None = None) -> None:
         self.path, self.identity = path, identity
+        self.progress = progress or Progress(0, "requests", quiet=True)
         self.known: dict[str, Any] = {}
         self.truncated: set[str] = set()
-        self.told: Callable[[], None] = lambda: None
         self._held = ExitStack()
         self._file: BinaryIO
 
@@ -101,7 +102,7 @@ class Answers:
         if not sampled(arguments):
             self.known[key] = answer
             self._write(json.dumps([key, answer, key in self.truncated]).encode())
-        self.told()
+        self.progress.advance()
 
     def remove(self) -> None:
         """All is in the result."""
@@ -162,11 +163,10 @@ class Adaptor(HFLM):
                 prefix_token_id=opened.tokenizer.eos_token_id if ours else None,
             )
         self.answers: Answers
-        self.begun: Callable[[int, int], None] = lambda known, total: None
 
-    def keep_in(self, answers: Answers, begun: Callable[[int, int], None]) -> None:
-        """From now on answers are kept there; begun(known, total) is called when requests are asked."""
-        self.answers, self.begun = answers, begun
+    def keep_in(self, answers: Answers) -> None:
+        """From now on answers are kept there."""
+        self.answers = answers
         self.set_cache_hook(answers)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Adaptor(HFLM):
         """The answers that are kept, and the model's to all else."""
         found = [self.answers.known.get(request_key(kind, request.args)) for request in requests]
         waiting = [request for request, answer in zip(requests, found, strict=True) if answer is None]
-        self.begun(len(requests) - len(waiting), len(requests))
+        self.answers.progress.total = (self.answers.progress.total or 0) + len(waiting)
         fresh = iter(ask(waiting, disable_tqdm=True) if waiting else [])
         return [next(fresh) if answer is None else answer for answer in found]
 

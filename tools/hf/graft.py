@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from fem_common.errors import ConfigError
+from fem_common.text import aligned
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionShape
@@ -142,18 +143,7 @@ def table(plan: Graft) -> list[str]:
         cells.append((row.name, row.layers, status, f"{row.parameters:,}", f"{row.copied:,}"))
     total, copied = sum(row.parameters for row in found), sum(row.copied for row in found)
     cells.append(("all", "", f"{100 * copied / total:.1f}% copied", f"{total:,}", f"{copied:,}"))
-    widths = [max(len(row[column]) for row in cells) for column in range(5)]
-    lines = [
-        "  ".join(
-            [
-                *(cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)),
-                row[3].rjust(widths[3]),
-                row[4].rjust(widths[4]),
-            ]
-        )
-        for row in cells
-    ]
-    return [*lines, f"left behind of the folder's: {'; '.join(_generalised(plan.left)) or 'nothing'}"]
+    return [*aligned(cells, (0, 1, 2)), f"left behind of the folder's: {'; '.join(_generalised(plan.left)) or 'nothing'}"]
 
 
 def described(plan: Graft) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.text import aligned
 from fem_megatron.config import ModelConfig
 
 from .compare import (
@@ -56,9 +57,7 @@ def as_text(found: Findings) -> str:
     skipped = f", {found.skipped} more that B does not take" if found.skipped else ""
     lines.append(f"computed: {found.prompts} prompts, {found.predictions.tokens} tokens{skipped}")
     rows = [(row, number(d.absolute), number(d.relative), d.where.partition(", ")[2] if d.absolute else "") for row, d in found.layers()]
-    table = [("", "largest |a - b|", "of the largest", "in"), *rows]
-    widths = [max(len(cells[column]) for cells in table) for column in range(3)]
-    lines += ["  " + "  ".join([*(c.ljust(w) for c, w in zip(cells, widths, strict=False)), cells[3]]).rstrip() for cells in table]
+    lines += [f"  {line}" for line in aligned([("", "largest |a - b|", "of the largest", "in"), *rows])]
     seen = found.predictions
     if seen.tokens:
         mean = number(seen.kl / seen.tokens)

@@ -82,7 +82,7 @@ def adaptor(tmp_path: Path) -> Callable[..., Adaptor]:
     def make(model: OpenModel, batch_size: int | str = 4, **options: Any) -> Adaptor:
         made = Adaptor(model, batch_size, **options)
         answers = Answers(tmp_path / ".answers" / f"{len(list(tmp_path.rglob('*.jsonl')))}.jsonl", {})
-        made.keep_in(answers.__enter__(), lambda known, total: None)
+        made.keep_in(answers.__enter__())
         return made
 
     return make
@@ -179,7 +179,7 @@ def asked(tmp_path: Path, model: OpenModel, task: str, limit: int | None = None,
     suite = load_suite(str(suite_file(tmp_path / "s.yaml", task)))
     with Answers(tmp_path / "answers" / "x.jsonl", {}) as answers:
         adaptor = Adaptor(model, 3)
-        adaptor.keep_in(answers, lambda known, total: None)
+        adaptor.keep_in(answers)
         return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, Seeds(), answers)
 
 
