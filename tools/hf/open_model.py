@@ -31,7 +31,7 @@ from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
-from .recipes import VOCABULARY, Recipes, Store, first_of, made, to_fem
+from .recipes import VOCABULARY, Recipes, Tensors, first_of, made, to_fem
 from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
 from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids, tokenizers_of_checkpoint
 
@@ -335,17 +335,17 @@ def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
         folder = read_folder(path)
         settings = {key: value for key, value in folder.config.items() if key not in UNREAD}
         code = _files(sorted(path.glob("*.py"))) if folder.ours else ""
-        return _digest([_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder_store(folder))])
+        return _digest([_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder)])
     found = find(path)
     named = [tokenizer] if tokenizer else tokenizers_of_checkpoint(found.path, found.manifest)
     settings = asdict(ModelConfig.from_dict(found.manifest["config"]["model"]))
     del settings["attention_backend"]
-    return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(checkpoint_store(found.path))])
+    return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(Weights(found.path))])
 
 
-def _tensors(store: Store) -> Iterable[str]:
-    for name in sorted(store.shapes):
-        tensor = store.get(name).contiguous()
+def _tensors(source: Tensors) -> Iterable[str]:
+    for name in sorted(source.shapes):
+        tensor = source.read([name])[name].contiguous()
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         yield hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
@@ -366,14 +366,3 @@ def _json(value: dict[str, Any]) -> str:
 
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def folder_store(folder: Folder) -> Store:
-    """A folder's tensors under their own names."""
-    return Store({name: stored.shape for name, stored in folder.tensors.items()}, folder.get)
-
-
-def checkpoint_store(step: Path) -> Store:
-    """A checkpoint's tensors under the training code's names. Raises ConfigError where it is damaged."""
-    weights = Weights(step)
-    return Store(weights.shapes, lambda name: weights.read([name])[name])
