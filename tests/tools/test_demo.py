@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from matplotlib import image
@@ -27,7 +28,7 @@ from tests.wording import Wording
 from tools.demo import pages, report, stock_transformers
 from tools.demo.__main__ import ENVIRONMENT, main
 from tools.demo.report import History, checkpoint_step, largest_difference
-from tools.demo.shell import DemoError, Shell, children, printed, terminate_children
+from tools.demo.shell import DemoError, Shell, printed, terminate_children
 from tools.demo.steps import VOCABULARY, Demo
 
 ROOT = Path(__file__).parents[2]
@@ -206,7 +207,7 @@ def test_sigterm_reaches_a_commands_children_and_not_itself(shell: Shell) -> Non
     signalled: list[int] = []
 
     def watch(pid: int) -> None:
-        if children(pid) and not signalled:
+        if psutil.Process(pid).children() and not signalled:
             signalled.append(pid)
             terminate_children(pid)
 

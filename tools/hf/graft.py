@@ -103,20 +103,8 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
 # --- the table -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: the tensors of one name in several layers that have one origin."""
-
-    name: str
-    layers: str
-    status: str
-    parts: tuple[str, ...]
-    parameters: int
-    copied: int
-
-
-def rows(plan: Graft) -> list[Row]:
-    """The plan by name and origin, in the order of the model."""
+def described(plan: Graft) -> dict[str, Any]:
+    """The table for programs: an entry for the tensors of one name in several layers that have one origin, in the order of the model."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
     for name, weight in model_weights(plan.target).items():
         origin = plan.origins.get(name)
@@ -126,37 +114,23 @@ def rows(plan: Graft) -> list[Row]:
         parts = origin.parts if origin is not None and status == "partly" else ()
         entry = (layer[1] if layer else "", weight.size, 0 if origin is None else origin.copied)
         groups.setdefault((general, status, parts), []).append(entry)
-    return [
-        Row(
-            name, _ranges([int(layer) for layer, _, _ in found if layer]), status, parts, sum(e[1] for e in found), sum(e[2] for e in found)
-        )
-        for (name, status, parts), found in groups.items()
-    ]
+    tensors: list[dict[str, Any]] = []
+    for (name, status, parts), found in groups.items():
+        layers, sizes, copied = zip(*found, strict=True)
+        about = {"name": name, "layers": _ranges([int(layer) for layer in layers if layer]), "status": status, "parts": list(parts)}
+        tensors.append({**about, "parameters": sum(sizes), "copied": sum(copied)})
+    sums = {key: sum(tensor[key] for tensor in tensors) for key in ("parameters", "copied")}
+    return {"format": 1, "tensors": tensors, **sums, "left_behind": _generalised(plan.left)}
 
 
-def table(plan: Graft) -> list[str]:
-    """The plan as lines of text: every tensor, what of it is copied, how many numbers; the sums; what of the source is left behind."""
-    found = rows(plan)
+def table(found: dict[str, Any]) -> list[str]:
+    """What ``described`` says as lines of text: every tensor, what of it is copied, how many numbers; the sums; what is left behind."""
     cells = [("tensor", "layers", "", "parameters", "copied")]
-    for row in found:
-        status = f"{row.status}: {', '.join(row.parts)}" if row.parts else row.status
-        cells.append((row.name, row.layers, status, f"{row.parameters:,}", f"{row.copied:,}"))
-    total, copied = sum(row.parameters for row in found), sum(row.copied for row in found)
-    cells.append(("all", "", f"{100 * copied / total:.1f}% copied", f"{total:,}", f"{copied:,}"))
-    return [*aligned(cells, (0, 1, 2)), f"left behind of the folder's: {'; '.join(_generalised(plan.left)) or 'nothing'}"]
-
-
-def described(plan: Graft) -> dict[str, Any]:
-    """The table for programs."""
-    found = rows(plan)
-    total, copied = sum(row.parameters for row in found), sum(row.copied for row in found)
-    return {
-        "format": 1,
-        "tensors": [vars(row) | {"parts": list(row.parts)} for row in found],
-        "parameters": total,
-        "copied": copied,
-        "left_behind": _generalised(plan.left),
-    }
+    total = f"{100 * found['copied'] / found['parameters']:.1f}% copied"
+    for row in (*found["tensors"], {"name": "all", "layers": "", "status": total, "parts": (), **found}):
+        status = f"{row['status']}: {', '.join(row['parts'])}" if row["parts"] else row["status"]
+        cells.append((row["name"], row["layers"], status, f"{row['parameters']:,}", f"{row['copied']:,}"))
+    return [*aligned(cells, (0, 1, 2)), f"left behind of the folder's: {'; '.join(found['left_behind']) or 'nothing'}"]
 
 
 def _generalised(names: tuple[str, ...]) -> list[str]:

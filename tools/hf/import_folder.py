@@ -110,11 +110,12 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
             tokenizer.copy_to(folder / "tokenizer")
         (folder / MODEL).write_text(model_yaml(config.model, hf_dir), encoding="utf-8")
         if plan:
-            told = {"from": str(hf_dir), "seed": config.train.seed, **described(plan)}
+            copied = described(plan)
+            told = {"from": str(hf_dir), "seed": config.train.seed, **copied}
             (folder / "grafted.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     for line in notes:
         print(f"tools.hf: note: {line}", file=sys.stderr)
-    for line in table(plan) if plan else []:
+    for line in table(copied) if plan else []:
         print(line)
     print(f"wrote {out / step.name}: {'-'.join(dict.fromkeys(mixer_names(config.model)))}, {parameters:,} parameters, {types}")
     print(f"start from it: python -m pretrain RUN.yaml model={out / MODEL} checkpoint.load={out}")
