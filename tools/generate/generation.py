@@ -18,19 +18,10 @@ from fem_common.errors import ConfigError
 from fem_megatron.megatron import platform
 from pretrain.plan.run_plan import decoding_state_bytes
 from tools.hf.open_model import OpenModel, open_model, quiet_transformers
-from tools.hf.tokenizer import first_line
+from tools.hf.tokenizer import SPECIAL_IDS, first_line
 
 BETWEEN = "-" * 20  # a line between the texts of several prompts
 COMPILING_STEPS = 2  # the first decoding steps, during which torch compiles
-
-
-class ToStdout(TextStreamer):
-    """transformers' streamer: whole words, so that no character comes in pieces. Adds no line of its own."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Writes what is certain."""
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
 
 class Clock(StoppingCriteria):
@@ -79,9 +70,7 @@ def run(prompts: list[str], settings: Namespace) -> int:
     if settings.json:
         json.dump(as_json(opened, answer, settings), sys.stdout, ensure_ascii=False)
         sys.stdout.write("\n")
-    elif len(prompts) == 1 and settings.beams == 1:
-        sys.stdout.write("\n")  # the text has been streamed
-    else:
+    elif len(prompts) > 1 or settings.beams > 1:  # else the text has been streamed
         sys.stdout.write(f"\n{BETWEEN}\n".join(answer.texts) + "\n")
     sys.stdout.flush()
     for line in told(opened, answer, settings):
@@ -114,24 +103,17 @@ def asked(settings: Namespace) -> dict[str, Any]:
     return {**how, **more, "num_beams": settings.beams, "use_cache": not settings.no_cache}
 
 
-def plain(model: Any) -> None:
-    """Leaves of a folder's own generation settings its special tokens alone: a penalty there would bend the greedy choice, too."""
-    theirs = model.generation_config
-    model.generation_config = GenerationConfig(
-        bos_token_id=theirs.bos_token_id, eos_token_id=theirs.eos_token_id, pad_token_id=theirs.pad_token_id
-    )
-
-
 def generate(opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Namespace) -> Answer:
     """The continuations. A single prompt's text is written as it comes, unless JSON is asked for, or beams, which may change it yet."""
     tokenizer, model = opened.tokenizer, opened.model
     assert tokenizer is not None
-    plain(model)
-    end = model.generation_config.eos_token_id
+    theirs = model.generation_config  # a penalty there would bend the greedy choice, too
+    model.generation_config = GenerationConfig(**{name: getattr(theirs, name) for name in SPECIAL_IDS})
+    end = theirs.eos_token_id
     ends = set(end) if isinstance(end, list) else {end}
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     ids, mask = left_padded(rows, pad)
-    streamer = ToStdout(tokenizer, skip_special_tokens=True) if len(rows) == 1 and settings.beams == 1 and not settings.json else None
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(rows) == 1 and settings.beams == 1 and not settings.json else None
     torch.manual_seed(settings.seed)
     clock = Clock()
     answer = Answer(prompts, [], [len(row) for row in rows], [], clock)

@@ -35,6 +35,7 @@ from pretrain.plan.run_plan import model_weights
 from .recipes import padded
 
 PACKED = "in_proj.weight"
+Fill = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Origin:
 
     sources: tuple[str, ...]
     copied: int
-    fill: Callable[[Tensor, list[Tensor]], Tensor]
+    fill: Fill
     parts: tuple[str, ...] = ()
     taken: frozenset[str] = frozenset()
 
@@ -89,7 +90,9 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     embedding, output, norm = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
     for name in {embedding, output, norm} & want.keys():
         theirs = name if name in have else embedding
-        origins[name] = Origin((theirs,), want[name].size, _rows_of(want[name].shape[0]), taken=frozenset({theirs}))
+        # All rows, and zeros below them where the vocabulary is padded further.
+        fill: Fill = lambda _, tensors, rows=want[name].shape[0]: padded(tensors[0][:rows], rows)  # type: ignore[misc]  # noqa: E731
+        origins[name] = Origin((theirs,), want[name].size, fill, taken=frozenset({theirs}))
     for layer, (ours, block) in enumerate(zip(source.blocks(), target.blocks(), strict=True)):
         found = _renamed(_mixer(ours.mixer, block.mixer), "mixer.")
         if ours.mlp is not None and block.mlp is not None:
@@ -163,7 +166,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def _mixer(source: Shape, target: Shape) -> Origins:
     if source == target:
-        return _same(source)
+        return {name: _whole(name, weight.size) for name, weight in source.weights().items()}
     assert isinstance(source, AttentionShape)
     want = target.weights()
     origins: Origins = {}
@@ -236,7 +239,7 @@ def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> 
     return {"q": grouped[:, :each].flatten(0, 1), "k": k, "v": v}
 
 
-def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Callable[[Tensor, list[Tensor]], Tensor]:
+def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Fill:
     """The start's slices of ``fitting`` replaced by the source's heads."""
 
     def fill(start: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -250,7 +253,7 @@ def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str])
     return fill
 
 
-def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ...]) -> Callable[[Tensor, list[Tensor]], Tensor]:
+def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ...]) -> Fill:
     each = target.heads // target.groups
     place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}
 
@@ -264,17 +267,8 @@ def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ..
     return fill
 
 
-def _rows_of(count: int) -> Callable[[Tensor, list[Tensor]], Tensor]:
-    """All rows, to ``count`` by zeros where the vocabulary is padded further."""
-    return lambda _, tensors: padded(tensors[0][:count], count)
-
-
 def _whole(name: str, size: int) -> Origin:
     return Origin((name,), size, lambda _, tensors: tensors[0], taken=frozenset(_all_of(name)))
-
-
-def _same(shape: Shape) -> Origins:
-    return {name: _whole(name, weight.size) for name, weight in shape.weights().items()}
 
 
 def _renamed(origins: Origins, prefix: str) -> Origins:
