@@ -99,8 +99,7 @@ def _command(given: argparse.Namespace) -> int:
         return 0
     if given.limit is not None:
         print(f"--limit {given.limit}: these are not the tasks' scores", file=sys.stderr)
-    options = run.Options(given.device, given.dtype, given.tokenizer, given.batch_size)
-    runner = run.Runner(out, tasks, settings, options, sys.stderr)
+    runner = run.Runner(out, tasks, settings, given, sys.stderr)
     runner.run(plan)
     for line in runner.skipped:
         print(f"skipped: {line}", file=sys.stderr)

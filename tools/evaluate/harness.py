@@ -120,16 +120,7 @@ def sampled(arguments: Any) -> bool:
 
 
 BOOTSTRAPS = 1000  # draws of a standard error that has no formula
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """Of what is random in a task: the order of GPQA's choices, which examples are shown, a sampled answer. Defaults: the harness's own."""
-
-    choices: int = 0
-    numpy: int = 1234
-    torch: int = 1234
-    examples: int = 1234
+SEED = 1234  # the harness's own, but of the order of choices, which is 0
 
 
 class Adaptor(HFLM):
@@ -233,21 +224,24 @@ class Asked:
     requests: int
 
 
-def ask(adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, seeds: Seeds, answers: Answers) -> Asked:
+def ask(adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, seed: int | None, answers: Answers) -> Asked:
     """Asks the model one task, all parts of a group at once. limit: the first so many examples of each part.
+
+    seed: of the order of choices, of which examples are shown and of sampled answers; None: the harness's own.
 
     Raises whatever the harness, the task's code or the model does.
     """
-    random.seed(seeds.choices)
-    np.random.seed(seeds.numpy)
-    torch.manual_seed(seeds.torch)
+    random.seed(seed or 0)
+    others = SEED if seed is None else seed
+    np.random.seed(others)
+    torch.manual_seed(others)
     with quiet():
         datasets.disable_caching()  # what a task makes of its data depends on the seeds, which the library's cache does not know
         loaded = tasks.manager.load([column.task])
         for task in loaded["tasks"].values():
             if column.fewshot is not None or task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=column.fewshot or 0)
-            task.set_fewshot_seed(seed=seeds.examples)
+            task.set_fewshot_seed(seed=others)
         found = evaluate(adaptor, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
     assert found is not None
     leaves = [leaf.name for leaf in tasks.leaves[column.task]]

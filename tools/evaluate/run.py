@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -55,16 +56,6 @@ class Plan:
     done: int
 
 
-@dataclass(frozen=True)
-class Options:
-    """How models are opened and asked. batch_size: None: chosen by the device."""
-
-    device: str
-    dtype: str | None
-    tokenizer: Path | None
-    batch_size: int | None
-
-
 def plan(suite: Suite, models: list[Model], out: Path, settings: Settings, tasks: Tasks | None, retry: bool) -> Plan:
     """What of the suite has no result. retry: a result that does not fit is asked again.
 
@@ -100,9 +91,12 @@ def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
 
 
 class Runner:
-    """Does a plan's jobs. failed: lines of what went wrong; skipped: of what this machine cannot be asked."""
+    """Does a plan's jobs. options: the command line's device, dtype, tokenizer and batch_size.
 
-    def __init__(self, out: Path, tasks: Tasks | None, settings: Settings, options: Options, stream: TextIO) -> None:
+    failed: lines of what went wrong; skipped: of what this machine cannot be asked.
+    """
+
+    def __init__(self, out: Path, tasks: Tasks | None, settings: Settings, options: Namespace, stream: TextIO) -> None:
         self.out, self.tasks, self.settings, self.options, self.stream = out, tasks, settings, options, stream
         self.failed: list[str] = []
         self.skipped: list[str] = []
@@ -174,17 +168,15 @@ class Runner:
         return Answers(file, {"model_key": job.model.key, **job.settings}, progress)
 
     def _harness(self, job: Job, count: str) -> list[dict[str, Any]]:
-        from .harness import Adaptor, Seeds, ask
+        from .harness import Adaptor, ask
 
         assert self.tasks is not None
         if self._adaptor is None:
             small = self._opened.model.device.type == "cpu"
             self._adaptor = Adaptor(self._opened, self.options.batch_size or (CPU_BATCH if small else "auto"), self.settings.max_length)
-        seed = self.settings.seed
         with self._answers(job, count) as answers, answers.progress:
             self._adaptor.keep_in(answers)
-            seeds = Seeds() if seed is None else Seeds(seed, seed, seed, seed)
-            asked = ask(self._adaptor, self.tasks, job.columns[0], self.settings.limit, seeds, answers)
+            asked = ask(self._adaptor, self.tasks, job.columns[0], self.settings.limit, self.settings.seed, answers)
         return [results.harness_result(column, asked) for column in job.columns]
 
     def _heldout(self, job: Job) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, byte_tokeniz
 from tests.tools.refusals import Refused
 from tools.evaluate import results
 from tools.evaluate.catalogue import find_tasks
-from tools.evaluate.harness import Adaptor, Answers, Asked, NotANumber, Seeds, ask
+from tools.evaluate.harness import Adaptor, Answers, Asked, NotANumber, ask
 from tools.evaluate.suite import SuiteTask, load_suite
 from tools.hf.open_model import OpenModel
 
@@ -180,7 +180,7 @@ def asked(tmp_path: Path, model: OpenModel, task: str, limit: int | None = None,
     with Answers(tmp_path / "answers" / "x.jsonl", {}) as answers:
         adaptor = Adaptor(model, 3)
         adaptor.keep_in(answers)
-        return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, Seeds(), answers)
+        return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, None, answers)
 
 
 def right(model: OpenModel, rows: list[dict[str, Any]], before: str = "", normalised: bool = False) -> list[float]:
