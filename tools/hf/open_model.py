@@ -87,9 +87,17 @@ def open_model(path: Path, *, dtype: torch.dtype | None = None, device: str = "c
     path = Path(path)
     check_there(path)
     with quiet_transformers():
-        if is_folder(path):
-            return _open_folder(read_folder(path), dtype, place, tokenizer)
-        return _open_checkpoint(path, dtype, place, tokenizer)
+        if not is_folder(path):
+            return _open_checkpoint(path, dtype, place, tokenizer)
+        folder = read_folder(path)
+        check_architecture(folder)
+        reader, where, why = _tokenizer(tokenizer, [path])
+        model = _loaded(folder, dtype)
+        if reader is not None and where is not None:
+            check_tokenizer(reader, model.config.vocab_size, where)
+        kind = "exported folder" if folder.ours or folder.training() else "Hugging Face folder"
+        name, config = path.resolve().name, known_model(folder)
+        return OpenModel(name, path, model.to(place).eval(), reader, config, folder.training(), kind, where, why)
 
 
 def weights_at(path: Path) -> Path:
@@ -145,25 +153,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 # --- Hugging Face folders --------------------------------------------------------------------------------------------------------
-
-
-def _open_folder(folder: Folder, dtype: torch.dtype | None, device: torch.device, tokenizer: Path | None) -> OpenModel:
-    check_architecture(folder)
-    reader, where, why = _tokenizer(tokenizer, [folder.path])
-    model = _loaded(folder, dtype)
-    if reader is not None and where is not None:
-        check_tokenizer(reader, model.config.vocab_size, where)
-    return OpenModel(
-        name=folder.path.resolve().name,
-        source=folder.path,
-        model=model.to(device).eval(),
-        tokenizer=reader,
-        config=known_model(folder),
-        manifest=folder.training(),
-        kind="exported folder" if folder.ours or folder.training() else "Hugging Face folder",
-        tokenizer_folder=where,
-        no_tokenizer=why,
-    )
 
 
 def check_architecture(folder: Folder) -> None:
@@ -243,16 +232,8 @@ def _open_checkpoint(path: Path, dtype: torch.dtype | None, device: torch.device
     if reader is not None and where is not None:
         check_tokenizer(reader, config.vocab_size, where)
     model = checkpoint_model(found, config, reader, dtype, device)
-    return OpenModel(
-        name=found.manifest["config"]["name"],
-        source=found.path,
-        model=model,
-        tokenizer=reader,
-        config=config,
-        manifest=found.manifest,
-        tokenizer_folder=where,
-        no_tokenizer=why,
-    )
+    name = found.manifest["config"]["name"]
+    return OpenModel(name, found.path, model, reader, config, found.manifest, tokenizer_folder=where, no_tokenizer=why)
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------------------
