@@ -373,7 +373,7 @@ def test_every_third_party_import_is_declared() -> None:
     assert {name for name in used if distribution.get(name, name) not in declared} == set()
     # The other way: nothing is asked for that nothing needs. Two are imported for us, by Megatron-core's checkpoint writer and
     # torch.utils.tensorboard, neither of which declares it; py-spy is a command.
-    assert set(requirements()) - {distribution.get(name, name) for name in used} == {"psutil", "py-spy", "tensorboard"}
+    assert set(requirements()) - {distribution.get(name, name) for name in used} == {"py-spy", "tensorboard"}
 
 
 def test_the_readme_draws_the_house_and_gives_a_reason_for_every_dependency() -> None:
