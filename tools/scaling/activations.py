@@ -5,8 +5,9 @@ One process, whatever the layout of the run. The groups of Megatron-core live as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,15 +98,15 @@ class Sites:
         self.now: dict[str, Tensor] = {}
         self.start: dict[str, Tensor] = {}
         blocks = blocks_of([chunk])
-        first, last = blocks[min(blocks)], chunk.decoder.final_layernorm
-        self.handles = [first.register_forward_pre_hook(self._before("embedding"), with_kwargs=True)]
+        entered = (("embedding", blocks[min(blocks)]), ("residual", chunk.decoder.final_layernorm))
+        self.handles = [module.register_forward_pre_hook(partial(self._entered, site), with_kwargs=True) for site, module in entered]
         for number, block in sorted(blocks.items()):
-            for part, update in (("mixer", block.mixer), ("mlp", block.mlp)):
-                if update is not None:
-                    site = f"layer_{number:02}" + ("/iteration_{:02}" if block.recurrence > 1 else "") + f"/{part}"
-                    self.handles.append(update.register_forward_hook(self._added(site)))
-        self.handles.append(last.register_forward_pre_hook(self._before("residual"), with_kwargs=True))
-        self.handles.append(chunk.output_layer.register_forward_hook(self._logits(vocabulary)))
+            site = f"layer_{number:02}" + ("/iteration_{:02}" if block.recurrence > 1 else "")
+            parts = (("mixer", block.mixer), ("mlp", block.mlp))
+            self.handles += [
+                update.register_forward_hook(partial(self._added, f"{site}/{part}")) for part, update in parts if update is not None
+            ]
+        self.handles.append(chunk.output_layer.register_forward_hook(partial(self._logits, vocabulary)))
 
     def read(self) -> dict[str, tuple[float, float]]:
         """Site -> (scale, change) of the last forward pass; the first call's is the start that changes are from."""
@@ -122,26 +123,17 @@ class Sites:
     def _keep(self, site: str, value: Tensor) -> None:
         self.now[site] = value.detach().float().clone()
 
-    def _before(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._keep(site, arguments[0] if arguments else next(iter(named.values())))
+    def _entered(self, site: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._keep(site, arguments[0] if arguments else next(iter(named.values())))
 
-        return look
+    def _added(self, site: str, update: nn.Module, arguments: tuple[Tensor, Context], after: Tensor) -> None:
+        x, context = arguments
+        assert isinstance(update, Update)
+        # CEM may step from the normalised stream, which would hide the steps' own size.
+        self._keep(site.format(context.iteration), after.detach() - update.start(x.detach()).detach())
 
-    def _added(self, site: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(update: nn.Module, arguments: tuple[Tensor, Context], after: Tensor) -> None:
-            x, context = arguments
-            assert isinstance(update, Update)
-            # CEM may step from the normalised stream, which would hide the steps' own size.
-            self._keep(site.format(context.iteration), after.detach() - update.start(x.detach()).detach())
-
-        return look
-
-    def _logits(self, vocabulary: int) -> Callable[[nn.Module, Any, Any], None]:
-        def look(layer: nn.Module, arguments: Any, output: tuple[Tensor, Any]) -> None:
-            self._keep("logits", output[0][..., :vocabulary])
-
-        return look
+    def _logits(self, vocabulary: int, layer: nn.Module, arguments: Any, output: tuple[Tensor, Any]) -> None:
+        self._keep("logits", output[0][..., :vocabulary])
 
 
 def _rms(value: Tensor) -> float:

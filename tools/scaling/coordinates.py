@@ -15,14 +15,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fem_common.config import read_values
 from fem_common.errors import ConfigError
 from fem_common.plot import png
+from fem_common.text import counted
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import any_on_disk
 from pretrain.validate import prepare, validate
 from tools.scaling.flatness import LIMIT, Record, as_csv, coordinates, judge, summary, table, worst
+from tools.scaling.planning import shaped
+from tools.scaling.study import Study, load_study
 from tools.scaling.table import write_file
 
 if TYPE_CHECKING:
@@ -50,25 +54,22 @@ PROPORTIONAL = (
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to check: its name, the run's file, its settings, and whether its verdict counts."""
+    """One thing to check: a name, a run's file and settings, whether its verdict counts; ``study``: whose rule gives the shapes."""
 
     name: str
     base: Path
     words: tuple[str, ...]
     counts: bool = True
+    study: Study | None = None
 
     def config(self, width: int, steps: int) -> RunConfig:
-        """The run at ``width``, as it is trained here.
-
-        Raises:
-            ConfigError: no such shape, or the run is wrong.
-            StorageError: a file system failed.
-        """
+        """The run at ``width``, as it is trained here. Raises ConfigError (no such shape, or the run is wrong), StorageError."""
         run = load_run(self.base, [*OWN, *self.words])
         given = any(word.partition("=")[0].strip() == "data.seq_length" for word in self.words)
         length = () if given else (f"data.seq_length={min(run.data.seq_length, LONGEST)}",)
         forced = [*FORCED, f"train.steps={steps}", f"train.micro_batch_size={run.train.global_batch_size}"]
-        words = [*OWN, *length, *self.words, *forced, *_shape(run.model, width)]
+        shape = _shape(run.model, width) if self.study is None else _shape_of_study(self.study, width)
+        words = [*OWN, *length, *self.words, *forced, *shape]
         config = load_run(self.base, words)
         for name in mixer_names(config.model):
             if describe(name).package is not None:
@@ -99,11 +100,18 @@ def _shape(model: ModelConfig, width: int) -> list[str]:
     return words
 
 
+def _shape_of_study(study: Study, width: int) -> list[str]:
+    """The study's rule, but for the layers: they are the base's, or those that the study's first size states."""
+    layers = study.sizes[0].layers if study.sizes else None
+    words = [word for word in shaped(study.shape, width).words if not word.startswith("model.num_layers=")]
+    return words if layers is None else [*words, f"model.num_layers={layers}"]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the run")
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="a run, or a study: each of its variants, by its shape rule")
     parser.add_argument("--mixer", action="append", default=[], metavar="M,..", help="these mixers in place of the file's")
-    parser.add_argument("--widths", default=WIDTHS, metavar="N,..", help=f"default: {WIDTHS}")
+    parser.add_argument("--widths", metavar="N,..", help=f"default: the study's, or {WIDTHS}")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="optimizer steps (default: 10)")
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="initialisations to take the mean over (default: 2)")
     parser.add_argument("--random", action="store_true", help="tokens drawn by Zipf's law even where the run's data is there")
@@ -113,17 +121,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Checks, prints the tables, writes coordinates.csv, coordinates.md and the pictures; 0 if all that is judged is flat, else 1.
+    """Check, print the tables, write coordinates.csv, coordinates.md and the pictures: 0 if all that is judged is flat, else 1.
 
-    Raises:
-        ConfigError: the file, a width or a setting is wrong.
-        StorageError: a file system failed.
+    Raises ConfigError (the file, a width or a setting is wrong), StorageError.
     """
-    widths, steps, seeds = _widths(arguments.widths), arguments.steps, arguments.seeds
+    study = load_study(arguments.file) if "base" in read_values(arguments.file) else None
+    widths, steps, seeds = _widths(arguments.widths, study), arguments.steps, arguments.seeds
     for name, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise ConfigError(f"{name} {value}: must be at least 1")
-    asked = cases(arguments.file, arguments.mixer, [*arguments.words, *(NO_DATA if arguments.random else ())], arguments.compare)
+    words = (*arguments.words, *(NO_DATA if arguments.random else ()))
+    asked = cases(study or arguments.file, arguments.mixer, words, arguments.compare)
     out = arguments.out or Path("runs") / "coord-check" / arguments.file.stem
     # Every width of every case, before the first is trained.
     planned = [(case, {width: case.config(width, steps) for width in widths}) for case in asked]
@@ -142,7 +150,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if flat else 1
 
 
-def _widths(text: str) -> list[int]:
+def _widths(text: str | None, study: Study | None) -> list[int]:
+    """The widths that are asked for, the study's, or those of WIDTHS."""
+    if text is None:
+        stated = [str(size.width) for size in study.sizes if size.width is not None] if study else []
+        text = ",".join(stated) if len(stated) > 1 else WIDTHS
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts):
         raise ConfigError(f"--widths {text}: expected whole numbers with commas between them, as 64,128,256")
@@ -152,17 +164,17 @@ def _widths(text: str) -> list[int]:
     return widths
 
 
-def cases(file: Path, mixers: Sequence[str], words: Sequence[str], compare: bool) -> list[Case]:
-    """What is to be checked: a run with each of the mixers or as it is; to ``compare``, in the standard parametrization and under muP.
+def cases(source: Study | Path, mixers: Sequence[str], words: tuple[str, ...], compare: bool) -> list[Case]:
+    """What is to be checked: a run or a study's base with each of the mixers, each of the study's variants, or the run as it is.
 
-    Raises:
-        ConfigError: the file is wrong.
-        StorageError: a file system failed.
+    To ``compare``, each in the standard parametrization and under muP. Raises ConfigError (the file is wrong), StorageError.
     """
-    names = list(dict.fromkeys(name.strip() for part in mixers for name in part.split(",")))
-    found = [Case(name, file, (*words, f"model.mixer={name}")) for name in names] or [
-        Case(load_run(file, words).model.mixer, file, tuple(words))
-    ]
+    study = source if isinstance(source, Study) else None
+    base = Path(source.base) if isinstance(source, Study) else source
+    shared = study.settings if study else ()
+    own = {name: (f"model.mixer={name}",) for part in mixers for name in map(str.strip, part.split(","))}
+    variants = own or (study.variants if study else {load_run(base, words).model.mixer: ()})
+    found = [Case(name, base, (*shared, *given, *words), study=study) for name, given in variants.items()]
     if not compare:
         return found
     both = []
@@ -184,7 +196,7 @@ def _measure(case: Case, configs: dict[int, RunConfig], steps: int, seeds: int) 
     mup = f"mup, base width {one.model.mup.base_hidden_size}" if one.model.parametrization == "mup" else one.model.parametrization
     print(
         f"\n{case.name}, {mup}: {one.model.num_layers} layers, {steps} steps at a learning rate of {one.optimizer.lr:g} on one batch of "
-        f"{one.train.global_batch_size} x {one.data.seq_length} tokens, {source}; mean of {seeds} seed{'s' * (seeds > 1)}",
+        f"{one.train.global_batch_size} x {one.data.seq_length} tokens, {source}; mean of {counted(seeds, 'seed')}",
         flush=True,
     )
     found, started = [], time.monotonic()

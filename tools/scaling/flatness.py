@@ -6,12 +6,13 @@ the width. No torch may come in.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+import pandas as pd
 
 from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
 from fem_common.text import aligned
@@ -62,9 +63,7 @@ class Verdict:
         """The slope of log value over log width by least squares; NaN where the ratio is infinite."""
         if math.isinf(self.ratio):
             return math.nan
-        x, y = [math.log(width) for width in self.widths], [math.log(value) for value in self.values]
-        middle = sum(x) / len(x)
-        return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+        return statistics.linear_regression([*map(math.log, self.widths)], [*map(math.log, self.values)]).slope
 
     @property
     def flat(self) -> bool:
@@ -128,13 +127,9 @@ def summary(records: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_csv(records: Iterable[Record]) -> str:
+def as_csv(records: Sequence[Record]) -> str:
     """All records as CSV, numbers by ``repr``."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([item.name for item in fields(Record)])
-    writer.writerows(astuple(record) for record in records)
-    return text.getvalue()
+    return str(pd.DataFrame(records).to_csv(index=False, lineterminator="\n", na_rep="nan"))
 
 
 BLOCKS = 3  # that are shown, of those the model has: the first, the middle and the last

@@ -1,6 +1,6 @@
 """``plan``: the runs of a study, one line each, and what they cost in all; refuses what would not answer the study's question. No torch.
 
-    plan STUDY.yaml
+    plan STUDY.yaml [--csv FILE]
 
 Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's own assumption of the throughput.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from fem_common.text import aligned, counted
@@ -24,12 +25,20 @@ HEADER = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's command line."""
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the runs as a table, too")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the plan: 0. Raises ConfigError, StorageError."""
     study = load_study(arguments.study)
-    print(render(study, plan_study(study)))
+    runs = plan_study(study)
+    print(render(study, runs))
+    if arguments.csv is not None:
+        import pandas as pd
+
+        from tools.scaling.table import write_table
+
+        write_table(pd.DataFrame([asdict(run) | {"settings": " ".join(run.settings)} for run in runs]), arguments.csv)
     return 0
 
 

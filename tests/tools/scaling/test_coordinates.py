@@ -166,6 +166,20 @@ def test_another_width_keeps_heads_and_ratios(run: Path) -> None:
     assert (config.optimizer.warmup_steps, config.optimizer.schedule, config.parallel.tensor_model_parallel_size) == (0, "constant", 1)
 
 
+def test_a_studys_variants_and_widths_by_its_own_rule(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = tmp_path / "study.yaml"
+    study.write_text(
+        "base: run.yaml\nvariants: {narrow: [model.mixer=transformer], tied: [model.mixer=transformer, model.tie_embeddings=true]}\n"
+        "shape: {head_size: 16, ffn_multiple: 16}\nsizes: [{width: 32, layers: 1}, {width: 48, layers: 1}]\ntokens: [1.0e5]\n"
+    )
+    check(study, tmp_path / "out")
+    assert "narrow, standard: 1 layers" in capsys.readouterr().out
+    with (tmp_path / "out" / "coordinates.csv").open() as file:
+        rows = [(row["variant"], int(row["width"]), int(row["seed"])) for row in csv.DictReader(file)]
+    assert set(rows) == {(name, width, seed) for name in ("narrow", "tied") for width in (32, 48) for seed in (1, 2)}
+    assert len(rows) == 8 * 5 * 5  # runs x steps x sites of one layer
+
+
 def test_a_deep_models_picture_shows_three_of_its_blocks() -> None:
     records = [record for n in range(12) for record in power_law(0.1, 0.1, site=f"layer_{n:02}/mixer")]
     assert shown_sites(records) == ["layer_00/mixer", "layer_06/mixer", "layer_11/mixer"]

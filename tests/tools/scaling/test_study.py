@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from pretrain.config import load_run
@@ -32,8 +33,10 @@ def test_runs_are_those_of_the_study_in_pretrains_own_numbers(tmp_path: Path, ca
     study, runs = planned(path)
     assert len({run.name for run in runs}) == len(runs) == 2 * 3 * 2
     assert [run.budget for run in runs] == sorted(run.budget or 0 for run in runs)  # the cheap ones first
-    assert main(["plan", str(path)]) == 0
+    assert main(["plan", str(path), "--csv", "plan.csv"]) == 0
     told = capsys.readouterr().out.splitlines()
+    rows = pd.read_csv("plan.csv").set_index("name")
+    assert [rows.loc[run.name, "flops"] for run in runs] == [run.flops for run in runs]
     for line, run in zip(told[3:], runs, strict=False):
         config = prepare(load_run(study.base, run.settings), 1, plan_only=True).config
         plan = make_plan(config, 1)
