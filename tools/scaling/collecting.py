@@ -98,11 +98,8 @@ def main(arguments: argparse.Namespace) -> int:
 def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) -> tuple[list[Found], dict[str, str]]:
     """(the runs that left a record, in the plan's order; name -> why it is not complete, of the others and of unfinished ones).
 
-    A run directory is taken before an export's line of that name.
-
-    Raises:
-        ConfigError: a run is not what the study plans now, has no losses, or nothing tells which data it read.
-        StorageError: a file system failed.
+    A run directory is taken before an export's line of that name. Raises ConfigError (a run is not what the study plans now, has no losses,
+    or nothing tells which data it read), StorageError.
     """
     exported = read_export(export) if export is not None else {}
     found, left_out = [], {}
@@ -163,11 +160,7 @@ def _tell_missing(collected: Collected, stream: TextIO) -> None:
 
 
 def read_collected(table: Path) -> Collected | None:
-    """What ``collect`` said of a table; None where it did not write it.
-
-    Raises:
-        ConfigError: collected.json is damaged.
-    """
+    """What ``collect`` said of a table; None where it did not write it. Raises ConfigError (collected.json is damaged)."""
     file = table.with_name(COLLECTED)
     if not file.is_file():
         return None

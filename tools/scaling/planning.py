@@ -58,8 +58,7 @@ def rule_words(shape: ShapeRule) -> str:
 def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
     """The shape of a width by the rule, but for what ``size`` states itself.
 
-    Raises:
-        ConfigError: the rule's heads do not divide the width.
+    Raises ConfigError (the rule's heads do not divide the width).
     """
     size = size or Size()
     if size.heads is None and width % shape.head_size:
@@ -88,8 +87,7 @@ def nearest_sizes(
 ) -> Sizes:
     """The rule's shape whose parameters are nearest to ``target``, by their ratio.
 
-    Raises:
-        ConfigError: no width of the rule reaches the target.
+    Raises ConfigError (no width of the rule reaches the target).
     """
     heads = range(1, WIDEST // shape.head_size + 1)
 
@@ -166,9 +164,7 @@ def short(value: float) -> str:
 def plan_study(study: Study) -> list[PlannedRun]:
     """Every run, the cheapest lengths first.
 
-    Raises:
-        ConfigError: a run is refused (named, with the nearest fix), or two would be the same.
-        StorageError: a file system failed.
+    Raises ConfigError (a run is refused (named, with the nearest fix), or two would be the same), StorageError.
     """
     return list(Planner(study).runs())
 

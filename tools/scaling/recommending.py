@@ -81,8 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
 def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, extrapolate: bool) -> Recommendation:
     """The run for a compute budget: the shape of the study's rule nearest to the optimal N, whole steps, the law's learning rate.
 
-    Raises:
-        ConfigError: the variant is not there or has no law, the budget is too far beyond the runs, or the run that comes out cannot be.
+    Raises ConfigError (the variant is not there or has no law, the budget is too far beyond the runs, or the run that comes out cannot be).
     """
     measured = _measured(study, fit)
     if flops > FARTHEST * measured and not extrapolate:

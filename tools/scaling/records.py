@@ -56,11 +56,7 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
     """The identity of what a run read: what its newest checkpoint records, and the manifests beside the data.
 
     ``run`` is its directory, None where there is none (Weights & Biases). A pair without a manifest is identified by its .idx and a
-    sample of its .bin.
-
-    Raises:
-        ConfigError: neither is there, or the data on disk is no longer what the run was trained on.
-        StorageError: a file system failed.
+    sample of its .bin. Raises ConfigError (neither is there, or the data on disk is no longer what the run was trained on), StorageError.
     """
     with files_told():
         recorded = _recorded(run) if run is not None else None
@@ -228,9 +224,7 @@ class Record:
 def read_directory(folder: Path) -> Record | None:
     """The run in a directory; None where none was started there.
 
-    Raises:
-        ConfigError: its configuration is not one that this code knows.
-        StorageError: a file system failed.
+    Raises ConfigError (its configuration is not one that this code knows), StorageError.
     """
     if not (folder / "config.yaml").is_file():
         return None
@@ -258,11 +252,8 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
 def read_export(path: Path) -> dict[str, Record]:
     """Name of the run -> record, of a JSON-lines export: a line a run, {"name", "config", "history"} as docs/scaling.md makes it.
 
-    The logger writes every ``log.interval`` steps, so training losses and seconds are means over the steps that it wrote.
-
-    Raises:
-        ConfigError: a line is no such object, lacks a key, or a run is there twice.
-        StorageError: a file system failed.
+    The logger writes every ``log.interval`` steps, so training losses and seconds are means over the steps that it wrote. Raises
+    ConfigError (a line is no such object, lacks a key, or a run is there twice), StorageError.
     """
     records: dict[str, Record] = {}
     try:

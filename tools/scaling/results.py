@@ -260,11 +260,7 @@ class StudyFit:
 
     @staticmethod
     def from_json(text: str, where: str = "fit.json") -> StudyFit:
-        """Reads `to_json`'s text.
-
-        Raises:
-            ConfigError: it is no JSON, or not of this format.
-        """
+        """Reads `to_json`'s text. Raises ConfigError (it is no JSON, or not of this format)."""
         again = "write it again: python -m tools.scaling fit STUDY.yaml"
         try:
             values = json.loads(text)
@@ -293,10 +289,7 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
     """The loss of one run with N parameters on D tokens by the parametric law.
 
     The interval is a run's: the law's uncertainty (percentiles over the draws) and a run's scatter about the law, both in log loss,
-    added in quadrature.
-
-    Raises:
-        ConfigError: the variant has no parametric law.
+    added in quadrature. Raises ConfigError (the variant has no parametric law).
     """
     law = fit.parametric
     if law is None:
@@ -315,9 +308,7 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
     """The N and D that give the least loss for ``flops``, and that loss.
 
     By the parametric law where there is one (`ParametricFit.best`), else by the isoFLOP frontier's power laws; ``method`` asks for one.
-
-    Raises:
-        ConfigError: the variant has no such fit.
+    Raises ConfigError (the variant has no such fit).
     """
     if fit.parametric is not None and method in (None, "parametric"):
         law = fit.parametric
@@ -333,12 +324,7 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
 
 
 def load_fit(path: Path) -> StudyFit:
-    """Reads ``fit.json``.
-
-    Raises:
-        ConfigError: it is not there (the message says what writes it), or no fit.
-        StorageError: a file system failed.
-    """
+    """Reads ``fit.json``. Raises ConfigError (it is not there (the message says what writes it), or no fit), StorageError."""
     if not path.exists():
         raise ConfigError(f"{path}: not there; python -m tools.scaling fit STUDY.yaml writes it")
     with files_told():
@@ -347,12 +333,7 @@ def load_fit(path: Path) -> StudyFit:
 
 
 def save_fit(fit: StudyFit, path: Path) -> None:
-    """Writes ``fit.json``, whole or not at all.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-        StorageError: a file system failed.
-    """
+    """Writes ``fit.json``, whole or not at all. Raises ConfigError (the folder cannot be written), StorageError."""
     make_folder(path.parent)
     with files_told():
         write_whole(path, fit.to_json())

@@ -186,9 +186,7 @@ def study_of(arguments: argparse.Namespace) -> Study:
 def load_study(path: str | Path) -> Study:
     """The study in a YAML file, checked by itself: no run is planned.
 
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type or contradicts another.
-        StorageError: a file system failed.
+    Raises ConfigError (a key is unknown, a value has the wrong type or contradicts another), StorageError.
     """
     path = Path(path)
     study = load(Study, path)

@@ -62,12 +62,9 @@ def read_table(path: Path) -> pd.DataFrame:
     """The table at ``path``, all COLUMNS with their types: CSV, or Parquet by its suffix.
 
     A foreign table needs the REQUIRED columns alone; a row is then a run of its own, complete, and what it does not tell is missing
-    (``<NA>``, NaN or empty). Whole numbers may be written as 4.4e7. Columns that are not COLUMNS are refused, not passed over.
-
-    Raises:
-        ConfigError: a column is missing or unknown, a cell is missing or of the wrong kind, a loss is not a positive number, a run has a
-            step twice or two last rows, two runs have one configuration hash, or data or tokenizers are mixed.
-        StorageError: a file system failed.
+    (``<NA>``, NaN or empty). Whole numbers may be written as 4.4e7. Columns that are not COLUMNS are refused, not passed over. Raises
+    ConfigError (a column is missing or unknown, a cell is missing or of the wrong kind, a loss is not a positive number, a run has a step
+    twice or two last rows, two runs have one configuration hash, or data or tokenizers are mixed), StorageError.
     """
     path = Path(path)
     raw = _raw(path)
@@ -126,9 +123,7 @@ def final_runs(frame: pd.DataFrame) -> pd.DataFrame:
 def write_table(frame: pd.DataFrame, path: Path) -> None:
     """Writes the table beside ``path``, then renames it: CSV whose numbers read back exactly, or Parquet by the suffix.
 
-    Raises:
-        ConfigError: the path is wrong.
-        StorageError: a file system failed.
+    Raises ConfigError (the path is wrong), StorageError.
     """
     path, content = Path(path), io.BytesIO()
     if path.suffix in _PARQUET:
@@ -139,12 +134,7 @@ def write_table(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a whole file or leaves the old one, and makes its folder.
-
-    Raises:
-        ConfigError: the path is wrong.
-        StorageError: a file system failed.
-    """
+    """Writes a whole file or leaves the old one, and makes its folder. Raises ConfigError (the path is wrong), StorageError."""
     make_folder(path.parent)
     with files_told():
         write_whole(path, content)

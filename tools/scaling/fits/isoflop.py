@@ -60,9 +60,7 @@ class _Budget:
 def fit_isoflop(points: Points, config: FitConfig, rng: np.random.Generator) -> tuple[IsoFlopFit, list[str]]:
     """The parabolas and their frontier, and notes on budgets without a minimum inside and on missing intervals.
 
-    Raises:
-        ConfigError: a budget has fewer than three sizes.
-        NotIdentified: the runs have no budgets, or no parabola has a minimum.
+    Raises ConfigError (a budget has fewer than three sizes), NotIdentified (the runs have no budgets, or no parabola has a minimum).
     """
     if not points.budgets:
         raise NotIdentified("the runs have no budgets, so there are no isoFLOP parabolas")

@@ -35,9 +35,8 @@ NAMES = ("E", "A", "B", "alpha", "beta")
 def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) -> ParametricFit:
     """The law through all runs, with bootstrap intervals.
 
-    Raises:
-        NotIdentified: too few runs, sizes or lengths, or a parameter runs to its bound: the data do not determine it.
-        NotConverged: the minimisation does not.
+    Raises NotIdentified (too few runs, sizes or lengths, or a parameter runs to its bound: the data do not determine it), NotConverged (the
+    minimisation does not).
     """
     _enough(points)
     data = huber.Data.of(points.n, points.d, points.loss)
@@ -111,8 +110,7 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
 def descend(data: huber.Data, delta: float, warm: Array | None = None) -> tuple[Array, float, int, int]:
     """From the grid of starts, and ``warm`` ones beside it: (best parameters ``[1, 5]``, centred; objective; starts; starts that agree).
 
-    Raises:
-        NotConverged: no start, or too few, ended in the least value with a vanishing gradient.
+    Raises NotConverged (no start, or too few, ended in the least value with a vanishing gradient).
     """
     lower, upper = data.bounds()
     weights = np.ones((1, len(data.x)))

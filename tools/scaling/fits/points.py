@@ -65,8 +65,7 @@ class Points:
 def points_of(frame: pd.DataFrame, parameters: str) -> Points:
     """One variant's final rows of the table as `Points`; ``parameters``: total or non_embedding.
 
-    Raises:
-        ConfigError: a loss, N, D or C is missing or not a positive number; the run and the column are named.
+    Raises ConfigError (a loss, N, D or C is missing or not a positive number; the run and the column are named).
     """
     runs = np.asarray(frame["run"].astype(str), dtype=np.str_)
     arrays = {}
