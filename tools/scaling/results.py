@@ -133,11 +133,17 @@ class ParametricFit:
         n = (alpha * a / (self.phi * beta * b) * (flops / self.k) ** beta) ** (1 / (alpha + self.phi * beta))
         return n, flops / self.k / n**self.phi
 
-    def frontier(self, parameters: ArrayLike) -> Array:
-        """(K, -p, E) ``[r, 3]`` of the least loss for C FLOPs, ``E + K C^-p``, by each row of ``parameters`` ``[r, 5]``."""
-        e, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
-        n, d = self.best(parameters, 1.0)
-        return np.stack([a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1)
+    @property
+    def frontier(self) -> PowerLaw:
+        """The least loss for C FLOPs, ``E + K C^-p``, its draws those of the law."""
+
+        def rows(parameters: ArrayLike) -> list[tuple[float, float, float]]:
+            e, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
+            n, d = self.best(parameters, 1.0)
+            found = np.stack([a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1)
+            return [tuple(row) for row in found.tolist()]
+
+        return PowerLaw("FLOPs", "loss", *map(Estimate, rows(self.values)[0]), rows(self.draws))
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,12 @@ class VariantFit:
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def least_loss(self, method: str) -> PowerLaw | None:
+        """The least loss for C FLOPs by ``method`` ("isoflop" or "parametric"), where it has such a law."""
+        if method == "isoflop":
+            return self.isoflop.loss if self.isoflop else None
+        return self.parametric.frontier if self.parametric else None
+
 
 @dataclass(frozen=True)
 class Multiplier:
@@ -254,25 +266,6 @@ class StudyFit:
     notes: list[str] = field(default_factory=list)
     format: int = FORMAT
 
-    def to_json(self) -> str:
-        """The fit as JSON text; `from_json` gives an equal one back."""
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False) + "\n"
-
-    @staticmethod
-    def from_json(text: str, where: str = "fit.json") -> StudyFit:
-        """Reads `to_json`'s text. Raises ConfigError (it is no JSON, or not of this format)."""
-        again = "write it again: python -m tools.scaling fit STUDY.yaml"
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}: line {error.lineno}: no JSON ({error.msg}); {again}") from None
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ConfigError(f"{where}: format: not a fit of format {FORMAT}; {again}")
-        try:
-            return typing.cast(StudyFit, built(StudyFit, values))
-        except (TypeError, KeyError, ValueError, AttributeError):
-            raise ConfigError(f"{where}: not the fields of a fit; {again}") from None
-
 
 @dataclass(frozen=True)
 class Optimum:
@@ -295,8 +288,7 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
     if law is None:
         why = f": {'; '.join(fit.notes)}" if fit.notes else ""
         raise ConfigError(f"{fit.name}: no parametric law was fitted, so no loss can be predicted{why}")
-    mean = float(law.loss(n, d))
-    band = law.band(n, d)
+    mean, band = float(law.loss(n, d)), law.band(n, d)
     if band is None:
         return Estimate(mean)
     scatter = law.noise * NormalDist().inv_cdf(0.5 + law.interval / 2)
@@ -324,19 +316,25 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
 
 
 def load_fit(path: Path) -> StudyFit:
-    """Reads ``fit.json``. Raises ConfigError (it is not there (the message says what writes it), or no fit), StorageError."""
+    """Reads ``fit.json``. Raises ConfigError (it is not there, or no fit of this format), StorageError."""
     if not path.exists():
         raise ConfigError(f"{path}: not there; python -m tools.scaling fit STUDY.yaml writes it")
     with files_told():
         text = path.read_text(encoding="utf-8")
-    return StudyFit.from_json(text, str(path))
+    try:
+        values = json.loads(text)
+        if values["format"] != FORMAT:
+            raise ValueError(f"format {values['format']}")
+        return typing.cast(StudyFit, built(StudyFit, values))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise ConfigError(f"{path}: not a fit of format {FORMAT}; write it again: python -m tools.scaling fit STUDY.yaml") from None
 
 
 def save_fit(fit: StudyFit, path: Path) -> None:
     """Writes ``fit.json``, whole or not at all. Raises ConfigError (the folder cannot be written), StorageError."""
     make_folder(path.parent)
     with files_told():
-        write_whole(path, fit.to_json())
+        write_whole(path, json.dumps(asdict(fit), separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:

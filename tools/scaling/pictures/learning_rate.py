@@ -74,7 +74,7 @@ def _optima_panel(axes: Any, fit: StudyFit, shown: dict[str, LearningRateFit]) -
         words = f"{name}: {law_text('best rate', entry.by_parameters, 'N')}" if entry.by_parameters else f"{name}: no law"
         axes.plot([], [], linewidth=1.7, markersize=6.5, label=words, **look)
         if entry.by_parameters is not None:
-            draw_law(axes, entry.by_parameters, min(sizes), max(sizes), fit.interval, look, "")
+            draw_law(axes, entry.by_parameters, min(sizes), max(sizes), fit.interval, look)
     axes.legend(loc="upper left", frameon=False, fontsize=8.5)
     plain_axes(axes, size_words(fit), "best peak learning rate")
     axes.set_xscale("log")

@@ -9,7 +9,7 @@ import pandas as pd
 
 from fem_common.plot import QUIET, colour_of, new_figure, ordered_colours, plain_axes
 from fem_common.text import count
-from tools.scaling.laws import Estimate, PowerLaw
+from tools.scaling.laws import PowerLaw
 from tools.scaling.pictures.style import (
     draw_law,
     error_bars,
@@ -205,7 +205,7 @@ def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float
             axes.errorbar(where, values, yerr=error_bars(estimates), linestyle="", markersize=6, capsize=2, elinewidth=1.0, **look)
         law = getattr(variant.isoflop, f"{side}_opt")
         if law is not None:
-            draw_law(axes, law, *span, variant.isoflop.interval, look, "")
+            draw_law(axes, law, *span, variant.isoflop.interval, look)
             values += [float(law.at(edge)) for edge in span]
     if variant.parametric is not None:
         x = np.geomspace(*span, 40)
@@ -256,18 +256,14 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
 
 def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]) -> str:
     """Draws L(C) along the frontier and says by which law."""
-    law = variant.isoflop.loss if variant.isoflop is not None else None
+    law = variant.least_loss("isoflop")
     if law is not None and variant.isoflop is not None:
-        draw_law(axes, law, *span, variant.isoflop.interval, look, "")
+        draw_law(axes, law, *span, variant.isoflop.interval, look)
         return f": least loss {_loss_words(law)} (isoFLOP minima)"
     if variant.parametric is None:
         return ": no law"
-    fitted = variant.parametric
-    coefficient, exponent, offset = fitted.frontier(fitted.values)[0].tolist()
-    draws = [tuple(row) for row in fitted.frontier(fitted.draws).tolist()]
-    least = PowerLaw("FLOPs", "loss", Estimate(coefficient), Estimate(exponent), Estimate(offset), draws)
-    draw_law(axes, least, *span, fitted.interval, look, "")
-    return f": least loss by the parametric law, E = {interval_text(fitted.E)}"
+    draw_law(axes, variant.parametric.frontier, *span, variant.parametric.interval, look)
+    return f": least loss by the parametric law, E = {interval_text(variant.parametric.E)}"
 
 
 def _loss_words(law: PowerLaw) -> str:

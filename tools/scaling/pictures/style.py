@@ -77,10 +77,10 @@ def law_text(what: str, law: PowerLaw, of: str) -> str:
     return f"{what} ∝ {of}^{interval_text(law.exponent)}"
 
 
-def draw_law(axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any], label: str) -> None:
+def draw_law(axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any]) -> None:
     """A power law as a line from ``low`` to ``high``, its band behind it."""
     x = np.geomspace(low, high, 60)
-    axes.plot(x, law.at(x), color=look["color"], linewidth=1.7, label=label)
+    axes.plot(x, law.at(x), color=look["color"], linewidth=1.7)
     band = law.band(x, interval)
     if band is not None:
         axes.fill_between(x, *band, color=look["color"], alpha=0.16, linewidth=0)
