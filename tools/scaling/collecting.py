@@ -21,16 +21,7 @@ from fem_common.errors import ConfigError
 from pretrain.config import load_run
 
 from .planning import PlannedRun, plan_study
-from .records import (
-    DataIdentity,
-    Record,
-    data_identity,
-    difference_from_plan,
-    heldout_tokens,
-    read_directory,
-    read_export,
-    table_rows,
-)
+from .records import DataIdentity, Record, data_identity, difference_from_plan, heldout_tokens, read_directory, read_export, table_rows
 from .study import TABLE, Study, add_study, study_of
 from .table import as_table, check_table, write_file, write_table
 
@@ -109,7 +100,13 @@ def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) 
         if record is None:
             left_out[run.name] = f"not begun: {folder} is not there" + (", and the export does not have it" if export else "")
             continue
-        _check_planned(study, run, record)
+        difference = difference_from_plan(load_run(study.base, run.settings), record.config)
+        if difference is not None:
+            key, wanted, held = difference
+            raise ConfigError(
+                f"{record.place}: it was trained with {key} = {json.dumps(held)}, and {study.path} plans {json.dumps(wanted)} now; undo "
+                "the change of the study, or move the run away and run it again"
+            )
         if record.unfinished:
             left_out[run.name] = record.unfinished
         else:
@@ -122,17 +119,6 @@ def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) 
             raise ConfigError(f"{record.place}: {error}") from None
         found.append(Found(run, record, data))
     return found, left_out
-
-
-def _check_planned(study: Study, run: PlannedRun, record: Record) -> None:
-    """Raises ConfigError where the run was trained with other settings than the study plans now."""
-    difference = difference_from_plan(load_run(study.base, run.settings), record.config)
-    if difference is not None:
-        key, wanted, held = difference
-        raise ConfigError(
-            f"{record.place}: it was trained with {key} = {json.dumps(held)}, and {study.path} plans {json.dumps(wanted)} now; undo the "
-            "change of the study, or move the run away and run it again"
-        )
 
 
 def _notes(found: list[Found]) -> list[str]:
