@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from fem_common.errors import ConfigError
 from pretrain.config import load_run
@@ -66,13 +66,14 @@ def main(arguments: argparse.Namespace) -> int:
     found, left_out = find_runs(study, planned, arguments.wandb)
     collected = Collected(len(planned), sum(not entry.record.unfinished for entry in found), left_out)
     if left_out:
-        _tell_missing(collected, sys.stderr if not arguments.partial else sys.stdout)
+        lines = [f"{len(left_out)} of {len(planned)} runs are not complete:"]
+        lines += [f"  {name}: {why}" for name, why in list(left_out.items())[:_NAMED]]
+        lines += [f"  and {len(left_out) - _NAMED} more"] if len(left_out) > _NAMED else []
         if not arguments.partial:
-            print(
-                "tools.scaling: nothing was written. Train what is missing: python -m tools.scaling run "
-                f"{arguments.study} (it skips what is complete in {study.directory}), or collect what is there with --partial",
-                file=sys.stderr,
-            )
+            run = f"python -m tools.scaling run {arguments.study} (it skips what is complete in {study.directory})"
+            lines.append(f"tools.scaling: nothing was written. Train what is missing: {run}, or collect what is there with --partial")
+        print("\n".join(lines), file=sys.stdout if arguments.partial else sys.stderr)
+        if not arguments.partial:
             return 1
     if not collected.complete:
         raise ConfigError(f"{study.path}: none of its {len(planned)} runs is complete, so there is nothing to collect")
@@ -134,15 +135,6 @@ def _notes(found: list[Found]) -> list[str]:
     if not first.data.tokenizer:
         notes.append("nothing tells the runs' tokenizer: that they share one is not checked")
     return notes
-
-
-def _tell_missing(collected: Collected, stream: TextIO) -> None:
-    total = len(collected.left_out)
-    print(f"{total} of {collected.planned} runs are not complete:", file=stream)
-    for name, why in list(collected.left_out.items())[:_NAMED]:
-        print(f"  {name}: {why}", file=stream)
-    if total > _NAMED:
-        print(f"  and {total - _NAMED} more", file=stream)
 
 
 def read_collected(table: Path) -> Collected | None:

@@ -6,6 +6,7 @@ the width. No torch may come in.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -94,11 +95,10 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     at_end = [record for record in records if record.step == last]
     widths = tuple(sorted({record.width for record in at_end}))
     found = []
-    for site in dict.fromkeys(record.site for record in at_end):
-        for quantity in ("scale", "change"):
-            own = {width: [record for record in at_end if (record.site, record.width) == (site, width)] for width in widths}
-            values = tuple(sum(getattr(record, quantity) for record in some) / len(some) for some in own.values())
-            found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
+    for site, quantity in itertools.product(dict.fromkeys(record.site for record in at_end), QUANTITIES):
+        own = ([getattr(one, quantity) for one in at_end if (one.site, one.width) == (site, width)] for width in widths)
+        values = tuple(sum(some) / len(some) for some in own)
+        found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
     return found
 
 

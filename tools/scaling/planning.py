@@ -298,8 +298,7 @@ class Planner:
         self._told[told] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
-        warmup = self.study.warmup
-        least = max(self.study.min_steps, math.ceil(1 / warmup) if warmup else 1)
+        warmup, least = self.study.warmup, self.study.least_steps
         if run.steps >= least and round(warmup * run.steps) < run.steps:
             return
         if run.steps < self.study.min_steps:

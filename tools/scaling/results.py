@@ -108,15 +108,13 @@ class ParametricFit:
         n, d = np.asarray(n, dtype=np.float64), np.asarray(d, dtype=np.float64)
         return self.E.value + self.A.value * n**-self.alpha.value + self.B.value * d**-self.beta.value
 
-    def draw_losses(self, n: ArrayLike, d: ArrayLike) -> Array:
-        """The loss by each draw ``[draws, points]``."""
-        e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).reshape(-1, 5).T[:, :, None]
-        n, d = np.asarray(n, dtype=np.float64).reshape(1, -1), np.asarray(d, dtype=np.float64).reshape(1, -1)
-        return e + a * n**-alpha + b * d**-beta
-
     def band(self, n: ArrayLike, d: ArrayLike) -> tuple[Array, Array] | None:
         """(low, high) of the law itself at each point; None without draws."""
-        return percentiles(self.draw_losses(n, d), self.interval) if self.draws else None
+        if not self.draws:
+            return None
+        e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).T[:, :, None]
+        n, d = np.asarray(n, dtype=np.float64).reshape(1, -1), np.asarray(d, dtype=np.float64).reshape(1, -1)
+        return percentiles(e + a * n**-alpha + b * d**-beta, self.interval)
 
     @property
     def values(self) -> Array:
@@ -265,6 +263,10 @@ class StudyFit:
     comparisons: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     format: int = FORMAT
+
+    def fitted(self, what: str) -> dict[str, Any]:
+        """Variant -> its fit by ``what`` ("isoflop", "parametric" or "learning_rate"), of those that have one."""
+        return {name: found for name, variant in self.variants.items() if (found := getattr(variant, what)) is not None}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The keys and their meaning are the fields of `Study`. Which runs a study makes i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -151,6 +152,11 @@ class Study:
     def baseline(self) -> str:
         """The variant that the others are compared with."""
         return next(iter(self.variants))
+
+    @property
+    def least_steps(self) -> int:
+        """Fewest steps of a run, whose warm-up has at least one."""
+        return max(self.min_steps, math.ceil(1 / self.warmup) if self.warmup else 1)
 
     @property
     def runs_csv(self) -> Path:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from tools.bench.workloads.base import (
     no_products,
     per_token,
 )
-from tools.bench.workloads.reads import gated_read
+from tools.bench.workloads.reads import SMALL, gated_read
 
 
 def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
@@ -124,6 +125,10 @@ def _features_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
+def _symmetric_inputs(draw: Draw, size: Size) -> Inputs:
+    return {"z": draw.heads(size, size.key)}
+
+
 def _symmetric(inputs: Inputs, implementation: str) -> Outputs:
     return (symmetric_linear_attention(inputs["z"])[0],)  # it has one implementation
 
@@ -142,65 +147,25 @@ def _delta_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 _ONCE, _BOTH = per_token(lambda size: 2 * size.key * size.value), per_token(lambda size: 4 * size.key * size.value)
+_SQUARE, _DELTA = per_token(lambda size: 2 * size.key * size.key), per_token(lambda size: 3 * size.key * size.value)
 _WIDER = dict.fromkeys((PLAIN_GLA.name, FLA_GLA), lambda size: size.wider(2))
+_SAME_GLA, _SAME_HGRN = ({name: lambda size: size} for name in (FLA_GLA, FLA_HGRN))
+_CHANNELS: dict[str, Any] = {"value": 4, "small": (2, 32, 4)}
+_softplus_scan = by_name(partial(time_decay_scan, softplus=True))
 
 SCANS = (
     # FEM-GLA's read at 1.3B, with its features.
     Workload("FEM-GLA's read", "linear_attention", _fem_gla_inputs, _fem_gla, _BOTH, baselines=_WIDER),
     # Gated linear attention, a decay a head.
-    Workload(
-        name="linear_attention",
-        op="linear_attention",
-        inputs=decaying_inputs,
-        call=by_name(linear_attention),
-        flops=_ONCE,
-        value=128,
-        small=(2, 32, 32),
-        baselines={FLA_GLA: lambda size: size},
-    ),
+    Workload("linear_attention", "linear_attention", decaying_inputs, by_name(linear_attention), _ONCE, 16, 128, 128, SMALL, _SAME_GLA),
     # FEM-AFT's read at 1.3B, and FEM-Mamba's of 96 states.
     Workload("aft_read", "aft_read", _aft_inputs, by_name(aft_read), no_products, value=85, small=(2, 32, 21)),
     Workload("ssm_read", "ssm_read", _ssm_inputs, by_name(ssm_read), no_products, key=96, small=(2, 8, 16)),
     # The conditioner's scan at 1.3B, and what it reads off its state.
-    Workload(
-        name="time_decay_scan",
-        op="time_decay_scan",
-        inputs=_scan_inputs,
-        call=by_name(partial(time_decay_scan, softplus=True)),
-        flops=no_products,
-        value=4,
-        small=(2, 32, 4),
-        baselines={FLA_HGRN: lambda size: size},
-    ),
-    Workload(
-        name="conditioner_features",
-        op="conditioner_features",
-        inputs=_features_inputs,
-        call=by_name(conditioner_features),
-        flops=no_products,
-        value=4,
-        small=(2, 32, 4),
-    ),
+    Workload("time_decay_scan", "time_decay_scan", _scan_inputs, _softplus_scan, no_products, **_CHANNELS, baselines=_SAME_HGRN),
+    Workload("conditioner_features", "conditioner_features", _features_inputs, by_name(conditioner_features), no_products, **_CHANNELS),
     # Hyper-SET's attention in linear time, which has one implementation.
-    Workload(
-        name="symmetric_linear_attention",
-        op="symmetric_linear_attention",
-        inputs=lambda draw, size: {"z": draw.heads(size, size.key)},
-        call=lambda inputs, implementation: (symmetric_linear_attention(inputs["z"])[0],),
-        flops=per_token(lambda size: 2 * size.key * size.key),
-        key=64,
-        value=64,
-        small=(2, 32, 32),
-    ),
+    Workload("symmetric_linear_attention", "symmetric_linear_attention", _symmetric_inputs, _symmetric, _SQUARE, 16, 64, 64, SMALL),
     # Gated DeltaNet's recurrence at 1.3B.
-    Workload(
-        name="gated_delta_rule",
-        op="gated_delta_rule",
-        inputs=_delta_inputs,
-        call=by_name(gated_delta_rule),
-        flops=per_token(lambda size: 3 * size.key * size.value),
-        key=64,
-        value=128,
-        small=(2, 16, 32),
-    ),
+    Workload("gated_delta_rule", "gated_delta_rule", _delta_inputs, by_name(gated_delta_rule), _DELTA, 16, 64, 128, (2, 16, 32)),
 )

@@ -15,7 +15,7 @@ from .style import WIDEST, draw_law, error_bars, headed, law_text, legend_below,
 
 def learning_rate(fit: StudyFit) -> Any | None:
     """A figure: panels of the variants, then the optima of all; None where no variant has a learning-rate fit."""
-    shown = {name: variant.learning_rate for name, variant in fit.variants.items() if variant.learning_rate is not None}
+    shown: dict[str, LearningRateFit] = fit.fitted("learning_rate")
     if not any(entry.optima for entry in shown.values()):
         return None
     across = min(len(shown) + 1, WIDEST)

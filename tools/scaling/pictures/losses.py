@@ -42,7 +42,7 @@ def size_words(fit: StudyFit) -> str:
 
 def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     """A figure; None where no variant has an isoFLOP fit. ``final``: the complete runs."""
-    shown = {name: variant.isoflop for name, variant in fit.variants.items() if variant.isoflop is not None}
+    shown: dict[str, IsoFlopFit] = fit.fitted("isoflop")
     if not shown:
         return None
     looks = looks_of(parabola.budget for found in shown.values() for parabola in found.parabolas)
