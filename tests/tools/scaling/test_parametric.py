@@ -108,6 +108,7 @@ def test_the_gradient_is_the_objectives() -> None:
     at = data.centred(np.array([[1.8, 300.0, 500.0, 0.32, 0.3]]))
     up, down = (huber.objective(at + sign * step * np.eye(5), data, np.repeat(weights, 5, axis=0), 1e-3)[0] for sign in (1, -1))
     assert huber.objective(at, data, weights, 1e-3)[1][0] == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-9)
+    assert huber.huber(np.array([0.999e-3, 1.001e-3]), 1e-3) == pytest.approx(0.5e-6, rel=3e-3)  # no jump at delta
 
 
 def test_a_wild_run_moves_the_law_little() -> None:
