@@ -172,8 +172,8 @@ def cases(source: Study | Path, mixers: Sequence[str], words: tuple[str, ...], c
     study = source if isinstance(source, Study) else None
     base = Path(source.base) if isinstance(source, Study) else source
     shared = study.settings if study else ()
-    own = {name: (f"model.mixer={name}",) for part in mixers for name in map(str.strip, part.split(","))}
-    variants = own or (study.variants if study else {load_run(base, words).model.mixer: ()})
+    variants: dict[str, tuple[str, ...]] = {name: (f"model.mixer={name}",) for part in mixers for name in map(str.strip, part.split(","))}
+    variants = variants or (study.variants if study else {load_run(base, words).model.mixer: ()})
     found = [Case(name, base, (*shared, *given, *words), study=study) for name, given in variants.items()]
     if not compare:
         return found

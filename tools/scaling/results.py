@@ -141,7 +141,8 @@ class ParametricFit:
             found = np.stack([a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1)
             return [tuple(row) for row in found.tolist()]
 
-        return PowerLaw("FLOPs", "loss", *map(Estimate, rows(self.values)[0]), rows(self.draws))
+        k, exponent, e = map(Estimate, rows(self.values)[0])
+        return PowerLaw("FLOPs", "loss", k, exponent, e, rows(self.draws))
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ WRONG: dict[str, list[Any]] = {
     "path": ["x"],
     "fit": [{"approaches": ["isoflops"]}, {"approaches": []}],
 }
-TOGETHER = ({"variants": {"x": [], "y": ["model.mixer=transformer"]}}, {"budgets": TOO_SHORT, "min_steps": 1})
+TOGETHER: tuple[dict[str, Any], ...] = ({"variants": {"x": [], "y": ["model.mixer=transformer"]}}, {"budgets": TOO_SHORT, "min_steps": 1})
 
 
 def test_a_wrong_study_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:

@@ -55,9 +55,9 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
     a, b = (Estimate.of(growth[0, i], growth[1:, i], config.interval, config.resamples) for i in range(2))
     residual = huber.residuals(best, data)[0][0]
     return ParametricFit(
-        *estimates,
-        a,
-        b,
+        **dict(zip(NAMES, estimates, strict=True)),
+        a=a,
+        b=b,
         k=float(np.exp(log_k)),
         phi=float(phi),
         noise=float(np.sqrt((residual**2).sum() / (len(points) - 5))),

@@ -70,8 +70,9 @@ def _isoflop_panel(axes: Any, found: IsoFlopFit, runs: pd.DataFrame, column: str
             star(axes, parabola.n_opt.value, parabola.loss.value, look["color"], is_open=False)
         elif len(n):
             star(axes, n[np.argmin(losses)], losses.min(), look["color"], is_open=True)
-    minima = [(parabola.n_opt.value, parabola.loss.value) for parabola in found.parabolas if parabola.inside]
-    axes.plot(*(zip(*minima, strict=True) if minima else ([], [])), color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
+    minima = [parabola for parabola in found.parabolas if parabola.inside]
+    where = [parabola.n_opt.value for parabola in minima], [parabola.loss.value for parabola in minima]
+    axes.plot(*where, color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
 
 
 def _budget_legend(figure: Any, looks: dict[float, dict[str, Any]], star: str = "", words: str = "FLOPs") -> None:
