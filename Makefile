@@ -44,7 +44,7 @@ check-python:
 	@$(PYTHON) -c '$(SUITABLE)' 2>/dev/null || $(call refuse,$(PYTHON),Python 3.11 to 3.13 is needed)
 	@$(PYTHON) -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null || $(call refuse,$(PYTHON),megatron-core is not installed there; leave PYTHON out or run $(PYTHON) -m pip install -c constraints.txt -e .[dev,eval,deepspeed])
 
-demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: four to five minutes on two cores
+demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alone: three to five minutes on two cores
 	$(PYTHON) -m tools.demo
 
 test: lint  ## static checks and the quick tests, before a commit

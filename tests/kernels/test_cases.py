@@ -8,7 +8,9 @@ multiple of a block. `make test` takes every case in one of the two types, `make
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,12 +28,13 @@ IMPLEMENTATIONS = {"fem_attention": ("fused", "reference", "sdpa", "triton", "de
 # Which wild heads are read exactly is the same around every engine; sdpa's cases have them.
 WILD = ("ramp", "wild", "500", "large beta")
 # In float32 the references are off by more than the kernels: their log-sum-exp rounds at 1e-6, so they know F - mu to 1e-6 / beta only,
-# and sums whose terms cancel (of a bias's gradient, of a temperature's where keys lie far from zero) keep fewer digits, to 1e-4.
-UNKNOWN = {
-    ("fem_attention", "small beta"): ("d beta", "d lam"),
-    ("fem_attention", "one query, a past, small beta"): ("d k", "d beta", "d lam"),
-    ("cem_attention", "a large bias on others"): ("d biases",),
-    ("second_order_attention", "far from zero"): ("d temperature",),
+# and sums whose terms cancel (of a bias's gradient, of a temperature's where keys lie far from zero) keep fewer digits, to 1e-4. Their
+# errors are held to twice what is seen.
+LOOSER: dict[tuple[str, str], dict[str, float]] = {
+    ("fem_attention", "small beta"): {"d beta": 1e-3, "d lam": 1e-3},
+    ("fem_attention", "one query, a past, small beta"): {"d k": 2.5e-5, "d beta": 1.3e-3, "d lam": 1e-3},
+    ("cem_attention", "a large bias on others"): {"d biases": 5e-5},
+    ("second_order_attention", "far from zero"): {"d temperature": 1e-4},
 }
 
 
@@ -58,10 +61,10 @@ def calls() -> Iterator[Any]:
                     yield pytest.param(op, case, implementation, kind, marks=marks, id=f"{op}: {case}, {implementation}, {kind}")
 
 
-def faults(suite: Any, case: str, implementation: str, dtype: torch.dtype, known: tuple[str, ...] = ()) -> list[str]:
-    """The results of a check that are out of bounds."""
-    found = [each for each in check(suite, case, implementation, dtype) if each.result not in known]
-    assert found
+def faults(suite: Any, case: str, implementation: str, dtype: torch.dtype, looser: Mapping[str, float] = MappingProxyType({})) -> list[str]:
+    """The results of a check that are out of bounds: the check's own, but for those that have a ``looser`` one."""
+    found = [replace(each, bound=looser.get(each.result, each.bound)) for each in check(suite, case, implementation, dtype)]
+    assert found and looser.keys() <= {each.result for each in found}
     return [f"{each.result}: {each.error:.2e} > {each.bound:.2e}" for each in found if not each.good]
 
 
@@ -73,7 +76,7 @@ def test_against_the_definition(op: str, case: str, implementation: str, kind: s
         case,
         implementation,
         TYPES[kind],
-        UNKNOWN.get((op, case), ()) if (implementation, kind) == ("reference", "float32") else (),
+        LOOSER.get((op, case), {}) if (implementation, kind) == ("reference", "float32") else {},
     )
 
 

@@ -124,10 +124,6 @@ def _features_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
-def _symmetric(inputs: Inputs, implementation: str) -> Outputs:
-    return (symmetric_linear_attention(inputs["z"])[0],)  # it has one implementation
-
-
 def _delta_inputs(draw: Draw, size: Size) -> Inputs:
     def unit(x: Tensor) -> Tensor:
         return x / x.norm(dim=-1, keepdim=True)
@@ -186,7 +182,7 @@ SCANS = (
         name="symmetric_linear_attention",
         op="symmetric_linear_attention",
         inputs=lambda draw, size: {"z": draw.heads(size, size.key)},
-        call=lambda inputs, implementation: (symmetric_linear_attention(inputs["z"])[0],),
+        call=lambda inputs, implementation: (symmetric_linear_attention(inputs["z"])[0],),  # it has one implementation
         flops=per_token(lambda size: 2 * size.key * size.key),
         key=64,
         value=64,
