@@ -49,6 +49,21 @@ class Suite:
     loose: Mapping[tuple[str, str], float]
 
 
+class Draw:
+    """Random float64 numbers, one call's after another's."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Of mean 0 and deviation 1."""
+        return torch.randn(*shape, generator=self.rng, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """In [0, 1)."""
+        return torch.rand(*shape, generator=self.rng, dtype=torch.float64)
+
+
 def suites() -> dict[str, Suite]:
     """Operation -> its cases, of every ``kernels/<op>/cases.py``."""
     found = {}

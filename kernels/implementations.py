@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -40,6 +41,13 @@ class OncePerMessage(logging.Filter):
         first = str(record.msg) not in self._said
         self._said.add(str(record.msg))
         return first
+
+
+Unfit = Callable[[str], str | None]
+
+
+def nothing(name: str) -> None:
+    """Why a call rules an implementation out, where it rules out none."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,8 @@ class Op:
             logger.addFilter(OncePerMessage())
         return logger
 
-    def choose(self, asked: str, device: torch.device, unfit: Mapping[str, str | None] | None = None) -> str:
-        """The name of the implementation for a call on ``device``; unfit: name -> why this call's shapes or types rule it out, or None.
+    def choose(self, asked: str, device: torch.device, unfit: Unfit = nothing) -> str:
+        """The name of the implementation for a call on ``device``; unfit(name): why this call's shapes or types rule it out, or None.
 
         Raises ValueError for a name that is not one, and where one was asked for by the argument and cannot run.
         """
@@ -82,12 +90,12 @@ class Op:
             self._say(f"{name} runs", against, logging.WARNING if fallback else logging.INFO)
             return name
         (chosen,) = (implementation for implementation in self.implementations if implementation.name == asked)
-        if reason := chosen.lacks(device) or (unfit or {}).get(asked):
+        if reason := chosen.lacks(device) or unfit(asked):
             raise ValueError(f"{self.name}: implementation {asked!r} cannot run: {reason}; use auto")
         self._say(f"{asked} runs (asked for)")
         return asked
 
-    def automatic(self, device: torch.device, unfit: Mapping[str, str | None] | None = None) -> tuple[str, dict[str, str]]:
+    def automatic(self, device: torch.device, unfit: Unfit = nothing) -> tuple[str, dict[str, str]]:
         """What "auto" takes, and why not each of those before it. Raises ValueError where FEM_KERNELS names what does not exist."""
         forced = overrides().get(self.name, "auto")
         if forced != "auto" and forced not in [implementation.name for implementation in self.implementations]:
@@ -100,7 +108,7 @@ class Op:
                 continue
             # Triton's interpreter is for tests, which ask for it.
             reason = "no GPU" if device.type == "cpu" and implementation.lacks is lacks_triton else implementation.lacks(device)
-            reason = reason or (unfit or {}).get(implementation.name)
+            reason = reason or unfit(implementation.name)
             if reason is None:
                 return implementation.name, against
             against[implementation.name] = reason
@@ -177,6 +185,18 @@ def lacks_triton(device: torch.device) -> str | None:
     if not machine.is_current(device):
         return f"the current device is not {device}; torch.cuda.set_device makes it so"
     return None
+
+
+def lacks_fla(device: torch.device) -> str | None:
+    """Why flash-linear-attention's kernels cannot run on ``device``, or None."""
+    if find_spec("fla") is None:
+        return "the package flash-linear-attention is not installed"
+    return None if device.type == "cuda" else "no GPU"
+
+
+def first_reason(reasons: Mapping[str, bool]) -> str | None:
+    """The first reason that holds, or None."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def interpreted() -> bool:

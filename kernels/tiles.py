@@ -102,14 +102,19 @@ def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None =
 
 
 @triton.jit
-def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on and from column WIDTH on."""
+def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr = True):
+    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on (where RAGGED) and from column WIDTH on."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
-    mask = row < count
+    at = base + row * stride + column
     if WIDTH < PADDED:
-        mask &= column < WIDTH
-    return tl.load(base + row * stride + column, mask=mask, other=0.0)
+        inside = (row < count) & (column < WIDTH) if RAGGED else column < WIDTH
+        tile = tl.load(at, mask=inside, other=0.0)
+    elif RAGGED:
+        tile = tl.load(at, mask=row < count, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
 
 
 @triton.jit
@@ -129,6 +134,14 @@ def place(heads, rows, ROWS: tl.constexpr):
     blocks = tl.cdiv(rows, ROWS)
     head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
     return head_of_all // heads, head_of_all % heads, head_of_all, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
+
+
+@triton.jit
+def of_head(x, b, h, x_b, x_h, start=0, x_t=0):
+    """Where row ``start`` of a head of x [b, h, ...] begins; None where there is no x."""
+    if x is not None:
+        x += b * x_b + h * x_h + start * x_t
+    return x
 
 
 @triton.jit

@@ -1,12 +1,22 @@
-"""The free-energy read under AFT's prior, p_t(i) ~ exp(k_i) for each channel: one public function, `aft_read`. Layers stay out."""
+"""The free-energy read under AFT's prior, p_t(i) ~ exp(k_i) for each channel: one public function, `aft_read`. Layers stay out.
+
+The definition: first-order scans in plain PyTorch, any device, exact for any finite logits and values. A sum of exponentials over the past
+is kept relative to its running maximum m_t: S_t = sum_{i <= t} exp(z_i - m_t), in [1, t], moves by
+S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(z_t - m_t), a scan whose decays are at most 1. The maxima are constants to the gradient: they cancel.
+Tokens that nobody reads have z = -inf; as long as there was none else, S is 0 and stands for nothing.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.aft_read.reference import mix, read_all, read_past
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.arguments import check_first, check_others, check_read
+from kernels.free_energy import mix
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "aft_read"]
 
@@ -51,9 +61,16 @@ def aft_read(
     Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
     Equations: Free Energy Mixer, the LRNN-softmax prior and the two-level gated read.
     """
-    _check(k, v, beta, lam, gate, query, valid, state, causal)
+    check_first("aft_read", "v", v, "[batch, heads, tokens, channels]")
+    (b, h, t, d), rows = v.shape, 3 if beta is None else 5 if k.shape == v.shape else 7
+    expected: dict[str, Any] = {"k": (k, [v.shape, (b, h, t, 2 * d)], v.dtype), "beta": (beta, (h, d)), "lam": (lam, v.shape)}
+    expected |= {"gate": (gate, v.shape), "query": (query, k.shape), "valid": (valid, (b, t)), "state": (state, (b, h, rows, d))}
+    check_others("aft_read", "v", v, expected)
+    check_read("aft_read", beta, lam, state, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
-    if OP.choose(implementation, v.device, {"triton": _unfit(k, v, causal)}) == "triton":
+    reasons = {"float64": v.dtype == torch.float64, "the free energy has logits of its own": k.shape != v.shape}
+    unfit = first_reason(reasons | {"all tokens read all": not causal})
+    if OP.choose(implementation, v.device, {"triton": unfit}.get) == "triton":
         from kernels.aft_read.triton import fused_past
 
         wide = None if beta is None else beta.to(compute)
@@ -74,47 +91,73 @@ def aft_read(
     return mix(mu, free_energy, lam, gate).to(v.dtype), after
 
 
-def _unfit(k: Tensor, v: Tensor, causal: bool) -> str | None:
-    """Why the kernels do not read this call."""
-    if v.dtype == torch.float64:
-        return "float64"
-    if k.shape != v.shape:
-        return "the free energy has logits of its own"
-    return None if causal else "all tokens read all"
+def read_past(
+    k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(mu, F, state) over i <= t. k [b, h, t, d or 2 d], v [b, h, t, d], beta [h, 1, d], valid [b, 1, t, 1], state as `aft_read` says.
+
+    The state's rows: maximum, sum and value sum of exp(k); with beta, maximum and sum of exp(k + beta v); where F has logits of its own,
+    maximum and sum of their exponentials.
+    """
+    rows = [None] * 3 if state is None else list(state.split((3, *[2] * ((state.shape[2] - 3) // 2)), dim=2))
+    v, logits = _readable(v, valid, 0.0), [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)]
+    one = torch.ones_like(v)
+    base = sums = _running_sums(logits[0], (one, v), rows[0])
+    after = [sums]
+    mu, free_energy = sums[2] / counted(sums[1]), None
+    if beta is not None:
+        joint = _running_sums(logits[-1] + beta * v, (one,), rows[1])
+        after.append(joint)
+        if len(logits) == 2:
+            base = _running_sums(logits[1], (one,), rows[2])
+            after.append(base)
+        free_energy = (joint[0] - base[0] + counted(joint[1]).log() - counted(base[1]).log()) / beta
+    return mu, free_energy, torch.cat([part[:, :, :, -1] for part in after]).movedim(0, 2).detach()
 
 
-def _check(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    lam: Tensor | None,
-    gate: Tensor | None,
-    query: Tensor | None,
-    valid: Tensor | None,
-    state: Tensor | None,
-    causal: bool,
-) -> None:
-    if v.dim() != 4 or v.numel() == 0:
-        raise ValueError(f"aft_read: v has shape {list(v.shape)}, expected [batch, heads, tokens, channels], none of them 0")
-    b, h, t, d = v.shape
-    wide = k.shape == (b, h, t, 2 * d)
-    if not wide and k.shape != v.shape:
-        raise ValueError(f"aft_read: k has shape {list(k.shape)}, expected {[b, h, t, d]} or {[b, h, t, 2 * d]} beside v")
-    rows = 3 if beta is None else 7 if wide else 5
-    expected = {
-        "beta": (beta, (h, d)),
-        "lam": (lam, v.shape),
-        "gate": (gate, v.shape),
-        "query": (query, k.shape),
-        "valid": (valid, (b, t)),
-        "state": (state, (b, h, rows, d)),
-    }
-    for name, (given, shape) in expected.items():
-        if given is not None and given.shape != shape:
-            raise ValueError(f"aft_read: {name} has shape {list(given.shape)}, expected {list(shape)} beside v {list(v.shape)}")
-    if lam is not None and beta is None:
-        raise ValueError("aft_read: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")
-    if state is not None and not causal:
-        raise ValueError("aft_read: a state stands for the past, so it needs causal=True")
-    if v.dtype not in (torch.float64, torch.float32, torch.bfloat16) or k.dtype != v.dtype:
-        raise ValueError(f"aft_read: k is {k.dtype} and v {v.dtype}; use float64, float32 or bfloat16 for both")
+def read_all(k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(mu, F) over all i, the same at every token; arguments as in `read_past`."""
+    v, logits = _readable(v, valid, 0.0), [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)]
+    weight, _ = _relative(logits[0])
+    mu = (weight * v).sum(2, keepdim=True) / counted(weight.sum(2, keepdim=True))
+    if beta is None:
+        return mu.expand_as(v), None
+    (weight, top), (joint, joint_top) = _relative(logits[-1]), _relative(logits[-1] + beta * v)
+    total, joint_total = (counted(w.sum(2, keepdim=True)) for w in (weight, joint))
+    return mu.expand_as(v), ((joint_top - top + joint_total.log() - total.log()) / beta).expand_as(v)
+
+
+def _running_sums(z: Tensor, factors: tuple[Tensor, ...], past: Tensor | None) -> Tensor:
+    """[1 + factors, b, h, t, d]: m_t, the running maximum of z (0 where there was none), and sum_{i <= t} exp(z_i - m_t) factor_i.
+
+    past [b, h, 1 + factors, d]: the same at the token before, of which the first factor is 1.
+    """
+    start = torch.full_like(z[:, :, :1], -torch.inf) if past is None else past[:, :, :1].masked_fill(past[:, :, 1:2] == 0, -torch.inf)
+    top = torch.cat((start, z.detach()), dim=2).cummax(dim=2).values
+    before, none_before = top[:, :, :-1], top[:, :, :-1] == -torch.inf
+    top = _finite(top[:, :, 1:])
+    decay = (before - top).masked_fill(none_before, 0.0)
+    weight = (z - top).exp()
+    terms = torch.stack([weight * factor for factor in factors]).movedim(3, 0)
+    initial = None if past is None else past[:, :, 1:].movedim(2, 0)
+    states = time_decay_scan(decay.movedim(2, 0)[:, None].expand_as(terms), terms, initial)
+    return torch.cat((top[None], states.movedim(0, 3)))
+
+
+def _relative(z: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(z - m) and m, the maximum of z [b, h, t, d] over all tokens (0 where all are -inf)."""
+    top = _finite(z.detach().amax(2, keepdim=True))
+    return (z - top).exp(), top
+
+
+def _readable(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
+    return x if valid is None else x.masked_fill(~valid, otherwise)
+
+
+def _finite(top: Tensor) -> Tensor:
+    return top.masked_fill(top == -torch.inf, 0.0)
+
+
+def counted(total: Tensor) -> Tensor:
+    """The sum, or 1 where nothing was summed, so that quotients and logarithms stay finite, with their gradients."""
+    return total.masked_fill(total == 0, 1.0)

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from kernels.aft_read import aft_read
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.pairs import readable_keys
 
 
 def _random(size: Mapping[str, int], beta: float = 1.95, spread: float = 2.0, value_range: float | None = None) -> Inputs:
     """value_range: v uniform, so that beta * v spans this much."""
-    rng = torch.Generator().manual_seed(size["tokens"])
+    draw = Draw(size["tokens"])
     shape = (size["batch"], size["heads"], size["tokens"], size["channels"])
-    k, v, lam, gate = (torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(4))
+    k, v, lam, gate = (draw.normal(*shape) for _ in range(4))
     if value_range is not None:
-        v = (torch.rand(shape, generator=rng, dtype=torch.float64) - 0.5) * value_range / beta
+        v = (draw.uniform(*shape) - 0.5) * value_range / beta
     temperature = torch.full((size["heads"], size["channels"]), beta, dtype=torch.float64)
     return {"k": spread * k, "v": v, "beta": temperature, "lam": lam.sigmoid(), "gate": torch.nn.functional.softplus(gate)}
 
@@ -46,8 +46,7 @@ def _underflow(size: Mapping[str, int]) -> Inputs:
 
 def _query(size: Mapping[str, int]) -> Inputs:
     made = _random(size)
-    query = torch.rand(made["v"].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
-    return {**made, "query": query}
+    return {**made, "query": Draw(5).uniform(*made["v"].shape) + 0.1}
 
 
 def padded(random: Callable[..., Inputs], size: Mapping[str, int]) -> Inputs:

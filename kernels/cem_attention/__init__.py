@@ -5,15 +5,18 @@ Projections, preconditioner, norms and steps stay with the layer; `reference` ha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_first, check_others
 from kernels.cem_attention.reference import Diagonal, Read
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 
 __all__ = ["OP", "Diagonal", "cem_attention"]
 
-WIDEST_HEAD = 256  # of the Triton kernels
+WIDEST = 256  # of the Triton kernels
 
 OP = Op(
     "cem_attention",
@@ -56,11 +59,10 @@ def cem_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     # What is added to all of a row's scores leaves the softmax as it is: the difference of the two biases is what counts.
     alone = (self_bias.to(wide) - cross_bias.to(wide)).sum()
-    unfit = f"head width {q.shape[3]} is over {WIDEST_HEAD}" if q.shape[3] > WIDEST_HEAD else None
-    unfit = "float64" if q.dtype == torch.float64 else unfit
+    unfit = first_reason({"float64": q.dtype == torch.float64, f"head width {q.shape[3]} is over {WIDEST}": q.shape[3] > WIDEST})
     u, h, d = (None, None, None) if diagonal is None else diagonal
     read: type[torch.autograd.Function] = Read
-    if OP.choose(implementation, q.device, {"triton": unfit}) == "triton":
+    if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.cem_attention.triton import Read as Tiles
 
         read = Tiles
@@ -68,25 +70,14 @@ def cem_attention(
 
 
 def _check(q: Tensor, k: Tensor, slopes: Tensor, diagonal: Diagonal | None, valid: Tensor | None) -> None:
-    if q.dim() != 4 or q.numel() == 0:
-        raise ValueError(f"cem_attention: q has shape {list(q.shape)}, expected [batch, heads, tokens, width], not empty")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"cem_attention: q is {q.dtype}; use float64, float32 or bfloat16")
+    check_first("cem_attention", "q", q)
     (b, heads, t, r), tk = q.shape, k.shape[2] if k.dim() == 4 else 0
-    expected = {"k": (k, [b, heads, tk, r])}
+    expected: dict[str, Any] = {"k": (k, (b, heads, tk, r), q.dtype)}
     if diagonal is not None:
         width = diagonal.u.shape[-1]
-        expected |= {"diagonal.u": (diagonal.u, [b, t, width]), "diagonal.h": (diagonal.h, [b, tk, width])}
-        if list(diagonal.d.shape) not in ([1, width], [heads, width]):
-            raise ValueError(f"cem_attention: diagonal.d is {list(diagonal.d.shape)}, expected [1, {width}] or [{heads}, {width}]")
-    for name, (given, shape) in expected.items():
-        if list(given.shape) != shape or (given.dtype, given.device) != (q.dtype, q.device):
-            raise ValueError(
-                f"cem_attention: {name} is {list(given.shape)} {given.dtype}, expected {shape} beside q {list(q.shape)} {q.dtype}"
-            )
+        expected |= {"diagonal.u": (diagonal.u, (b, t, width), q.dtype), "diagonal.h": (diagonal.h, (b, tk, width), q.dtype)}
+        expected["diagonal.d"] = (diagonal.d, [(1, width), (heads, width)])
+    expected |= {"slopes": (slopes, (heads,)), "valid": (valid, (b, tk), torch.bool)}
+    check_others("cem_attention", "q", q, expected)
     if tk < t:
         raise ValueError(f"cem_attention: {tk} keys for {t} tokens; the keys are the past's and these tokens'")
-    if list(slopes.shape) != [heads]:
-        raise ValueError(f"cem_attention: slopes has shape {list(slopes.shape)}, expected [{heads}]")
-    if valid is not None and (list(valid.shape) != [b, tk] or valid.dtype != torch.bool):
-        raise ValueError(f"cem_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from kernels.cem_attention import Diagonal, cem_attention
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 
 Size = Mapping[str, int]
 
@@ -31,12 +30,9 @@ def inputs(
     steepness: on ALiBi's slopes 2^(-8 k / heads). sharpness: on all scores but ALiBi's. equal_keys: of the last sequence; its scores'
     gradients are zero, so alone it would have nothing that an error could be relative to.
     """
-    rng = torch.Generator().manual_seed(0)
+    normal = Draw(0).normal
     b, heads, r, t = size["batch"], size["heads"], size["width"], tokens or size["tokens"]
     hidden, tk = heads * r, t + past
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     made: Inputs = {"q": normal(b, heads, t, r), "k": normal(b, heads, tk, r)}
     if equal_keys:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, softplus
 
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.arguments import check_first, check_others
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 
 __all__ = ["OP", "conditioner_features"]
 
@@ -33,22 +34,12 @@ def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: flo
     Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
     Equation: Free Energy Mixer, the time-decay conditioner, phi before W_out.
     """
-    if logits.dim() < 1 or logits.shape != state.shape or logits.numel() == 0:
-        raise ValueError(
-            f"conditioner_features: logits have shape {list(logits.shape)} and state {list(state.shape)}; both must be the same, not empty"
-        )
-    size = logits.shape[-1]
-    if weight.shape != (size,):
-        raise ValueError(f"conditioner_features: weight has shape {list(weight.shape)}, expected [{size}] beside {list(logits.shape)}")
-    if logits.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"conditioner_features: logits are {logits.dtype}; use float64, float32 or bfloat16")
-    compute = torch.promote_types(logits.dtype, torch.float32)
-    if (state.dtype, state.device) != (compute, logits.device) or weight.device != logits.device:
-        given = f"state is {state.dtype} on {state.device}, weight on {weight.device}"
-        raise ValueError(f"conditioner_features: {given}, expected {compute} on {logits.device}")
-    wide = f"{size} channels are over {WIDEST}" if size > WIDEST else None
-    unfit = "float64" if compute == torch.float64 else wide
-    if OP.choose(implementation, logits.device, {"triton": unfit}) == "triton":
+    check_first("conditioner_features", "logits", logits, "[..., n]")
+    size, compute = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    expected = {"state": (state, logits.shape, compute), "weight": (weight, (size,), torch.float64, torch.float32, torch.bfloat16)}
+    check_others("conditioner_features", "logits", logits, expected)
+    unfit = first_reason({"float64": compute == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST})
+    if OP.choose(implementation, logits.device, {"triton": unfit}.get) == "triton":
         from kernels.conditioner_features.triton import fused_features
 
         return fused_features(logits, state, weight, eps)

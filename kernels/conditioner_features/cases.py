@@ -7,17 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.conditioner_features import conditioner_features
 
 EPS = 1e-5
 
 
 def _random(size: Mapping[str, int], spread: float = 1.0) -> Inputs:
-    rng = torch.Generator().manual_seed(size["channels"])
-    shape = (size["tokens"], size["batch"], size["channels"])
-    logits, state = (torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(2))
-    weight = 1 + torch.randn(size["channels"], generator=rng, dtype=torch.float64) / 4
+    draw = Draw(size["channels"])
+    logits, state = (draw.normal(size["tokens"], size["batch"], size["channels"]) for _ in range(2))
+    weight = 1 + draw.normal(size["channels"]) / 4
     return {"logits": spread * logits, "state": state * 3 + 1, "weight": weight}
 
 

@@ -6,17 +6,18 @@ Shapes and types are checked here once and the implementation is chosen here and
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_first, check_others, check_read
 from kernels.fem_attention.accelerated import Choice, accelerated_attention, fused_attention
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, reference_attention
 from kernels.fem_attention.table import order
-from kernels.free_energy.streams import MAX_RANGE, value_centre_and_range
+from kernels.free_energy import MAX_RANGE, value_centre_and_range
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.pairs import document_bounds
 
@@ -68,14 +69,15 @@ def fem_attention(
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
     x = Tensors(q, k, v, beta, lam, gate)
-    _check(x)
-    _check_keys(keys_valid, cu_seqlens, q, k)
+    _check(x, keys_valid, cu_seqlens)
     bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, k.shape[2])
     reading = Reading(causal, q.shape[-1] ** -0.5 if scale is None else scale, keys_valid, cu_seqlens, bounds)
     call = _call(x, reading)
     # One query: the exact form costs no more than the fused one, and asks nothing of the range.
     last = ("reference", "fused") if call.tq == 1 and not call.trains else ("fused", "reference")
-    chosen = _in_order(("decode", *order(call), *last)).choose(implementation, q.device, _Unfit(call))
+    chosen = _in_order(("decode", *order(call), *last)).choose(
+        implementation, q.device, lambda name: _unfit(name, call, torch.get_deterministic_debug_mode())
+    )
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode
 
@@ -109,32 +111,13 @@ def _in_order(names: tuple[str, ...]) -> Op:
     return replace(OP, implementations=tuple(by_name[name] for name in names))
 
 
-class _Unfit(Mapping[str, "str | None"]):
-    """Implementation -> why it does not take a call, or None; found out only for those that are asked about."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __getitem__(self, name: str) -> str | None:
-        if name not in self:
-            return None
-        # Under use_deterministic_algorithms some engines step aside.
-        return _unfit(name, self._call, torch.get_deterministic_debug_mode())
-
-    def __contains__(self, name: object) -> bool:
-        return name == "decode" or name in ENGINES
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("decode", *ENGINES))
-
-    def __len__(self) -> int:
-        return 1 + len(ENGINES)
-
-
 @functools.lru_cache(maxsize=4096)
 def _unfit(name: str, call: Call, deterministic: int) -> str | None:
+    """deterministic: torch's mode, in which some engines step aside."""
     if name in ENGINES:
         return ENGINES[name].unfit(call)
+    if name != "decode":
+        return None
     if call.trains:
         return "gradients"
     if call.tq > DECODED:
@@ -142,56 +125,23 @@ def _unfit(name: str, call: Call, deterministic: int) -> str | None:
     return "documents" if call.documents else ENGINES["triton"].unfit(call)
 
 
-def _check(x: Tensors) -> None:
+def _check(x: Tensors, keys_valid: Tensor | None, cu_seqlens: Tensor | None) -> None:
     q, k, v, beta, lam, gate = x
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ValueError(f"fem_attention: {name} has shape {list(tensor.shape)}, expected 4 dimensions [batch, heads, tokens, width]")
-    b, h, tq, dk = q.shape
-    hk, tk, dv = v.shape[1:]
-    if min(b, h, hk, tq, dk, dv) < 1:
-        raise ValueError(f"fem_attention: empty dimension in q {list(q.shape)} or v {list(v.shape)}")
+    check_first("fem_attention", "q", q)
+    check_first("fem_attention", "v", v)
+    (b, h, tq, dk), (hk, tk, dv) = q.shape, v.shape[1:]
     if h % hk:
         raise ValueError(f"fem_attention: {h} query heads are not a multiple of v's {hk} heads")
-    expected = {
-        "k": (k, (b, hk, tk, dk)),
-        "v": (v, (b, hk, tk, dv)),
-        "beta": (beta, (hk, dv)),
-        "lam": (lam, (b, h, tq, dv)),
-        "gate": (gate, (b, h, tq, dv)),
-    }
-    for name, (given, shape) in expected.items():
-        if given is not None and given.shape != shape:
-            raise ValueError(
-                f"fem_attention: {name} has shape {list(given.shape)}, expected {list(shape)} beside q {list(q.shape)}, v {list(v.shape)}"
-            )
-    if lam is not None and beta is None:
-        raise ValueError("fem_attention: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")
+    gates = (q.dtype, torch.float32) if q.dtype == torch.bfloat16 else (q.dtype,)
+    expected: dict[str, Any] = {"k": (k, (b, hk, tk, dk), q.dtype), "v": (v, (b, hk, tk, dv), q.dtype), "beta": (beta, (hk, dv), *gates)}
+    expected |= {"lam": (lam, (b, h, tq, dv), *gates), "gate": (gate, (b, h, tq, dv), *gates)}
+    check_others("fem_attention", "q", q, expected | {"keys_valid": (keys_valid, (b, tk), torch.bool)})
+    check_read("fem_attention", beta, lam)
     if tq > tk:
         raise ValueError(f"fem_attention: {tq} queries but {tk} keys; queries are the last positions of the keys, so tq <= tk")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"fem_attention: q is {q.dtype}; use float64, float32 or bfloat16")
-    for name, (given, _) in expected.items():
-        wide = (torch.float32,) if q.dtype == torch.bfloat16 and name in ("beta", "lam", "gate") else ()
-        if given is not None and given.dtype not in (q.dtype, *wide):
-            raise ValueError(f"fem_attention: {name} is {given.dtype} but q is {q.dtype}; use {' or '.join(map(str, (q.dtype, *wide)))}")
-        if given is not None and given.device != q.device:
-            raise ValueError(f"fem_attention: {name} is on {given.device} but q is on {q.device}")
-
-
-def _check_keys(keys_valid: Tensor | None, cu_seqlens: Tensor | None, q: Tensor, k: Tensor) -> None:
-    wanted = (k.shape[0], k.shape[2])
-    if keys_valid is not None and (keys_valid.shape != wanted or keys_valid.dtype != torch.bool):
-        raise ValueError(f"fem_attention: keys_valid is {keys_valid.dtype} {list(keys_valid.shape)}, expected bool {list(wanted)}")
     if cu_seqlens is None:
         return
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"fem_attention: cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}, expected int32 or int64 [documents + 1]"
-        )
-    if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {q.shape[0]}, {q.shape[2]} and {k.shape[2]}"
-        )
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"fem_attention: cu_seqlens is on {cu_seqlens.device} but q is on {q.device}")
+    count = max(2, *cu_seqlens.shape) if cu_seqlens.dim() == 1 else 2
+    check_others("fem_attention", "q", q, {"cu_seqlens": (cu_seqlens, (count,), torch.int32, torch.int64)})
+    if b != 1 or tq != tk:
+        raise ValueError(f"fem_attention: cu_seqlens needs a batch of 1 and as many queries as keys, not {b}, {tq} and {tk}")

@@ -1,6 +1,6 @@
 """The free-energy read as standard attention on [v | U]: prep, an attention, epilogue; in torch's operations, and in Triton on a GPU.
 
-With U of `kernels.free_energy.streams`, attention gives [mu | Z] from the values [v | U], and F - mu follows from the two. On a GPU it is
+With U of `kernels.free_energy`, attention gives [mu | Z] from the values [v | U], and F - mu follows from the two. On a GPU it is
 one operation for autograd, and nothing waits for the device, so it can be captured in a CUDA graph: heads whose range passes the engines'
 are told from the others on the device, and there the exact kernels overwrite the results, forward and backward.
 """
@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from kernels.fem_attention.engines import ENGINES, Call
 from kernels.fem_attention.reference import Reading, Tensors, repeat_heads
-from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type
+from kernels.free_energy import MAX_RANGE, SHIFT_BELOW, FreeEnergyGap, ValueStream, compute_type, mix, mix_gap
 
 
 def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, reading: Reading) -> Tensor:
@@ -33,28 +33,25 @@ def fused_attention(x: Tensors, centre: Tensor | None, spread: Tensor | None, re
     compute, heads = compute_type(q), q.shape[1]
     k = repeat_heads(k, 1, heads)
     if beta is None or centre is None or spread is None:
-        out = _attend(q, k, repeat_heads(v, 1, heads), reading).to(compute)
-    else:
-        shifted = spread < SHIFT_BELOW
-        inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
-        stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
-        values = repeat_heads(torch.cat((v, stream.to(v.dtype)), dim=-1), 1, heads)
-        mu, z = _attend(q, k, values, reading).to(compute).chunk(2, dim=-1)
-        gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted)))
-        out = mu + (gap if lam is None else lam.to(compute) * gap)
-    return (out if gate is None else gate.to(compute) * out).to(q.dtype)
+        mu = _attend(q, k, repeat_heads(v, 1, heads), reading).to(compute)
+        return mix(mu, None, None, gate).to(q.dtype)
+    shifted = spread < SHIFT_BELOW
+    inverse_temperature = beta.to(compute)[:, None].expand_as(centre)
+    stream = ValueStream.apply(v.to(compute), inverse_temperature, centre, shifted)
+    values = repeat_heads(torch.cat((v, stream.to(v.dtype)), dim=-1), 1, heads)
+    mu, z = _attend(q, k, values, reading).to(compute).chunk(2, dim=-1)
+    gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, heads) for t in (inverse_temperature, centre, shifted)))
+    return mix_gap(mu, gap, lam, gate).to(q.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
     """softmax(scale * q k^T) values by torch's scaled_dot_product_attention; the queries are the last positions of the keys."""
-    (tq, width), tk, value_width, mask = q.shape[2:], k.shape[2], values.shape[-1], reading.mask(q, k)
+    width, value_width = q.shape[-1], values.shape[-1]
     if q.device.type == "cpu" and width != value_width:
         # The CPU's flash kernel wants equal widths, and padded it still beats the unfused path that runs without it.
         common = max(width, value_width)
         q, k, values = F.pad(q, (0, common - width)), F.pad(k, (0, common - width)), F.pad(values, (0, common - value_width))
-    whole = reading.causal and tq == tk and mask is None
-    out = F.scaled_dot_product_attention(q, k, values, attn_mask=mask, is_causal=whole, scale=reading.scale)
-    return out[..., :value_width]
+    return ENGINES["sdpa"].attend(q, k, values, reading)[..., :value_width]
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class _Read(torch.autograd.Function):
         ctx.save_for_backward(*inputs, constants.wild, *saved, *kept)
         kept.clear()
         ctx.room, ctx.exact = room, len(saved)
-        ctx.reading, ctx.engine, ctx.beta_type = reading, choice.engine, beta.dtype
+        ctx.reading, ctx.beta_type = reading, beta.dtype
         return out
 
     @staticmethod
@@ -128,12 +125,10 @@ class _Read(torch.autograd.Function):
             raise RuntimeError("fem_attention: a second backward through the same call; its inner graph is freed by the first")
         starts, end = ctx.starts, ctx.end
         ctx.starts = ctx.end = None
-        # The Triton engine has the epilogue within it and knows no wild heads; the other epilogue leaves them out itself.
-        given = d_o.masked_fill(repeat_heads(wild, 1, d_o.shape[1])[:, :, None, None], 0) if ctx.engine == "triton" else d_o
         ctx.room.extend(rest[ctx.exact :])
         del rest
         try:
-            gradients = _gradients(starts, end, given, [q, k, v, beta, lam, gate])
+            gradients = _gradients(starts, end, d_o, [q, k, v, beta, lam, gate])
         finally:
             ctx.room.clear()
         d_q, d_k, d_v, fast, d_lam, d_gate = gradients
@@ -173,9 +168,9 @@ def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choic
     centre, shifted = constants.centre, constants.shifted
     values = ValueStreams.apply(v, beta, centre, shifted)
     if choice.engine == "triton":
-        from kernels.fem_attention.triton.attention import attend_read
+        from kernels.fem_attention.triton import attend_read
 
-        o = attend_read(q, k, values, beta, centre, shifted, lam, gate, **reading.masks())
+        o = attend_read(q, k, values, beta, centre, shifted, constants.wild, lam, gate, **reading.masks())
     else:
         from kernels.fem_attention.triton.epilogue import GatedRead
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.fem_attention import fem_attention
 
 Size = Mapping[str, int]
@@ -39,17 +39,15 @@ def inputs(
     batch: sequences, at least. group: query heads a kv head. values: v's width over the usual. documents: where each but the last ends, as
     parts of the whole.
     """
-    rng = torch.Generator().manual_seed(0)
+    draw = Draw(0)
+    normal = draw.normal
     b, h, t = max(batch, 1 if documents else size["batch"]), size["heads"], tokens or size["tokens"]
     dk, dv = widths or (size["dk"], int(size["dv"] * values))
     hk, tk = h // group, t + past
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
     v = normal(b, hk, tk, dv)
     if uniform is not None:
-        v = (torch.rand(v.shape, generator=rng, dtype=torch.float64) - 0.5) * uniform / beta
+        v = (draw.uniform(*v.shape) - 0.5) * uniform / beta
     if ramp is not None:
         v = (torch.linspace(-0.5, 0.5, tk, dtype=torch.float64)[:, None] * ramp + 0.5 * v) / beta
     if equal_values:

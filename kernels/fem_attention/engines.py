@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +79,9 @@ class Engine:
     name: str
     what: str
     lacks: Callable[[torch.device], str | None]
-    refuses: Callable[[Call], str | None]
-    fits: Callable[[Call, tuple[int, int]], bool]
     attend: Attend
+    fits: Callable[[Call, tuple[int, int]], bool] = lambda call, widths: True
+    refuses: Callable[[Call], str | None] = lambda call: None
     equal: bool = False
 
     def plan(self, call: Call) -> Plan | None:
@@ -128,15 +129,9 @@ def _sdpa(backend: SDPBackend | None, groups: bool) -> Attend:
         if not groups:
             k, values = repeat_heads(k, 1, heads), repeat_heads(values, 1, heads)
         with nullcontext() if backend is None else sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                values,
-                attn_mask=mask,
-                is_causal=reading.causal and mask is None and tq == tk,
-                scale=reading.scale,
-                enable_gqa=heads != k.shape[1],
-            )
+            whole = reading.causal and mask is None and tq == tk
+            grouped = {"enable_gqa": heads != k.shape[1]}
+            return F.scaled_dot_product_attention(q, k, values, attn_mask=mask, is_causal=whole, scale=reading.scale, **grouped)
 
     return attend
 
@@ -148,18 +143,12 @@ _TAKES = {
 }
 
 
-def _torch_takes(backend: SDPBackend, groups: bool) -> Callable[[Call, tuple[int, int]], bool]:
-    """Torch's own answer for such widths, asked with a few tokens: it looks at lengths only for equality and for 1."""
-
-    def fits(call: Call, widths: tuple[int, int]) -> bool:
-        # Some backends step aside under use_deterministic_algorithms.
-        return _torch_answers(backend, groups, call, widths, torch.get_deterministic_debug_mode())
-
-    return fits
-
-
 @functools.lru_cache(maxsize=4096)
-def _torch_answers(backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int) -> bool:
+def _torch_takes(backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int) -> bool:
+    """Torch's own answer for such widths, asked with a few tokens: it looks at lengths only for equality and for 1.
+
+    deterministic: torch's mode, in which some backends step aside.
+    """
     tk = min(call.tk, 64)
     tq = tk if call.tq == call.tk else min(call.tq, max(1, tk - 1))
     kv_heads = call.kv_heads if groups else call.heads
@@ -169,15 +158,8 @@ def _torch_answers(backend: SDPBackend, groups: bool, call: Call, widths: tuple[
 
     mask = torch.empty(1, 1, tq, tk, dtype=torch.bool, device=call.device) if call.masked else None
     with torch.set_grad_enabled(call.trains), sdpa_kernel(backend):
-        params = SDPAParams(
-            given(call.heads, tq, widths[0]),
-            given(kv_heads, tk, widths[0]),
-            given(kv_heads, tk, widths[1]),
-            mask,
-            0.0,
-            call.causal and mask is None and tq == tk,
-            kv_heads != call.heads,
-        )
+        tensors = (given(call.heads, tq, widths[0]), given(kv_heads, tk, widths[0]), given(kv_heads, tk, widths[1]), mask)
+        params = SDPAParams(*tensors, 0.0, call.causal and mask is None and tq == tk, kv_heads != call.heads)
         return bool(_TAKES[backend](params, debug=False))
 
 
@@ -189,11 +171,7 @@ def _flash_package(package: str) -> Attend:
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
         functions = import_module(package)
-        kinds = {
-            "softmax_scale": reading.scale,
-            "causal": reading.causal,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
+        kinds = {"softmax_scale": reading.scale, "causal": reading.causal, "deterministic": torch.are_deterministic_algorithms_enabled()}
         q, k, values = (t.transpose(1, 2) for t in (q, k, values))
         if reading.cu_seqlens is None:
             out = functions.flash_attn_func(q, k, values, **kinds)
@@ -240,10 +218,6 @@ def _lacks_gpu(device: torch.device) -> str | None:
 # --- what each refuses -----------------------------------------------------------------------------------------------------------
 
 
-def _refuses_nothing(call: Call) -> str | None:
-    return None
-
-
 def _refuses_ragged_ends(call: Call) -> str | None:
     """cuDNN's own: for other lengths several of its versions give NaN in the backward, and torch does not refuse them then."""
     ragged = call.tq % 128 or call.tk % 128
@@ -262,45 +236,37 @@ def _refuses_padding(call: Call) -> str | None:
     return "padding" if call.padding else None
 
 
-def _up_to_256(call: Call, widths: tuple[int, int]) -> bool:
-    return max(widths) <= 256
-
-
-def _triton_widths(call: Call, widths: tuple[int, int]) -> bool:
-    return widths[0] <= 256 and widths[1] <= 512
-
-
-def _any_widths(call: Call, widths: tuple[int, int]) -> bool:
-    return True
-
-
 def _triton(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
-    from kernels.fem_attention.triton.attention import attend
+    from kernels.fem_attention.triton import attend
 
     out: Tensor = attend(q, k, values, **reading.masks())
     return out
 
 
-def _torch_engine(name: str, what: str, backend: SDPBackend, groups: bool, refuses: Callable[[Call], str | None], equal: bool) -> Engine:
-    return Engine(name, what, _lacks_gpu, refuses, _torch_takes(backend, groups), _sdpa(backend, groups), equal)
+def _torch_engine(name: str, what: str, backend: SDPBackend, groups: bool = True, **more: Any) -> Engine:
+    def fits(call: Call, widths: tuple[int, int]) -> bool:
+        return _torch_takes(backend, groups, call, widths, torch.get_deterministic_debug_mode())
+
+    return Engine(name, what, _lacks_gpu, _sdpa(backend, groups), fits, **more)
 
 
 def _package_engine(name: str, what: str, package: str, distribution: str, oldest: int, newest: int) -> Engine:
     lacks = _lacks_package(package, distribution, oldest, newest)
-    return Engine(name, what, lacks, _refuses_padding, _up_to_256, _flash_package(package), equal=True)
+    return Engine(name, what, lacks, _flash_package(package), lambda call, widths: max(widths) <= 256, _refuses_padding, equal=True)
 
 
-ENGINES: dict[str, Engine] = {
-    engine.name: engine
-    for engine in (
-        _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION, True, _refuses_ragged_ends, False),
-        _package_engine(
-            "flash_attn_3", "FlashAttention-3, the package flash_attn_interface", "flash_attn_interface", "flash_attn_interface", 90, 90
-        ),
-        _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION, True, _refuses_masks, True),
-        _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
-        Engine("triton", "this room's kernels, fused with the free energy", lacks_triton, _refuses_nothing, _triton_widths, _triton),
-        _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, False, _refuses_nothing, False),
-        Engine("sdpa", "whichever attention torch picks", lacks_triton, _refuses_nothing, _any_widths, _sdpa(None, True)),
-    )
-}
+_LISTED = (
+    _torch_engine("cudnn", "cuDNN's attention, through torch", SDPBackend.CUDNN_ATTENTION, refuses=_refuses_ragged_ends),
+    _package_engine(
+        "flash_attn_3", "FlashAttention-3, the package flash_attn_interface", "flash_attn_interface", "flash_attn_interface", 90, 90
+    ),
+    _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION, refuses=_refuses_masks, equal=True),
+    _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
+    Engine(
+        "triton", "this room's kernels, fused with the free energy", lacks_triton, _triton,
+        lambda call, widths: widths[0] <= 256 and widths[1] <= 512,
+    ),
+    _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, groups=False),
+    Engine("sdpa", "whichever attention torch picks", lacks_triton, _sdpa(None, True)),
+)  # fmt: skip
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in _LISTED}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.free_energy import mix
 from kernels.pairs import readable_keys
 
 # [heads, queries, channels, keys] terms held at once (four such tensors live in the backward): a CPU's cache, or enough to fill a device.
@@ -69,13 +70,7 @@ def reference_attention(x: Tensors, reading: Reading) -> Tensor:
     mu, free_energy = (
         t.unflatten(0, (b, h)) for t in _Read.apply(*heads, temperature, valid, reading.bounds, reading.causal, reading.scale)
     )
-    if beta is None:
-        out = mu
-    elif lam is None:
-        out = free_energy
-    else:
-        out = mu + lam.to(compute) * (free_energy - mu)
-    return (out if gate is None else gate.to(compute) * out).to(q.dtype)
+    return mix(mu, None if beta is None else free_energy, lam, gate).to(q.dtype)
 
 
 def repeat_heads(t: Tensor, dim: int, heads: int) -> Tensor:

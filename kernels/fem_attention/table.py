@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,6 +38,10 @@ class Entry:
     tokens: int
     causal: bool
     microseconds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if not (min(self.dk, self.dv, self.tokens) > 0 and all(time > 0 for time in self.microseconds.values())):
+            raise ValueError(f"a shape or a time is not positive beside dk {self.dk}, dv {self.dv}, {self.tokens} tokens")
 
     def far_from(self, call: Call) -> tuple[float, float]:
         """How far a call's shape is, widths first, in powers of two."""
@@ -74,7 +77,7 @@ def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
     if not path.exists():  # an exported model's folder has code alone
         return {}
     try:
-        return {device: tuple(_entry(**one) for one in entries) for device, entries in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {device: tuple(Entry(**one) for one in entries) for device, entries in json.loads(path.read_text(encoding="utf-8")).items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path.name} is not a table of engines: {error}; write it again with the benchmark or make it {{}}") from error
 
@@ -82,7 +85,7 @@ def read(path: Path = TABLE) -> dict[str, tuple[Entry, ...]]:
 def write(device: str, entries: Iterable[Entry], path: Path = TABLE) -> None:
     """Put a device's entries into the table; they replace those of the same shapes."""
     tables = dict(read(path)) if path.exists() else {}
-    kept = {_shape(entry): entry for entry in (*tables.get(device, ()), *entries)}
+    kept = {(one.dtype, one.dk, one.dv, one.causal, one.tokens): one for one in (*tables.get(device, ()), *entries)}
     tables[device] = tuple(kept[shape] for shape in sorted(kept))
     listed = {
         name: ",\n".join("    " + json.dumps(asdict(entry), sort_keys=True) for entry in table) for name, table in sorted(tables.items())
@@ -91,13 +94,3 @@ def write(device: str, entries: Iterable[Entry], path: Path = TABLE) -> None:
     path.write_text("{\n" + body + "\n}\n", encoding="utf-8")
     read.cache_clear()
     order.cache_clear()
-
-
-def _entry(dtype: str, dk: int, dv: int, tokens: int, causal: bool, microseconds: dict[str, float]) -> Entry:
-    if not (min(dk, dv, tokens) > 0 and all(time > 0 for time in microseconds.values())):
-        raise ValueError(f"a shape or a time is not positive beside dk {dk}, dv {dv}, {tokens} tokens")
-    return Entry(dtype, dk, dv, tokens, causal, microseconds)
-
-
-def _shape(entry: Entry) -> tuple[Any, ...]:
-    return entry.dtype, entry.dk, entry.dv, entry.causal, entry.tokens

@@ -1,28 +1,42 @@
 """The Free Energy Mixer's read over any prior that can read value streams: `free_energy_read`, and `ValueWindow` for decoding.
 
 The prior is a function from value streams to their reads; what it is, models, layers and configuration stay out.
+
+A constant per (batch, head, channel) cancels out of the free energy. With c the middle of v's range over the sequence (detached) and
+x = beta (v - c), a prior that reads [v | U] as [mu | Z] = sum_i p_t(i) [v_i | U_i] gives
+
+    kappa = 0:  U = exp(x)                                        F - mu = log(Z) / beta - (mu - c)
+    kappa = 1:  U = exp(x) - 1 - x,  y = beta (mu - c) + Z        F - mu = (log1p(y) - y + Z) / beta
+
+kappa = 1 where beta * range is small: U then carries only what goes beyond the mean, so a small F - mu keeps its digits, above all
+in bfloat16. Nothing here clips a value.
+
+Decoding: `ValueWindow` is a running window of the values seen, so that exp(beta (v - c)) stays in range. A scan's state holds sums of U;
+when a new value moves c, those sums are multiplied by exp(beta (c_old - c_new)): any constant is valid, so nothing else changes.
+
+The definition, `exact_read`: mu[t, j] = sum_i p_t(i) v[i, j] and F[t, j] = (1 / beta_j) log sum_i exp(log p_t(i) + beta_j v[i, j]) with its
+own maximum for every (t, j), exact for any finite values. How blocks are cut depends on shapes alone and an unread key is an exact zero in
+every sum, so an output never moves by a bit when later tokens change. Time O(T^2); the backward remakes each block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from kernels.free_energy.streams import (
-    MAX_RANGE,
-    SHIFT_BELOW,
-    FreeEnergyGap,
-    ValueStream,
-    ValueWindow,
-    compute_type,
-    exact_read,
-    value_centre_and_range,
-)
+from kernels.arguments import check_first, check_others, check_read
 from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "ValueWindow", "free_energy_read"]
+
+MAX_RANGE = 80.0  # of x: |x| <= 40, so p * exp(x) and its gradients, up to exp(80), stay inside float32 and bfloat16
+SHIFT_BELOW = 5.0  # kappa = 1 where the range of x is under this
+LOWEST_Y = math.expm1(-SHIFT_BELOW / 2)  # y = E[exp(x)] - 1 cannot be less; only rounding can put it there
 
 OP = Op(
     "free_energy",
@@ -51,7 +65,7 @@ def free_energy_read(
     Shapes: v, lam, gate [b, h, t, dv], beta [h, dv] (positive); returns [b, h, t, dv] in v's type. beta None: o = mu. lam None: o = F.
     gate None: no gate. Types: float64, float32 or bfloat16; computed in float32 (float64 for float64).
     read(streams [b, h, t, n]) -> sum_i p_t(i) streams_i [b, h, t, n], in float32 or float64, with sum_i p_t(i) = 1: called once, with
-    n = 2 dv ([v | U], see `kernels.free_energy.streams`), or n = dv without beta.
+    n = 2 dv ([v | U], see `kernels.free_energy`), or n = dv without beta.
     log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;
     called block by block by the exact O(t^2) form, which runs where ``exact``, and, with one warning, where beta * (max v - min v) over the
     sequence passes 80 in a channel (to know that, each call with beta waits for the device, a GPU too: what lies beyond cannot be had
@@ -59,8 +73,11 @@ def free_energy_read(
     Raises ValueError for shapes and implementations that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
-    _check(v, beta, lam, gate)
-    chosen = OP.choose(implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None})
+    check_first("free_energy_read", "v", v)
+    expected = {"beta": (beta, (v.shape[1], v.shape[3])), "lam": (lam, v.shape), "gate": (gate, v.shape)}
+    check_others("free_energy_read", "v", v, expected)
+    check_read("free_energy_read", beta, lam)
+    chosen = OP.choose(implementation, v.device, {"triton": "float64" if v.dtype == torch.float64 else None}.get)
     wide = compute_type(v)
     values = v.to(wide)
     if beta is None:
@@ -79,7 +96,7 @@ def free_energy_read(
         )
     mu, free_energy = exact_read(values, temperature, log_weights, terms=terms)
     assert free_energy is not None
-    return _mixed(mu, free_energy - mu, lam, gate).to(v.dtype)
+    return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
 
 
 def _read(
@@ -92,7 +109,7 @@ def _read(
     shifted = spread < SHIFT_BELOW
     rows = beta[:, None].expand_as(centre)
     mu, z = read(torch.cat((v, ValueStream.apply(v, rows, centre, shifted)), dim=-1)).chunk(2, dim=-1)
-    return _mixed(mu, FreeEnergyGap.apply(mu, z, rows, centre, shifted), lam, gate), largest
+    return mix_gap(mu, FreeEnergyGap.apply(mu, z, rows, centre, shifted), lam, gate), largest
 
 
 def _triton_read(
@@ -109,18 +126,175 @@ def _triton_read(
     return GatedRead.apply(reads, beta, constants.centre, constants.shifted, constants.wild, lam, gate), largest
 
 
-def _mixed(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+def mix(mu: Tensor, free_energy: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+    """gate * (mu + lam (F - mu)) in mu's type; mu where F is None, F where lam is None, no gate where gate is None."""
+    if free_energy is None:
+        o = mu
+    elif lam is None:
+        o = free_energy
+    else:
+        o = mu + lam.to(mu.dtype) * (free_energy - mu)
+    return o if gate is None else gate.to(mu.dtype) * o
+
+
+def mix_gap(mu: Tensor, gap: Tensor, lam: Tensor | None, gate: Tensor | None) -> Tensor:
+    """The same from F - mu."""
     out = mu + (gap if lam is None else lam.to(gap.dtype) * gap)
     return out if gate is None else gate.to(out.dtype) * out
 
 
-def _check(v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None) -> None:
-    if v.dim() != 4 or v.numel() == 0:
-        raise ValueError(f"free_energy_read: v has shape {list(v.shape)}, expected [batch, heads, tokens, width], not empty")
-    if v.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"free_energy_read: v is {v.dtype}; use float64, float32 or bfloat16")
-    for name, given, shape in (("beta", beta, (v.shape[1], v.shape[3])), ("lam", lam, v.shape), ("gate", gate, v.shape)):
-        if given is not None and given.shape != shape:
-            raise ValueError(f"free_energy_read: {name} has shape {list(given.shape)}, expected {list(shape)} beside v {list(v.shape)}")
-    if lam is not None and beta is None:
-        raise ValueError("free_energy_read: lam mixes mu with the free energy, so it needs beta; leave out lam for o = mu")
+def compute_type(t: Tensor) -> torch.dtype:
+    """float64 for float64, else float32: the type of logs, exponentials and kept sums."""
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def value_centre_and_range(v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The middle of v's range and the range of beta * v over the sequence, for v [b, h, t, dv] and beta [h, dv].
+
+    Both [b, h, 1, dv], detached, float32 or float64. Source: Free Energy Mixer, the stabilised read; any constant is valid.
+    """
+    low, high = torch.aminmax(v.detach(), dim=2, keepdim=True)
+    low, high = low.to(compute_type(v)), high.to(compute_type(v))
+    return (low + high) / 2, beta.detach().to(compute_type(v))[:, None] * (high - low)
+
+
+class ValueStream(torch.autograd.Function):
+    """U [b, h, t, dv] from v, beta and centre [b, h, 1, dv], shifted (kappa = 1 where True); dU/dx = exp(x) - kappa."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
+        """U, in v's type (float32 or float64)."""
+        x = (v - centre).mul_(beta)
+        slope = torch.where(shifted, x.expm1(), x.exp())
+        ctx.save_for_backward(x, slope, beta)
+        return slope - x * shifted
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of v and beta."""
+        x, slope, beta = ctx.saved_tensors
+        dx = grads[0] * slope
+        return dx * beta, (dx * x).sum(2, keepdim=True) / beta, None, None
+
+
+class FreeEnergyGap(torch.autograd.Function):
+    """F - mu >= 0 (Jensen) from the reads mu and Z [b, h, t, dv]. Its two guards undo rounding only, so the gradient ignores them."""
+
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor) -> Tensor:
+        """F - mu; beta, centre and shifted as in `ValueStream`."""
+        offset = mu - centre
+        y = torch.addcmul(z, offset, beta).clamp_(min=LOWEST_Y)
+        gap = torch.where(shifted, y.log1p() - y + z, z.log()).div_(beta)
+        gap = torch.where(shifted, gap, gap - offset).clamp_(min=0)
+        tilt = torch.where(shifted, y / (1 + y), 1)
+        ctx.save_for_backward(offset, torch.where(shifted, 1 + y, z) * beta, tilt, gap, beta)
+        return gap
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of mu, Z and beta."""
+        offset, mass, tilt, gap, beta = ctx.saved_tensors
+        (d_gap,) = grads
+        d_mu = -d_gap * tilt
+        d_beta = torch.addcmul(d_mu * offset, d_gap, gap, value=-1).sum(2, keepdim=True) / beta
+        return d_mu, d_gap / mass, d_beta, None, None
+
+
+class ValueWindow:
+    """The least and the greatest value of each channel so far, and the constant c that goes with them.
+
+    While beta * (high - low) <= 80, c is the middle and every exponent lies in [-40, 40]; beyond, c = high - 40 / beta: values far under
+    the greatest underflow smoothly, and F falls back to mu where nothing else is read. state [b, h, 2, dv]: (low, high); None: no past.
+    On a CPU a warning says so, once. On a device, and in a compiled step, nothing does: to know the range, each step would wait for it.
+    """
+
+    def __init__(self, v: Tensor, beta: Tensor, state: Tensor | None) -> None:
+        """v [b, h, t, dv], the new values (float32 or float64), beta [h, dv] of the same type; no gradient flows through a window."""
+        self.beta = beta.detach()[:, None].expand(v.shape[0], -1, -1, -1)
+        new = torch.stack(torch.aminmax(v.detach(), dim=2), dim=2)
+        before = new if state is None else state
+        low = torch.minimum(before[:, :, :1], new[:, :, :1])
+        high = torch.maximum(before[:, :, 1:], new[:, :, 1:])
+        self.state = torch.cat((low, high), dim=2)
+        self.centre = self._centre(self.state)
+        self.rescale = torch.exp(self.beta * (self._centre(before) - self.centre))
+        self.v = v
+        if v.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._warn(float((self.beta * (high - low)).max()))
+
+    @staticmethod
+    def _warn(largest: float) -> None:
+        if not largest <= MAX_RANGE:
+            OP.log.warning(
+                "decoding: beta * (max v - min v) reaches %.4g, over %g: values that far under the greatest so far are lost to F",
+                largest,
+                MAX_RANGE,
+            )
+
+    def _centre(self, state: Tensor) -> Tensor:
+        low, high = state[:, :, :1], state[:, :, 1:]
+        return torch.maximum((low + high) / 2, high - MAX_RANGE / 2 / self.beta)
+
+    def stream(self) -> Tensor:
+        """U [b, h, t, dv], to be read beside v; what a state already sums is to be multiplied by ``rescale`` [b, h, 1, dv] first."""
+        return ValueStream.apply(self.v, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool))
+
+    def gap(self, mu: Tensor, z: Tensor) -> Tensor:
+        """F - mu [b, h, t, dv] from the reads of v and U."""
+        return FreeEnergyGap.apply(mu, z, self.beta, self.centre, torch.zeros_like(self.centre, dtype=torch.bool))
+
+
+# [batch, heads, rows, channels, keys] terms of a block: a CPU's cache or so, or enough to fill a device.
+BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 24
+
+
+def exact_read(
+    v: Tensor, beta: Tensor | None, log_weights: Callable[[int, int], Tensor], *, terms: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """(mu, F), each [b, h, t, dv], of v [b, h, t, dv] (float32 or float64) and beta [h, dv]; F is None without beta.
+
+    log_weights(start, stop): log weights [b, h, stop - start, t] of the rows start to stop, -inf for unread keys, at least one of them
+    finite; normalised here. terms: numbers that it holds for one weight (for the size of a block).
+    """
+    b, h, t, dv = v.shape
+    budget = BLOCK_TERMS_CPU if v.device.type == "cpu" else BLOCK_TERMS_DEVICE
+    size = max(1, min(t, budget // (b * h * t * max(dv, terms))))
+
+    def rows(start: int, stop: int, v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        log_p = log_weights(start, stop).log_softmax(-1)
+        mu = log_p.exp() @ v
+        if beta is None:
+            return mu, None
+        return mu, _FreeEnergy.apply(log_p, v, beta)
+
+    reads = [
+        checkpoint(rows, start, min(start + size, t), v, beta, use_reentrant=False, preserve_rng_state=False) for start in range(0, t, size)
+    ]
+    mu = torch.cat([read[0] for read in reads], dim=2)
+    return mu, None if beta is None else torch.cat([read[1] for read in reads], dim=2)
+
+
+class _FreeEnergy(torch.autograd.Function):
+    """F [b, h, rows, dv] of log_p [b, h, rows, t], v and beta. The backward keeps E_w[v] - F together: alone they may be large."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+        free_energy = _joint(log_p, v, beta).logsumexp(-1) / beta[:, None]
+        ctx.save_for_backward(log_p, v, beta, free_energy)
+        return free_energy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, v, beta, free_energy = ctx.saved_tensors
+        (d_free,) = grads
+        # w = p exp(beta (v - F)) as one softmax: its factors alone may overflow, w is at most 1.
+        w = _joint(log_p, v, beta).softmax(-1)
+        d_beta = (((w * v.mT[:, :, None]).sum(-1) - free_energy) * d_free).sum((0, 2)) / beta
+        w = w * d_free[..., None]
+        return (w / beta[:, None, :, None]).sum(3), w.sum(2).mT, d_beta
+
+
+def _joint(log_p: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """log p_t(i) + beta_j v[i, j]: [b, h, rows, dv, t]."""
+    return log_p[:, :, :, None] + (beta[:, None] * v).mT[:, :, None]

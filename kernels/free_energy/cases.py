@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.free_energy import free_energy_read
 from kernels.linear_attention import linear_attention, log_weights
 from kernels.linear_attention.cases import weights_and_decays
@@ -14,14 +14,14 @@ from kernels.linear_attention.cases import weights_and_decays
 
 def _random(size: Mapping[str, int], decay: str = "head", *, beta: float = 1.95, value_range: float | None = None) -> Inputs:
     """Features above 0; value_range: v uniform so that beta * v spans about this much."""
-    rng = torch.Generator().manual_seed(size["tokens"])
+    draw = Draw(size["tokens"])
     shape = size["batch"], size["heads"], size["tokens"]
 
     def uniform(*width: int) -> torch.Tensor:
-        return torch.rand(*shape, *width, generator=rng, dtype=torch.float64)
+        return draw.uniform(*shape, *width)
 
     keys, values = size["keys"], size["values"]
-    v = torch.randn(*shape, values, generator=rng, dtype=torch.float64)
+    v = draw.normal(*shape, values)
     made: Inputs = {
         "q": uniform(keys) + 1e-3,
         "k": uniform(keys) + 1e-3,

@@ -11,24 +11,16 @@ Only sums of g over windows, <= 0, are exponentiated, so a decay of any strength
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.implementations import Implementation, Op
+from kernels.arguments import check_first, check_others
+from kernels.implementations import Implementation, Op, lacks_fla
 
 __all__ = ["OP", "gated_delta_rule"]
-
-TYPES = (torch.float64, torch.float32, torch.bfloat16)
-
-
-def lacks_fla(device: torch.device) -> str | None:
-    """Why flash-linear-attention's kernels cannot run on ``device``, or None."""
-    if device.type == "cuda" and find_spec("fla") is not None:
-        return None
-    return "it needs bfloat16, a GPU and the package flash-linear-attention"
 
 
 OP = Op(
@@ -70,7 +62,7 @@ def gated_delta_rule(
     unfit = None if q.dtype == torch.bfloat16 else f"it needs bfloat16, not {str(q.dtype).removeprefix('torch.')}"
     if unfit is None and implementation == "auto" and q.shape[2] == 1:
         unfit = "one token"
-    if OP.choose(implementation, q.device, {"fla": unfit}) == "fla":
+    if OP.choose(implementation, q.device, {"fla": unfit}.get) == "fla":
         return _by_fla(q, k, v, beta, log_decay, initial, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     g = torch.zeros_like(beta, dtype=wide) if log_decay is None else log_decay.to(wide)
@@ -99,26 +91,13 @@ def _by_fla(
 def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, initial: Tensor | None, chunk: int) -> None:
     if chunk < 1:
         raise ValueError(f"gated_delta_rule: chunk is {chunk}; it counts tokens, at least 1")
-    if q.dim() != 4 or v.dim() != 4 or 0 in (*q.shape, *v.shape):
-        raise ValueError(f"gated_delta_rule: q {list(q.shape)} and v {list(v.shape)} must be [batch, heads, tokens, width], not empty")
-    b, h, t, dk = q.shape
-    expected = {
-        "k": (k, (b, h, t, dk)),
-        "v": (v, (b, h, t, v.shape[-1])),
-        "beta": (beta, (b, h, t)),
-        "log_decay": (log_decay, (b, h, t)),
-        "initial": (initial, (b, h, dk, v.shape[-1])),
-    }
-    if q.dtype not in TYPES:
-        raise ValueError(f"gated_delta_rule: q is {q.dtype}; use float64, float32 or bfloat16")
-    for name, (given, shape) in expected.items():
-        if given is None:
-            continue
-        if given.shape != shape:
-            raise ValueError(f"gated_delta_rule: {name} has shape {list(given.shape)}, expected {list(shape)} beside q {list(q.shape)}")
-        allowed = (q.dtype,) if name in ("k", "v") or q.dtype == torch.float64 else (q.dtype, torch.float32)
-        if given.dtype not in allowed or given.device != q.device:
-            raise ValueError(f"gated_delta_rule: {name} is {given.dtype} on {given.device} but q is {q.dtype} on {q.device}")
+    check_first("gated_delta_rule", "q", q)
+    check_first("gated_delta_rule", "v", v)
+    (b, h, t, dk), dv = q.shape, v.shape[3]
+    types = (q.dtype,) if q.dtype == torch.float64 else (q.dtype, torch.float32)
+    expected: dict[str, Any] = {"k": (k, q.shape, q.dtype), "v": (v, (b, h, t, dv), q.dtype), "beta": (beta, (b, h, t), *types)}
+    expected |= {"log_decay": (log_decay, (b, h, t), *types), "initial": (initial, (b, h, dk, dv), *types)}
+    check_others("gated_delta_rule", "q", q, expected)
 
 
 def chunked_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.gated_delta_rule import gated_delta_rule
 
 Size = Mapping[str, int]
@@ -15,15 +14,13 @@ Size = Mapping[str, int]
 
 def inputs(size: Size, *, tokens: int | None = None, decay: float | None = 0.1, state: bool = False) -> Inputs:
     """Unit q and k, random v, beta in (0, 1); log-decays about -decay."""
-    rng = torch.Generator().manual_seed(0)
+    draw = Draw(0)
+    normal = draw.normal
     b, h, t, dk, dv = size["batch"], size["heads"], tokens or size["tokens"], size["dk"], size["dv"]
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     q, k = (torch.nn.functional.normalize(normal(b, h, t, dk), dim=-1) for _ in range(2))
     x: Inputs = {"q": q, "k": k, "v": normal(b, h, t, dv), "beta": torch.sigmoid(normal(b, h, t))}
-    x["log_decay"] = None if decay is None else -decay * torch.rand(b, h, t, generator=rng, dtype=torch.float64)
+    x["log_decay"] = None if decay is None else -decay * draw.uniform(b, h, t)
     return x | {"initial": normal(b, h, dk, dv) if state else None}
 
 

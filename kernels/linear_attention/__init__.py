@@ -1,24 +1,28 @@
-"""Linear attention with decay: `linear_attention`, and `log_weights` for exact forms. Feature maps, gates and norms stay with the layer."""
+"""Linear attention with decay: `linear_attention`, and `log_weights` for exact forms. Feature maps, gates and norms stay with the layer.
+
+The definition, in plain PyTorch on any device: chunk by chunk, time and memory linear in t. Only exponents <= 0 may come in. Pairs within a
+chunk are weighed by exp of their window sum of log-decays, built up term by term (never as a difference of cumulated sums), so decays of
+any strength, -inf too, are exact; between chunks a state is carried. No loop over tokens. Segments of several chunks are remade in the
+backward. How chunks are cut depends on shapes alone and an unread key is an exact zero: no bit depends on later tokens.
+"""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kernels.implementations import Implementation, Op, lacks_triton
-from kernels.linear_attention.reference import LinearAttention, both_ways, log_weights
+from kernels.arguments import check_first, check_others
+from kernels.implementations import Implementation, Op, lacks_fla, lacks_triton
 
 __all__ = ["OP", "linear_attention", "log_weights"]
 
 
-def lacks_fla(device: torch.device) -> str | None:
-    """Why flash-linear-attention's kernels cannot run on ``device``, or None."""
-    if find_spec("fla") is None:
-        return "the package flash-linear-attention is not installed"
-    return None if device.type == "cuda" else "no GPU"
-
+CHUNK, CHUNK_PER_CHANNEL = 64, 16  # tokens whose pairs are made at once; with a decay for each channel a pair has dk exponents
+CHUNKS = 16  # chunks of a segment
 
 OP = Op(
     "linear_attention",
@@ -59,7 +63,7 @@ def linear_attention(
     """
     _check(q, k, v, log_decay, initial, causal, normalise)
     unfit = {"triton": _unfit(q, causal, (torch.float32, torch.bfloat16)), "fla": _unfit(q, causal, (torch.bfloat16,))}
-    chosen = OP.choose(implementation, q.device, unfit)
+    chosen = OP.choose(implementation, q.device, unfit.get)
     if chosen == "triton":
         from kernels.linear_attention.triton import TritonLinearAttention
 
@@ -100,30 +104,215 @@ def _by_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: 
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, causal: bool, normalise: bool) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4 or tensor.numel() == 0:
-            raise ValueError(f"linear_attention: {name} has shape {list(tensor.shape)}, expected [batch, heads, tokens, width], not empty")
-    (b, h, t, dk), dv = q.shape, v.shape[3]
-    fitting: tuple[tuple[str, Tensor | None, list[tuple[int, ...]]], ...] = (
-        ("k", k, [(b, h, t, dk)]),
-        ("v", v, [(b, h, t, dv)]),
-        ("log_decay", log_decay, [(b, h, t), (b, h, t, dk)]),
-        ("initial", initial, [(b, h, dk, dv + normalise)]),
-    )
-    for name, given, shapes in fitting:
-        if given is not None and given.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"linear_attention: {name} has shape {list(given.shape)}, expected {wanted} beside q {list(q.shape)}")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"linear_attention: q is {q.dtype}; use float64, float32 or bfloat16")
-    wide = torch.promote_types(q.dtype, torch.float32)
-    for name, other, dtypes in (
-        ("k", k, (q.dtype,)),
-        ("v", v, (q.dtype,)),
-        ("log_decay", log_decay, (q.dtype, wide)),
-        ("initial", initial, (wide,)),
-    ):
-        if other is not None and (other.dtype not in dtypes or other.device != q.device):
-            raise ValueError(f"linear_attention: {name} is {other.dtype} on {other.device}, expected {dtypes[-1]} on {q.device}")
+    check_first("linear_attention", "q", q)
+    check_first("linear_attention", "v", v)
+    (b, h, t, dk), dv, wide = q.shape, v.shape[3], torch.promote_types(q.dtype, torch.float32)
+    expected: dict[str, Any] = {"k": (k, q.shape, q.dtype), "v": (v, (b, h, t, dv), q.dtype)}
+    expected |= {"log_decay": (log_decay, [(b, h, t), q.shape], q.dtype, wide), "initial": (initial, (b, h, dk, dv + normalise), wide)}
+    check_others("linear_attention", "q", q, expected)
     if not causal and initial is not None:
         raise ValueError("linear_attention: initial is the past of a causal scan; leave it out with causal=False")
+
+
+class LinearAttention(torch.autograd.Function):
+    """(y, state) of q, k [b, h, t, dk], v [b, h, t, dv], log_decay [b, h, t, 1 or dk] or None, initial; all float32 or all float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, normalise: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Causal; see `linear_attention`. normalise: the state has one column more, the sums over ones."""
+        state = q.new_zeros(*k.shape[:2], k.shape[3], v.shape[3] + normalise) if initial is None else initial
+        starts, outputs = [], []
+        for part in _segments(q, log_decay):
+            starts.append(state)
+            decay = None if log_decay is None else log_decay[:, :, part]
+            output, state = _segment(q[:, :, part], k[:, :, part], v[:, :, part], decay, state, normalise)
+            outputs.append(output)
+        ctx.save_for_backward(q, k, v, log_decay, torch.stack(starts))
+        ctx.normalise, ctx.has_initial = normalise, initial is not None
+        return torch.cat(outputs, dim=2), state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """From the last segment to the first, each remade with gradients."""
+        q, k, v, log_decay, starts = ctx.saved_tensors
+        dy, d_state = grads
+        given = [q, k, v] if log_decay is None else [q, k, v, log_decay]
+        whole = [torch.empty_like(x) for x in given]
+        for part, start in reversed(list(zip(_segments(q, log_decay), starts, strict=True))):
+            with torch.enable_grad():
+                leaves = [x[:, :, part].detach().requires_grad_() for x in given]
+                before = start.detach().requires_grad_()
+                decay = None if log_decay is None else leaves[3]
+                results = _segment(leaves[0], leaves[1], leaves[2], decay, before, ctx.normalise)
+            *pieces, d_state = torch.autograd.grad(results, (*leaves, before), (dy[:, :, part], d_state))
+            for gradient, piece in zip(whole, pieces, strict=True):
+                gradient[:, :, part] = piece
+        return (*whole, *[None] * (4 - len(whole)), d_state if ctx.has_initial else None, None)
+
+
+class Damp(torch.autograd.Function):
+    """x * exp(a) for a <= 0 that broadcasts to x. The decay comes first in the backward: inf * 0 cannot arise where exp(a) is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, factor: Tensor | None = None) -> Tensor:
+        """x * exp(a); factor: exp(a), where it is known already."""
+        factor = a.exp() if factor is None else factor
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x and a."""
+        x, factor = ctx.saved_tensors
+        damped = grads[0] * factor
+        return damped, (damped * x).sum_to_size(factor.shape) if ctx.needs_input_grad[1] else None, None
+
+
+def both_ways(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The same over all tokens, a pair weighed by exp(-|c_t - c_i|); the state is the causal one after the last token."""
+    if log_decay is None:
+        state = k.mT @ (torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v)
+        if not normalise:
+            return q @ state, state
+        mass = q @ state[..., -1:]
+        empty = mass <= 0
+        return torch.where(empty, v, (q / mass.masked_fill(empty, 1)) @ state[..., :-1]), state
+    if not normalise:
+        return _earlier_and_later(q, k, v, log_decay)
+    mass, key_state = _earlier_and_later(q, k, torch.ones_like(v[..., :1]), log_decay)
+    empty = mass <= 0
+    y, state = _earlier_and_later(q / mass.masked_fill(empty, 1), k, v, log_decay)
+    return torch.where(empty, v, y), torch.cat((state, key_state), dim=-1)
+
+
+def _earlier_and_later(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    earlier, state = LinearAttention.apply(q, k, v, log_decay, None, False)
+    # Reversed, each key one step late: a token is read once, and its own decay lies between it and the tokens before it.
+    late_k, late_v, late_decay = (pad(x.flip(2)[:, :, :-1], (0, 0, 1, 0)) for x in (Damp.apply(k, log_decay), v, log_decay))
+    later, _ = LinearAttention.apply(q.flip(2), late_k, late_v, late_decay, None, False)
+    return earlier + later.flip(2), state
+
+
+def _segments(q: Tensor, log_decay: Tensor | None) -> Iterator[slice]:
+    t, size = q.shape[2], _chunk(log_decay) * CHUNKS
+    yield from (slice(start, min(start + size, t)) for start in range(0, t, size))
+
+
+def _chunk(log_decay: Tensor | None) -> int:
+    return CHUNK if log_decay is None or log_decay.shape[-1] == 1 else CHUNK_PER_CHANNEL
+
+
+def _segment(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, state: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
+    """y [b, h, t, dv] and the state after it; arguments as in `LinearAttention`."""
+    t, dv = v.shape[2:]
+    size = min(t, _chunk(a))
+    q, k, v = (_chunked(x, size) for x in (q, k, v))
+    values = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v
+    if a is None:
+        raw = (q @ k.mT).tril()
+        sums = torch.cat((state[:, :, None], k.mT @ values), dim=2).cumsum(2)
+        starts, state = sums[:, :, :-1], sums[:, :, -1]
+        window = factor = since = None
+    else:
+        a = _chunked(a, size)
+        window, since = _window_sums(a), a.cumsum(-2)
+        factor = window.detach().exp()
+        raw = q @ k.mT if a.shape[-1] == 1 else q[..., None, :] * k[..., None, :, :]
+        starts, state = _carry(k, values, a, state)
+    empty = None
+    if normalise:
+        mass = _pairs(raw, window, factor).sum(-1, keepdim=True) + _from_start(q, starts[..., dv:], since)
+        empty = mass <= 0
+        share = mass.masked_fill(empty, 1).reciprocal()
+        q, raw = q * share, raw * (share if raw.dim() == 5 else share[..., None])
+    y = _pairs(raw, window, factor) @ v + _from_start(q, starts[..., :dv], since)
+    y = y if empty is None else torch.where(empty, v, y)
+    return y.flatten(2, 3)[:, :, :t], state
+
+
+def _chunked(x: Tensor, size: int) -> Tensor:
+    """[b, h, t, n] -> [b, h, chunks, size, n], the last chunk filled up with zeros."""
+    return pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
+
+
+def _window_sums(a: Tensor) -> Tensor:
+    """a [..., c, w] -> sums of a over (i, t], [..., t, i, w] (no last dimension where w is 1); -inf where t < i."""
+    steps = a[..., None, :].expand(*a.shape[:-1], a.shape[-2], a.shape[-1])
+    unread = torch.ones(a.shape[-2], a.shape[-2], dtype=torch.bool, device=a.device)
+    sums = steps.masked_fill(unread.triu()[..., None], 0).cumsum(-3).masked_fill(unread.triu(1)[..., None], -torch.inf)
+    return sums.squeeze(-1) if a.shape[-1] == 1 else sums
+
+
+def _pairs(raw: Tensor, window: Tensor | None, factor: Tensor | None) -> Tensor:
+    """The weights of a chunk's pairs [..., t, i], from their products."""
+    if window is None:
+        return raw
+    damped: Tensor = Damp.apply(raw, window, factor)
+    return damped if window.dim() == 5 else damped.sum(-1)
+
+
+def _from_start(q: Tensor, starts: Tensor, since: Tensor | None) -> Tensor:
+    """What the queries read from the state at their chunk's start; since: the log-decays from there."""
+    if since is None:
+        return q @ starts
+    common, rest = _parted(since)
+    return Damp.apply(Damp.apply(q, rest) @ starts, common)
+
+
+def _carry(k: Tensor, values: Tensor, a: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The states at the starts of the chunks [b, h, chunks, dk, n], and the last one."""
+    common, rest = _parted(pad(a.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)))
+    added = Damp.apply(k, rest).mT @ Damp.apply(values, common)
+    starts = []
+    for total, new in zip(a.sum(-2)[..., None].unbind(2), added.unbind(2), strict=True):
+        starts.append(state)
+        state = Damp.apply(state, total) + new
+    return torch.stack(starts, dim=2), state
+
+
+def _parted(a: Tensor) -> tuple[Tensor, Tensor]:
+    """a [..., w] as the decay that all channels share [..., 1], a constant to autograd, and what each has beyond it; both at most 0.
+
+    What is shared is applied to the values' side of a product, so that a forgotten value cannot overflow in the backward.
+    """
+    common = a.detach().amax(-1, keepdim=True)
+    return common, torch.where(common == -torch.inf, 0, a - common)
+
+
+def log_weights(q: Tensor, k: Tensor, log_decay: Tensor | None, start: int, stop: int, *, causal: bool = True) -> Tensor:
+    """log (q_t * exp(-|c_t - c_i|)) . k_i [b, h, stop - start, t] of the rows start to stop, -inf where the weight is zero or unread.
+
+    Shapes as in `linear_attention`, q and k not negative. A row that reads nothing reads its own token. Float32 or float64.
+    """
+    t = k.shape[2]
+    rows = q[:, :, start:stop]
+    row, column = torch.arange(start, stop, device=q.device)[:, None], torch.arange(t, device=q.device)
+    products = rows @ k.mT
+    read = products.detach() > 0
+    if causal:
+        read = read & (column <= row)
+    read = read | ((column == row) & ~read.any(-1, keepdim=True))
+    decay = None if log_decay is None else _decay_between(log_decay if log_decay.dim() == 4 else log_decay[..., None], row, column, causal)
+    if decay is None or decay.shape[-1] == 1:
+        positive = products > 0
+        logs = torch.where(positive, products, 1).log()
+        return (logs if decay is None else logs + decay[..., 0].masked_fill(~read, 0)).masked_fill(~read, -torch.inf)
+    terms = _log(rows)[:, :, :, None] + _log(k)[:, :, None] + decay
+    # A row of padding has no finite term: it is filled before the logarithm, whose gradient there would be NaN.
+    finite = read & (terms.detach() > -torch.inf).any(-1)
+    summed = terms.masked_fill(~finite[..., None], 0).logsumexp(-1)
+    return torch.where(finite, summed, torch.where(read & (column == row), 0.0, -torch.inf))
+
+
+def _decay_between(a: Tensor, row: Tensor, column: Tensor, causal: bool) -> Tensor:
+    """a [b, h, t, w] -> its sum over (i, t] (over (t, i] where the key is later) [b, h, rows, i, w]."""
+    steps = a[:, :, None]
+    earlier = steps.masked_fill(~(column <= row)[..., None], 0)
+    between = torch.cat((earlier[:, :, :, 1:], torch.zeros_like(earlier[:, :, :, :1])), dim=3).flip(3).cumsum(3).flip(3)
+    return between if causal else between + steps.masked_fill(~(column > row)[..., None], 0).cumsum(3)
+
+
+def _log(x: Tensor) -> Tensor:
+    return torch.where(x > 0, torch.where(x > 0, x, 1).log(), -torch.inf)

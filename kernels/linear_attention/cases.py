@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.linear_attention import linear_attention
 
 
@@ -15,11 +15,8 @@ def _random(
     size: Mapping[str, int], decay: str = "none", *, strength: float = 0.3, normalise: bool = True, initial: bool = False
 ) -> Inputs:
     """Features in [0, 1], or signed where not normalised; log-decays uniform down to -strength."""
-    rng = torch.Generator().manual_seed(size["tokens"])
+    uniform = Draw(size["tokens"]).uniform
     shape = size["batch"], size["heads"], size["tokens"]
-
-    def uniform(*width: int) -> Tensor:
-        return torch.rand(*width, generator=rng, dtype=torch.float64)
 
     keys, values = size["keys"], size["values"]
     q, k = (uniform(*shape, keys) - (0 if normalise else 0.5) for _ in range(2))
@@ -43,7 +40,7 @@ def _mixed(size: Mapping[str, int], decay: str) -> Inputs:
 def _some_channels(size: Mapping[str, int]) -> Inputs:
     """Each channel's resets at places of its own."""
     made = _random(size, "channel", strength=0.02)
-    drawn = torch.rand(made["log_decay"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = Draw(1).uniform(*made["log_decay"].shape)
     made["log_decay"][drawn < 0.1] = -torch.inf
     made["log_decay"][(drawn > 0.1) & (drawn < 0.2)] = -30.0
     return made

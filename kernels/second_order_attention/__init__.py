@@ -6,10 +6,13 @@ descended, and the first-order step on a quadratic energy (linear attention).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.arguments import check_first, check_others
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.second_order_attention.reference import step
 
 __all__ = ["OP", "second_order_attention"]
@@ -58,41 +61,19 @@ def second_order_attention(
     Raises ValueError for shapes or types that do not fit, and for an implementation that cannot run.
     Source: Transformers as Intrinsic Optimizers, equations 28 to 31.
     """
-    _check(q, k, gram, temperature, newton_temperature, valid, turn)
+    check_first("second_order_attention", "q", q)
+    b, h, t, d = q.shape
+    tk = max(t, k.shape[2]) if k.dim() == 4 else t
+    expected: dict[str, Any] = {"k": (k, (b, h, tk, d), q.dtype), "gram": (gram, (h, d, d)), "temperature": (temperature, (h,))}
+    expected |= {"newton_temperature": (newton_temperature, (h,)), "valid": (valid, (b, tk), torch.bool)}
+    check_others("second_order_attention", "q", q, expected | {"turn": (turn, [(n, 1, t, d - d % 2) for n in {1, b}])})
     compute = torch.promote_types(q.dtype, torch.float32)
     wide = (gram.to(compute), temperature.to(compute), newton_temperature.to(compute), None if turn is None else turn.to(compute))
-    if OP.choose(implementation, q.device, {"triton": _unfit_for_triton(q, exact)}) == "triton":
+    reasons = {"the exact step solves a system for each token": exact, "float64": q.dtype == torch.float64}
+    unfit = first_reason(reasons | {f"head width {d} is over {WIDEST}": d > WIDEST})
+    if OP.choose(implementation, q.device, {"triton": unfit}.get) == "triton":
         from kernels.second_order_attention.triton import first_order_step
 
         taken: Tensor = first_order_step(q, k, *wide, causal=causal, valid=valid, jitter=jitter)
         return taken
     return step(q, k.to(compute), *wide, exact=exact, causal=causal, valid=valid, jitter=jitter).to(q.dtype)
-
-
-def _unfit_for_triton(q: Tensor, exact: bool) -> str | None:
-    if exact:
-        return "the exact step solves a system for each token"
-    if q.dtype == torch.float64:
-        return "float64"
-    return f"head width {q.shape[3]} is over {WIDEST}" if q.shape[3] > WIDEST else None
-
-
-def _check(q: Tensor, k: Tensor, gram: Tensor, temperature: Tensor, newton: Tensor, valid: Tensor | None, turn: Tensor | None) -> None:
-    name = "second_order_attention"
-    if q.dim() != 4 or q.numel() == 0:
-        raise ValueError(f"{name}: q has shape {list(q.shape)}, expected [batch, heads, tokens, width], not empty")
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"{name}: q is {q.dtype}; use float64, float32 or bfloat16")
-    b, h, t, d = q.shape
-    tk = k.shape[2] if k.dim() == 4 else 0
-    if k.shape != (b, h, tk, d) or tk < t or (k.dtype, k.device) != (q.dtype, q.device):
-        raise ValueError(f"{name}: k is {list(k.shape)} {k.dtype}, expected [{b}, {h}, {t} or more, {d}] beside q {q.dtype}")
-    if gram.shape != (h, d, d):
-        raise ValueError(f"{name}: gram has shape {list(gram.shape)}, expected [{h}, {d}, {d}]")
-    for what, given in (("temperature", temperature), ("newton_temperature", newton)):
-        if given.shape != (h,):
-            raise ValueError(f"{name}: {what} has shape {list(given.shape)}, expected [{h}], one a head")
-    if valid is not None and (valid.shape != (b, tk) or valid.dtype != torch.bool):
-        raise ValueError(f"{name}: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")
-    if turn is not None and (turn.shape not in ((1, 1, t, d), (b, 1, t, d)) or d % 2):
-        raise ValueError(f"{name}: turn has shape {list(turn.shape)}, expected [1 or {b}, 1, {t}, {d}], pairs of channels")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention import second_order_attention
 
@@ -22,10 +22,7 @@ def _made(size: Size, *, times: float = 1.0, heat: float = 1.0, turned: bool = F
     """
     b, h, tk, d = size["batch"], size["heads"], size["tokens"], size["width"]
     t = queries or tk
-    rng = torch.Generator().manual_seed(tk)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+    normal = Draw(tk).normal
 
     heads = torch.linspace(0.9, 1.1, h, dtype=torch.float64) * heat * d
     made = {

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from kernels.arguments import check_first, check_others
 from kernels.pairs import allowed_pairs
 
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
@@ -157,9 +158,11 @@ def energy_linear_attention(
     Types: float64, float32 or bfloat16; sums and state are float32 (float64 for float64). Time and memory linear in t.
     Raises ValueError for shapes or types that do not fit. Source: Transformers as Intrinsic Optimizers, theorem 3, with W = W_Q^T W_K.
     """
-    _check(q, k, valid, state)
+    check_first("energy_linear_attention", "q", q)
     b, h, t, d = q.shape
     kind, compute = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    expected = {"k": (k, q.shape, kind), "valid": (valid, (b, t), torch.bool), "state": (state, (b, h, d, d), compute)}
+    check_others("energy_linear_attention", "q", q, expected)
     q, k = q.to(compute), k.to(compute)
     if valid is not None:
         k = k * valid[:, None, :, None]
@@ -172,18 +175,3 @@ def energy_linear_attention(
     sums = torch.cat((past[:, :, None], keys.mT @ keys), dim=2).cumsum(2)
     inside = (queries @ keys.mT).tril() @ keys
     return (inside + queries @ sums[:, :, :-1]).flatten(2, 3)[:, :, :t].to(kind), sums[:, :, -1]
-
-
-def _check(q: Tensor, k: Tensor, valid: Tensor | None, state: Tensor | None) -> None:
-    name = "energy_linear_attention"
-    if q.dim() != 4 or q.numel() == 0 or (k.shape, k.dtype) != (q.shape, q.dtype):
-        raise ValueError(
-            f"{name}: q is {list(q.shape)} {q.dtype}, k {list(k.shape)} {k.dtype}; both [batch, heads, tokens, width], not empty"
-        )
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"{name}: q is {q.dtype}; use float64, float32 or bfloat16")
-    (b, h, t, d), compute = q.shape, torch.promote_types(q.dtype, torch.float32)
-    if valid is not None and (valid.shape != (b, t) or valid.dtype != torch.bool):
-        raise ValueError(f"{name}: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {t}] bool")
-    if state is not None and (state.shape != (b, h, d, d) or state.dtype != compute):
-        raise ValueError(f"{name}: state is {list(state.shape)} {state.dtype}, expected [{b}, {h}, {d}, {d}] {compute}")

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 from torch.nn.functional import softplus
 
 from kernels.aft_read.cases import half_equal, masked, padded, ramped, seen, two_level_read
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.ssm_read import ssm_read
 
 
 def _random(size: Mapping[str, int], beta: float = 1.95, value_range: float | None = None, step: float = 1.0) -> Inputs:
     """value_range: v uniform, so that beta * v spans this much. step: times the steps."""
-    rng = torch.Generator().manual_seed(size["tokens"])
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+    draw = Draw(size["tokens"])
+    normal = draw.normal
 
     b, h, t, d, n = (size[name] for name in ("batch", "heads", "tokens", "channels", "states"))
     v, lam, gate = (normal(b, h, t, d) for _ in range(3))
     if value_range is not None:
-        v = (torch.rand(b, h, t, d, generator=rng, dtype=torch.float64) - 0.5) * value_range / beta
+        v = (draw.uniform(b, h, t, d) - 0.5) * value_range / beta
     return {
         "delta": step * softplus(normal(b, h, t, d) - 1),
         "rate": softplus(normal(h, d, n)) + torch.arange(n),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.arguments import check_first, check_others
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention.reference import energy_linear_attention
 from kernels.symmetric_attention.reference import pairwise_attention
@@ -54,10 +55,16 @@ def symmetric_attention(
     Source: Hyper-SET, equations 3, 7, 9 and table 18.
     """
     _check(z, keys, kind, causal, valid)
-    unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}", "triton": _unfit_for_triton(z, keys, kind)}
-    chosen = OP.choose(implementation, z.device, unfit)
+    own = keys is None or keys is z
+    reasons = {"kind softmax": kind == "softmax", "float64": z.dtype == torch.float64}
+    reasons |= {"bisoftmax with keys of their own": kind == "bisoftmax" and not own}
+    reasons |= {f"head width {z.shape[3]} is over {WIDEST}": z.shape[3] > WIDEST}
+    unfit = {"sdpa": None if kind == "softmax" else f"kind {kind}", "triton": first_reason(reasons)}
+    chosen = OP.choose(implementation, z.device, unfit.get)
     if chosen == "triton":
-        return _by_triton(z, None if keys is z else keys, kind, causal, valid)
+        from kernels.symmetric_attention.triton import bisoftmax_attention, sigmoid_attention
+
+        return bisoftmax_attention(z, valid) if kind == "bisoftmax" else sigmoid_attention(z, None if own else keys, valid, causal=causal)
     keys = z if keys is None else keys
     if chosen == "reference":
         return pairwise_attention(z, keys, kind=kind, causal=causal, valid=valid)
@@ -76,40 +83,15 @@ def symmetric_linear_attention(
     Raises ValueError for shapes or types that do not fit. Source: Hyper-SET, table 18, linear attention (the released code scales by
     1 / sqrt(t) instead, which a causal model cannot know).
     """
-    if z.dim() != 4 or z.numel() == 0:
-        raise ValueError(f"symmetric_linear_attention: z has shape {list(z.shape)}, expected [batch, heads, tokens, width], not empty")
-    if z.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"symmetric_linear_attention: z is {z.dtype}; use float64, float32 or bfloat16")
+    check_first("symmetric_linear_attention", "z", z)
     b, h, t, p = z.shape
     compute = torch.promote_types(z.dtype, torch.float32)
-    if valid is not None and (valid.shape != (b, t) or valid.dtype != torch.bool):
-        raise ValueError(f"symmetric_linear_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {t}] bool")
-    if state is not None and (state.shape != (b, h, p, p) or state.dtype != compute):
-        raise ValueError(f"symmetric_linear_attention: state is {list(state.shape)} {state.dtype}, expected [{b}, {h}, {p}, {p}] {compute}")
+    expected = {"valid": (valid, (b, t), torch.bool), "state": (state, (b, h, p, p), compute)}
+    check_others("symmetric_linear_attention", "z", z, expected)
     wide = z.to(compute)
     phi = wide.sigmoid()
     summed, after = energy_linear_attention(phi, phi, causal=causal, valid=valid, state=state)
     return (phi * (-wide).sigmoid() * p**-0.5 * summed).to(z.dtype), after
-
-
-def _unfit_for_triton(z: Tensor, keys: Tensor | None, kind: str) -> str | None:
-    if kind == "softmax":
-        return "kind softmax"
-    if z.dtype == torch.float64:
-        return "float64"
-    if kind == "bisoftmax" and keys is not None and keys is not z:
-        return "bisoftmax with keys of their own"
-    return f"head width {z.shape[3]} is over {WIDEST}" if z.shape[3] > WIDEST else None
-
-
-def _by_triton(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
-    if kind == "bisoftmax":
-        from kernels.symmetric_attention.triton.bisoftmax import bisoftmax_attention
-
-        return bisoftmax_attention(z, valid)
-    from kernels.symmetric_attention.triton.sigmoid import sigmoid_attention
-
-    return sigmoid_attention(z, keys, valid, causal=causal)
 
 
 def _by_sdpa(z: Tensor, keys: Tensor, causal: bool, valid: Tensor | None) -> Tensor:
@@ -123,16 +105,8 @@ def _by_sdpa(z: Tensor, keys: Tensor, causal: bool, valid: Tensor | None) -> Ten
 def _check(z: Tensor, keys: Tensor | None, kind: str, causal: bool, valid: Tensor | None) -> None:
     if kind not in KINDS:
         raise ValueError(f"symmetric_attention: kind {kind!r} is not one of {', '.join(KINDS)}")
-    if z.dim() != 4 or z.numel() == 0:
-        raise ValueError(f"symmetric_attention: z has shape {list(z.shape)}, expected [batch, heads, tokens, width], not empty")
-    if z.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"symmetric_attention: z is {z.dtype}; use float64, float32 or bfloat16")
-    (b, h, t, p), tk = z.shape, z.shape[2] if keys is None else keys.shape[2]
-    if keys is not None and (keys.shape != (b, h, tk, p) or tk < t or (keys.dtype, keys.device) != (z.dtype, z.device)):
-        raise ValueError(
-            f"symmetric_attention: keys are {list(keys.shape)} {keys.dtype}, expected [{b}, {h}, {t} or more, {p}] beside z {z.dtype}"
-        )
+    check_first("symmetric_attention", "z", z)
+    (b, h, t, p), tk = z.shape, z.shape[2] if keys is None else max(z.shape[2], *keys.shape[2:3])
+    check_others("symmetric_attention", "z", z, {"keys": (keys, (b, h, tk, p), z.dtype), "valid": (valid, (b, tk), torch.bool)})
     if kind == "bisoftmax" and (causal or tk != t):
         raise ValueError("symmetric_attention: bisoftmax lets every token move every other; it has no causal form, use softmax")
-    if valid is not None and (valid.shape != (b, tk) or valid.dtype != torch.bool):
-        raise ValueError(f"symmetric_attention: valid is {list(valid.shape)} {valid.dtype}, expected [{b}, {tk}] bool")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.pairs import allowed_pairs
 from kernels.symmetric_attention import symmetric_attention
 
@@ -17,8 +17,7 @@ Size = Mapping[str, int]
 
 def _sphere(size: Size, seed: int = 0, times: float = 1.0) -> Tensor:
     """z of norm sqrt(p) times ``times``."""
-    rng = torch.Generator().manual_seed(seed + size["tokens"])
-    z = torch.randn(size["batch"], size["heads"], size["tokens"], size["width"], generator=rng, dtype=torch.float64)
+    z = Draw(seed + size["tokens"]).normal(size["batch"], size["heads"], size["tokens"], size["width"])
     return torch.nn.functional.normalize(z, dim=-1) * size["width"] ** 0.5 * times
 
 

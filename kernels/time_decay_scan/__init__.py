@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, lacks_triton
 
 __all__ = ["OP", "time_decay_scan"]
@@ -38,23 +39,12 @@ def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None, *, soft
     Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
     Equation: Free Energy Mixer, the time-decay conditioner.
     """
-    if x.dim() < 1 or a.shape != x.shape or x.numel() == 0:
-        raise ValueError(
-            f"time_decay_scan: a has shape {list(a.shape)} and x {list(x.shape)}; both must be the same, [t, ...], and not empty"
-        )
-    if initial is not None and initial.shape != x.shape[1:]:
-        raise ValueError(
-            f"time_decay_scan: initial has shape {list(initial.shape)}, expected {list(x.shape[1:])}, one step of x {list(x.shape)}"
-        )
-    if x.dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"time_decay_scan: x is {x.dtype}; use float64, float32 or bfloat16")
+    check_first("time_decay_scan", "x", x, "[t, ...]")
     compute = torch.promote_types(x.dtype, torch.float32)
     made = compute if softplus else x.dtype
-    for name, given, dtype in (("a", a, x.dtype), ("initial", initial, made)):
-        if given is not None and (given.dtype, given.device) != (dtype, x.device):
-            raise ValueError(f"time_decay_scan: {name} is {given.dtype} on {given.device}, expected {dtype} on {x.device}, x is {x.dtype}")
+    check_others("time_decay_scan", "x", x, {"a": (a, x.shape, x.dtype), "initial": (initial, x.shape[1:], made)})
     start = None if initial is None else initial.to(compute)
-    if OP.choose(implementation, x.device, {"triton": "float64" if compute == torch.float64 else None}) == "triton":
+    if OP.choose(implementation, x.device, {"triton": "float64" if compute == torch.float64 else None}.get) == "triton":
         from kernels.time_decay_scan.triton import scan
 
         return scan(a, x, start, softplus).to(made)

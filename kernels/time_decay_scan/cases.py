@@ -7,23 +7,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kernels.check import Inputs, Outputs, Suite
+from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.time_decay_scan import time_decay_scan
 
 
 def _random(size: Mapping[str, int], slowness: float = 3.0) -> Inputs:
     """Decays of about exp(-slowness) a step."""
-    rng = torch.Generator().manual_seed(size["steps"])
-    shape = (size["steps"], size["batch"], size["channels"])
-    a, x = (torch.randn(shape, generator=rng, dtype=torch.float64) for _ in range(2))
+    draw = Draw(size["steps"])
+    a, x = (draw.normal(size["steps"], size["batch"], size["channels"]) for _ in range(2))
     return {"a": -torch.nn.functional.softplus(a - slowness), "x": x}
 
 
 def _with_state(size: Mapping[str, int]) -> Inputs:
-    return {
-        **_random(size),
-        "initial": torch.linspace(-2, 2, size["batch"] * size["channels"], dtype=torch.float64).view(size["batch"], -1),
-    }
+    initial = torch.linspace(-2, 2, size["batch"] * size["channels"], dtype=torch.float64).view(size["batch"], -1)
+    return {**_random(size), "initial": initial}
 
 
 def _resets(size: Mapping[str, int]) -> Inputs:
@@ -35,18 +32,12 @@ def _resets(size: Mapping[str, int]) -> Inputs:
 
 def _logits(size: Mapping[str, int]) -> Inputs:
     made = _with_state(size)
-    return {
-        **made,
-        "a": torch.randn(made["x"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 5 - 4,
-        "softplus": True,
-    }
+    return {**made, "a": Draw(2).normal(*made["x"].shape) * 5 - 4, "softplus": True}
 
 
 def _packed(size: Mapping[str, int]) -> Inputs:
     """Every third number of one tensor, as the conditioner's projection has them; a logit of -inf keeps the state."""
-    packed = torch.randn(
-        size["steps"], size["batch"], 3 * size["channels"], generator=torch.Generator().manual_seed(4), dtype=torch.float64
-    )
+    packed = Draw(4).normal(size["steps"], size["batch"], 3 * size["channels"])
     packed[size["steps"] // 2, :, ::3] = -torch.inf
     return {"packed": packed}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 import kernels.cem_attention.reference as cem
 import kernels.fem_attention.reference as fem
-import kernels.free_energy.streams as streams
-import kernels.linear_attention.reference as linear
+import kernels.free_energy as free_energy
+import kernels.linear_attention as linear
 import kernels.second_order_attention.reference as second_order
-import kernels.ssm_read.reference as ssm
+import kernels.ssm_read as ssm
 import kernels.symmetric_attention.reference as symmetric
 from kernels.aft_read import aft_read
 from kernels.check import Inputs, Outputs, Suite, suites
@@ -62,18 +62,11 @@ def _linear(name: str, read: Callable[..., Outputs], feature: Callable[[Tensor],
 
 
 SUITES = suites()
-ALL = SUITES | {
-    suite.op: suite
-    for suite in (
-        _linear("energy_linear_attention", energy_linear_attention, lambda x: x, torch.ones_like),
-        _linear(
-            "symmetric_linear_attention",
-            symmetric_linear_attention,
-            torch.sigmoid,
-            lambda z: z.sigmoid() * (1 - z.sigmoid()) / z.shape[-1] ** 0.5,
-        ),
-    )
-}
+ENERGY = _linear("energy_linear_attention", energy_linear_attention, lambda x: x, torch.ones_like)
+SYMMETRIC = _linear(
+    "symmetric_linear_attention", symmetric_linear_attention, torch.sigmoid, lambda z: z.sigmoid() * (-z).sigmoid() / z.shape[-1] ** 0.5
+)
+ALL = SUITES | {suite.op: suite for suite in (ENERGY, SYMMETRIC)}
 
 
 @dataclass(frozen=True)
@@ -213,11 +206,8 @@ FORMS = (
 )
 # Read by all tokens, or by whole rows at once.
 FULL = (
-    *(
-        Form("linear_attention", f"{name}a decay a {one}", _full)
-        for name in ("", "plain, ", "rows that read nothing, ")
-        for one in ("head", "channel")
-    ),
+    *(Form("linear_attention", f"{name}a decay a head", _full) for name in ("", "plain, ", "rows that read nothing, ")),
+    *(Form("linear_attention", f"{name}a decay a channel", _full) for name in ("", "plain, ", "rows that read nothing, ")),
     *(Form("linear_attention", name, _full) for name in ("no decay", "plain", "rows that read nothing")),
     Form("aft_read", "padded", changed(causal=False)),
     Form("aft_read", "padded", lambda x: {**_own_logits(x), "causal": False}),
@@ -243,14 +233,9 @@ def both() -> list[Any]:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, terms: int) -> None:
     """Let the references hold so few terms at once, and few tokens of a chunk, that small inputs have many blocks."""
-    for module in (fem, cem, symmetric, second_order, streams):
+    for module in (fem, cem, symmetric, second_order, free_energy):
         monkeypatch.setattr(module, "BLOCK_TERMS_CPU", terms)
     for name, tokens in (("CHUNK", 4), ("CHUNK_PER_CHANNEL", 4), ("CHUNKS", 2)):
         monkeypatch.setattr(linear, name, tokens)
     monkeypatch.setattr(ssm, "CHUNK", 4)
     monkeypatch.setattr(second_order, "CHUNK", 16)
-
-
-def resized(suite: Suite, size: Size) -> Suite:
-    """A suite whose small size is another."""
-    return replace(suite, small={**suite.small, **size})

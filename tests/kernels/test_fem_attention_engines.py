@@ -90,7 +90,7 @@ def test_padding_and_halves_change_nothing(dk: int, values: int, equal: bool, li
         seen.append((q.shape[-1], v.shape[-1]))
         return (q @ k.mT * reading.scale).softmax(-1) @ v
 
-    engine = Engine("fake", "", lambda device: None, lambda call: None, lambda call, widths: max(widths) <= limit, attend, equal)
+    engine = Engine("fake", "", lambda device: None, attend, lambda call, widths: max(widths) <= limit, equal=equal)
     call = replace(CALL, dk=dk, values=values)
     if engine.unfit(call) is not None:
         assert max(dk, -(-values // 2)) > limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,18 +45,10 @@ def newton_step(exact: bool) -> Callable[..., list[Tensor]]:
     return call
 
 
-def delta_rule(**given: Tensor) -> tuple[Tensor, ...]:
-    return gated_delta_rule(**given, chunk=16)  # type: ignore[arg-type]
-
-
 CALLS: list[tuple[str, str, Callable[..., Any]]] = [
-    *(
-        (f"fem_read_{kind}", how, softmax_read(how))
-        for kind in ("normal", "adversarial")
-        for how in ("reference", "fused", "fast", "exact")
-    ),
+    *((f"fem_read_{kind}", how, softmax_read(how)) for kind in ("normal", "adversarial") for how in "reference fused fast exact".split()),
     ("time_decay_scan", "", lambda a, x: [time_decay_scan(a, x)]),
-    ("gated_delta_rule", "", delta_rule),
+    ("gated_delta_rule", "", partial(gated_delta_rule, chunk=16)),
     ("mha2nd1st", "", newton_step(False)),
     ("mha2nd", "", newton_step(True)),
 ]

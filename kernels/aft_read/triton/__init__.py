@@ -1,13 +1,49 @@
-"""AFT's read in Triton, forward and backward, as one autograd function. The mathematics is in the kernels' files."""
+"""AFT's read in Triton as one autograd function, and its backward.
+
+The same tiles are made again from the rows kept before each chunk, and scans run from the end. With p_t(i) = exp(k_i - m_t) / S_t and
+w_t(i) = exp(k_i + beta v_i - M_t) / J_t, and dmu, dF the gradients of mu and F at t:
+
+    A_i = sum_{t >= i} p_t(i) dmu_t        B_i = sum_{t >= i} p_t(i) (dmu_t mu_t + dF_t / beta)        C_i = sum_{t >= i} w_t(i) dF_t
+    dv_i = A_i + C_i        dk_i = v_i A_i - B_i + C_i / beta        dbeta = (sum_i v_i C_i - sum_t dF_t F_t) / beta
+
+m and M never fall, so A_i = exp(k_i - m_i) R_i with R_i = dmu_i / S_i + exp(m_i - m_{i+1}) R_{i+1}, and B, C alike: nothing can overflow.
+A segment's summary is the five rows (m, R of A, R of B, M, R of C) at its first token. beta's gradient is a partial sum a program.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from kernels.aft_read.triton.backward import launch_backward
-from kernels.aft_read.triton.forward import launch_forward
-from kernels.tiles import rows_of
+from kernels.aft_read.triton.forward import (
+    JOINT_MAXIMUM,
+    JOINT_SUM,
+    MAXIMUM,
+    NOTHING,
+    ROWS,
+    SUM,
+    VALUES,
+    Launch,
+    built,
+    counted,
+    dense,
+    exponents,
+    falling,
+    free_energy,
+    join_one,
+    join_two,
+    launch_forward,
+    load,
+    place,
+    put_rows,
+    readable,
+    row,
+    tile,
+    valid_stride,
+)
+from kernels.tiles import Build, rows_of, strides_of
 
 
 def fused_past(k, v, beta, lam, gate, query, valid, state):
@@ -37,4 +73,209 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, _):
-        return *launch_backward(rows_of(d_o), *ctx.saved_tensors), None, None
+        return *_launch_backward(rows_of(d_o), *ctx.saved_tensors), None, None
+
+
+def _launch_backward(d_o, k, v, beta, lam, gate, query, valid, kept):
+    """(dk, dv, dbeta, dlam, dgate, dquery), None where there is no such input; they lie in memory as [t, b, h, d]."""
+    batch, heads, tokens, width = v.shape
+    launch = Launch(*v.shape)
+
+    def like(x):
+        made = None if x is None else torch.empty(tokens, batch, heads, width, dtype=x.dtype, device=x.device)
+        return None if made is None else made.permute(1, 2, 0, 3)
+
+    dk, dv, d_lam, d_gate, d_query = (like(x) for x in (k, v, lam, gate, query))
+    per_program = (batch, heads, launch.segments, width)
+    d_beta = None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
+    summary = torch.empty(*per_program[:3], 5, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
+    shared = (*strides_of(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
+    if summary is not None:
+        _summary_kernel[launch.grid](
+            d_o, k, v, beta, lam, gate, query, valid, kept, summary, *shared,
+            BT=launch.constants["BT"], BC=launch.constants["BC"], **launch.options,
+        )  # fmt: skip
+    _backward_kernel[launch.grid](
+        d_o, k, v, beta, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query, *shared,
+        **launch.constants, **launch.options,
+    )  # fmt: skip
+    return dk, dv, None if d_beta is None else d_beta.sum((0, 2)), d_lam, d_gate, d_query
+
+
+@triton.jit
+def _get_rows(at, width, mask):
+    return (
+        tl.load(at + MAXIMUM * width, mask=mask, other=0.0), tl.load(at + SUM * width, mask=mask, other=0.0),
+        tl.load(at + VALUES * width, mask=mask, other=0.0), tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=0.0),
+        tl.load(at + JOINT_SUM * width, mask=mask, other=0.0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _incoming(g, lam, BETA: tl.constexpr, LAM: tl.constexpr):
+    """(dmu, dF) from the gradient of what the gate multiplies; mu and F with the query, where there is one."""
+    d_mu, d_free = g, g
+    if BETA:
+        if LAM:
+            d_mu, d_free = g * (1.0 - lam), g * lam
+        else:
+            d_mu = tl.zeros_like(g)
+    return d_mu, d_free
+
+
+@triton.jit
+def _sources(d_mu, d_free, mu, total, joint, beta, BETA: tl.constexpr):
+    """What each token adds to the sums R of A, B and C."""
+    from_mean = d_mu * mu
+    if BETA:
+        from_mean += d_free / beta[None, :]
+    return d_mu / counted(total), from_mean / counted(total), d_free / counted(joint)
+
+
+@triton.jit
+def _summary_kernel(
+    d_o, k, v, beta, lam, gate, query, valid, kept, summary,
+    db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
+    BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    b, h, bh, c, inside = place(heads, width, BC)
+    segment = tl.program_id(1)
+    BETA: tl.constexpr = beta is not None
+    r_a, r_b, r_c = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    next_top = tl.full((BC,), -NOTHING, tl.float32)
+    next_joint_top, inverse_temperature = next_top, next_top
+    if BETA:
+        inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
+    end = tl.minimum(segment * each + each, chunks)
+    for back in range(end - segment * each):
+        chunk = end - 1 - back
+        t = chunk * BT + tl.arange(0, BT)
+        there = (t < tokens)[:, None] & inside[None, :]
+        m, s, u, j, i = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
+        _, _, _, _, _, top, total, values, joint_top, joint = tile(
+            k, v, inverse_temperature, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, BETA, BT
+        )
+        g = load(d_o, b, h, t, c, db, dh, dt, there)
+        if gate is not None:
+            g *= load(gate, b, h, t, c, gb, gh, gt, there)
+        mixed = load(lam, b, h, t, c, lb, lh, lt, there) if lam is not None else g
+        mu = values / counted(total)
+        d_mu, d_free = _incoming(g, mixed, BETA, lam is not None)
+        if query is not None:
+            d_mu *= load(query, b, h, t, c, qb, qh, qt, there)
+        x_a, x_b, x_c = _sources(d_mu, d_free, mu, total, joint, inverse_temperature, BETA)
+        first = row(top, 0, BT)
+        weight, faded = falling(first[None, :], top), falling(first, next_top)
+        r_a, r_b = tl.sum(weight * x_a, 0) + faded * r_a, tl.sum(weight * x_b, 0) + faded * r_b
+        next_top = first
+        if BETA:
+            first = row(joint_top, 0, BT)
+            r_c = tl.sum(falling(first[None, :], joint_top) * x_c, 0) + falling(first, next_joint_top) * r_c
+            next_joint_top = first
+    put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, next_top, r_a, r_b, next_joint_top, r_c)
+
+
+@triton.jit
+def _start(summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.constexpr, BC: tl.constexpr):
+    """R of A, B and C at the first token behind a segment."""
+    r_a, r_b, r_c = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    if SEGMENTS > 1:
+        which = tl.arange(0, SEGMENTS)
+        mask = ((which > segment) & (which < segments))[:, None] & inside[None, :]
+        at = summary + (bh * segments + which)[:, None] * ROWS * width + c[None, :]
+        tops = tl.load(at + MAXIMUM * width, mask=mask, other=-NOTHING)
+        weight = falling(tl.min(tops, 0)[None, :], tops)
+        r_a = tl.sum(weight * tl.load(at + SUM * width, mask=mask, other=0.0), 0)
+        r_b = tl.sum(weight * tl.load(at + VALUES * width, mask=mask, other=0.0), 0)
+        tops = tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=-NOTHING)
+        r_c = tl.sum(falling(tl.min(tops, 0)[None, :], tops) * tl.load(at + JOINT_SUM * width, mask=mask, other=0.0), 0)
+    return r_a, r_b, r_c
+
+
+@triton.jit
+def _backward_kernel(
+    d_o, k, v, beta, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query,
+    db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
+    SEGMENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Long, because the gradients of all inputs come from one pass over a tile's numbers, which are too many to hand around."""
+    b, h, bh, c, inside = place(heads, width, BC)
+    segment = tl.program_id(1)
+    BETA: tl.constexpr = beta is not None
+    r_a, r_b, r_c = _start(summary, bh, c, inside, width, segment, segments, SEGMENTS, BC)
+    inverse_temperature, d_beta_sum = r_a, tl.zeros((BC,), tl.float32)
+    if BETA:
+        inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
+    end = tl.minimum(segment * each + each, chunks)
+    for back in range(end - segment * each):
+        chunk = end - 1 - back
+        t = chunk * BT + tl.arange(0, BT)
+        there = (t < tokens)[:, None] & inside[None, :]
+        at = dense(b, h, t, c, batch, heads, width)
+        m, s, u, j, i = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
+        kk, vv, z, low, read, top, total, values, joint_top, joint = tile(
+            k, v, inverse_temperature, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, BETA, BT
+        )
+        mean = values / counted(total)
+        mu, mixed, factor, free = mean, mean, mean, mean
+        if query is not None:
+            factor = load(query, b, h, t, c, qb, qh, qt, there)
+            mu = mean * factor
+        if BETA:
+            free = free_energy(top, total, joint_top, joint, inverse_temperature)
+            if query is not None:
+                free += tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
+        if lam is not None:
+            mixed = load(lam, b, h, t, c, lb, lh, lt, there)
+        g = load(d_o, b, h, t, c, db, dh, dt, there)
+        if gate is not None:
+            if lam is not None:
+                made = mu + mixed * (free - mu)
+            elif BETA:
+                made = free
+            else:
+                made = mu
+            tl.store(d_gate + at, (g * made).to(d_gate.dtype.element_ty), mask=there)
+            g *= load(gate, b, h, t, c, gb, gh, gt, there)
+        if lam is not None:
+            tl.store(d_lam + at, (g * (free - mu)).to(d_lam.dtype.element_ty), mask=there)
+        d_mu, d_free = _incoming(g, mixed, BETA, lam is not None)
+        if query is not None:
+            d_factor = d_mu * mean
+            if BETA:
+                d_factor += d_free / (inverse_temperature[None, :] * tl.where(there, factor, 1.0))
+            tl.store(d_query + at, d_factor.to(d_query.dtype.element_ty), mask=there)
+            d_mu *= factor
+        x_a, x_b, x_c = _sources(d_mu, d_free, mean, total, joint, inverse_temperature, BETA)
+        next_read = readable(valid, wb, b, t + 1, inside, tokens)
+        next_k = tl.where(next_read, load(k, b, h, t + 1, c, kb, kh, kt, next_read), NOTHING)
+        decay, x_a, x_b = tl.associative_scan((falling(top, tl.maximum(top, next_k)), x_a, x_b), 0, join_two, reverse=True)
+        x_a, x_b = x_a + decay * r_a[None, :], x_b + decay * r_b[None, :]
+        r_a, r_b = row(x_a, 0, BT), row(x_b, 0, BT)
+        weight = tl.where(read, tl.exp(kk - top), 0.0)
+        dv_tile, dk_tile = weight * x_a, weight * (vv * x_a - x_b)
+        if BETA:
+            next_z, _ = exponents(next_k, load(v, b, h, t + 1, c, vb, vh, vt, next_read), inverse_temperature, next_read)
+            decay, x_c = tl.associative_scan((falling(joint_top, tl.maximum(joint_top, next_z)), x_c), 0, join_one, reverse=True)
+            x_c += decay * r_c[None, :]
+            r_c = row(x_c, 0, BT)
+            x_c *= tl.where(read, tl.exp(z - joint_top + low), 0.0)
+            dv_tile += x_c
+            dk_tile += x_c / inverse_temperature[None, :]
+            d_beta_sum += tl.sum(vv * x_c - d_free * free, 0)
+        tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=there)
+        tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=there)
+    if BETA:
+        tl.store(d_beta + (bh * segments + segment) * width + c, d_beta_sum / inverse_temperature, mask=inside)
+
+
+def _builds():
+    """As the forward's."""
+    launch = Launch(4, 16, 4096, 64)
+    absent = {"query": None, "valid": None, "d_query": None}
+    for label, more in (("mu and F", {}), ("mu", dict.fromkeys(("beta", "lam", "d_beta", "d_lam")))):
+        for name, kernel in (("backward summary", _summary_kernel), ("backward", _backward_kernel)):
+            yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
+
+
+BUILDS: tuple[Build, ...] = tuple(_builds())

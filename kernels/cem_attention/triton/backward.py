@@ -7,6 +7,7 @@ gives what the scores' additive part C gets, summed over the heads that share it
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -18,12 +19,13 @@ from kernels.cem_attention.triton.forward import (
     Part,
     bias_tile,
     built,
-    fitting,
+    head_tile,
     pair_scores,
+    sizes_of,
     store_tile,
     tile_of,
 )
-from kernels.tiles import Blocks, Build, padded
+from kernels.tiles import Build, good_at, of_head
 
 
 @triton.jit
@@ -56,14 +58,14 @@ def _rows_kernel(
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start, local = tl.program_id(1) * M, tl.arange(0, M)
     there = start + local < rows
-    at = q + tl.multiple_of(batch * q_batch + head * q_head, ALIGN)
-    query = tile_of(at, start, rows, local, q_row, WIDTH, PADDED, ALIGN).to(tl.float32)
-    at = k + tl.multiple_of(batch * k_batch + head * k_head, ALIGN)
-    product = tl.sum(query * tile_of(at, first + start, keys, local, k_row, WIDTH, PADDED, ALIGN).to(tl.float32), 1)
-    at = d_out + tl.multiple_of(batch * d_out_batch + head * d_out_head, ALIGN)
-    grad = tile_of(at, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN).to(tl.float32)
-    at = out + tl.multiple_of(batch * out_batch + head * out_head, ALIGN)
-    row_term = tl.sum(grad * tile_of(at, start, rows, local, out_row, WIDTH, PADDED, ALIGN).to(tl.float32), 1)
+    query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN).to(tl.float32)
+    product = tl.sum(
+        query * head_tile(k, batch, head, k_batch, k_head, first + start, keys, local, k_row, WIDTH, PADDED, ALIGN).to(tl.float32), 1
+    )
+    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN).to(tl.float32)
+    row_term = tl.sum(
+        grad * head_tile(out, batch, head, out_batch, out_head, start, rows, local, out_row, WIDTH, PADDED, ALIGN).to(tl.float32), 1
+    )
     if bias is not None:
         at = bias + batch * bias_batch + head * bias_head + (tl.cast(start, tl.int64) + local) * bias_row + first + start + local
         product += tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -86,9 +88,7 @@ def _dq_tile(
     added = None
     if bias is not None:
         added = bias_tile(bias, bias_row, tl.arange(0, own.shape[0])[:, None], rows, key[None, :], keys)
-    key_valid = None
-    if valid is not None:
-        key_valid = tl.load(valid + key, mask=key < keys, other=False)[None, :]
+    key_valid = good_at(valid, key[None, :], keys)
     position = key.to(tl.float32)[None, :]
     _, d_scores = _weights(
         query, key_tile, grad, key_tile, added, None, own[:, None], position, keys, slope, alone, scale, own_valid, key_valid,
@@ -120,22 +120,15 @@ def _dq_kernel(
     position = first + start + local
     own = position.to(tl.float32)
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
-    at = q + tl.multiple_of(batch * q_batch + head * q_head, ALIGN)
-    query = tile_of(at, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
-    at = d_out + tl.multiple_of(batch * d_out_batch + head * d_out_head, ALIGN)
-    grad = tile_of(at, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN)
+    query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
+    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN)
     row, there = batch * lse_batch + head * lse_head + start + local, start + local < rows
     row_lse = tl.load(lse + row, mask=there, other=float("inf"))
     row_term = tl.load(row_terms + row, mask=there, other=0.0)
     k_base = k + tl.multiple_of(batch * k_batch + head * k_head, ALIGN)
-    bias_base = None
-    if bias is not None:
-        bias_base = bias + batch * bias_batch + head * bias_head + tl.cast(start, tl.int64) * bias_row
-    valid_base = None
-    own_valid = None
-    if valid is not None:
-        valid_base = valid + batch * valid_batch
-        own_valid = tl.load(valid_base + position, mask=position < keys, other=False)[:, None]
+    bias_base = of_head(bias, batch, head, bias_batch, bias_head, tl.cast(start, tl.int64), bias_row)
+    valid_base = of_head(valid, batch, 0, valid_batch, 0)
+    own_valid = good_at(valid_base, position[:, None], keys)
     total = tl.zeros([M, PADDED], tl.float32)
     missing = tl.zeros([M], tl.float32)
     d_own = tl.zeros([M], tl.float32)
@@ -153,8 +146,9 @@ def _dq_kernel(
     tl.store(row_terms + row, row_term + missing, mask=there)
     program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + block
     tl.store(d_alone + program, tl.sum(d_own - tl.load(p_own + row, mask=there, other=0.0) * missing, 0))
-    at = out + tl.multiple_of(batch * out_batch + head * out_head, ALIGN)
-    total -= missing[:, None] * tile_of(at, start, rows, local, out_row, WIDTH, PADDED, ALIGN).to(tl.float32)
+    total -= missing[:, None] * head_tile(out, batch, head, out_batch, out_head, start, rows, local, out_row, WIDTH, PADDED, ALIGN).to(
+        tl.float32
+    )
     at = dq + tl.multiple_of(batch * dq_batch + head * dq_head, ALIGN)
     store_tile(at, start, rows, local, dq_row, total * unit, WIDTH, PADDED, ALIGN)
 
@@ -175,9 +169,7 @@ def _dk_tile(
     added = None
     if bias is not None:
         added = bias_tile(bias + tl.cast(start, tl.int64) * bias_row, bias_row, local[None, :], rows - start, key[:, None], keys)
-    own_valid = None
-    if valid is not None:
-        own_valid = tl.load(valid + first + start + local, mask=there, other=False)[None, :]
+    own_valid = good_at(valid, (first + start + local)[None, :], first + rows)
     own = (first + start + local).to(tl.float32)[None, :]
     weights, d_scores = _weights(
         key_tile, query, key_tile, grad, added, None, own, position, keys, slope, alone, scale, own_valid, key_valid,
@@ -202,19 +194,13 @@ def _dk_kernel(
     key = first_key + local
     position = key.to(tl.float32)[:, None]
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
-    at = k + tl.multiple_of(batch * k_batch + head * k_head, ALIGN)
-    key_tile = tile_of(at, first_key, keys, local, k_row, WIDTH, PADDED, ALIGN)
+    key_tile = head_tile(k, batch, head, k_batch, k_head, first_key, keys, local, k_row, WIDTH, PADDED, ALIGN)
     q_base = q + tl.multiple_of(batch * q_batch + head * q_head, ALIGN)
     d_out_base = d_out + tl.multiple_of(batch * d_out_batch + head * d_out_head, ALIGN)
     row = batch * lse_batch + head * lse_head
-    bias_base = None
-    if bias is not None:
-        bias_base = bias + batch * bias_batch + head * bias_head
-    valid_base = None
-    key_valid = None
-    if valid is not None:
-        valid_base = valid + batch * valid_batch
-        key_valid = tl.load(valid_base + key, mask=key < keys, other=False)[:, None]
+    bias_base = of_head(bias, batch, head, bias_batch, bias_head)
+    valid_base = of_head(valid, batch, 0, valid_batch, 0)
+    key_valid = good_at(valid_base, key[:, None], keys)
     dk_base = dk + tl.multiple_of(batch * dk_batch + head * dk_head, ALIGN)
     total = tl.zeros([N, PADDED], tl.float32)
     if ADD:
@@ -258,11 +244,9 @@ def _d_bias_kernel(
     if seen:
         there = start + local < rows
         scaled = bias_tile(bias + offset, bias_row, local[:, None], rows - start, key[None, :], keys) * scale
-        own_valid = None
-        key_valid = None
-        if valid is not None:
-            own_valid = tl.load(valid + batch * valid_batch + position, mask=there, other=False)[:, None]
-            key_valid = tl.load(valid + batch * valid_batch + key, mask=key < keys, other=False)[None, :]
+        valid_base = of_head(valid, batch, 0, valid_batch, 0)
+        own_valid = good_at(valid_base, position[:, None], first + rows)
+        key_valid = good_at(valid_base, key[None, :], keys)
         own_bias = tl.load(alone) * LOG2_E
         edge = True
         if CAUSAL:
@@ -270,12 +254,9 @@ def _d_bias_kernel(
         for n in tl.range(0, heads, num_stages=STAGES):
             head = group * heads + n
             slope = tl.load(slopes + head) * LOG2_E
-            at = q + tl.multiple_of(batch * q_batch + head * q_head, ALIGN)
-            query = tile_of(at, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
-            at = d_out + tl.multiple_of(batch * d_out_batch + head * d_out_head, ALIGN)
-            grad = tile_of(at, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN)
-            at = k + tl.multiple_of(batch * k_batch + head * k_head, ALIGN)
-            key_tile = tile_of(at, first_key, keys, local_key, k_row, WIDTH, PADDED, ALIGN)
+            query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
+            grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN)
+            key_tile = head_tile(k, batch, head, k_batch, k_head, first_key, keys, local_key, k_row, WIDTH, PADDED, ALIGN)
             row = batch * lse_batch + head * lse_head + start + local
             row_lse = tl.load(lse + row, mask=there, other=float("inf"))
             row_term = tl.load(row_terms + row, mask=there, other=0.0)
@@ -288,36 +269,16 @@ def _d_bias_kernel(
     tl.store(at, (total * unit).to(d_bias.dtype.element_ty), mask=(start + local < rows)[:, None] & (key < keys)[None, :])
 
 
-def dq_sizes(dtype: torch.dtype, width: int) -> Blocks:
-    """Of the tiles of the kernel by rows, for heads this wide."""
-    return fitting(dtype, padded(width), Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 2))
-
-
-def dk_sizes(dtype: torch.dtype, width: int) -> Blocks:
-    """Of the kernel by keys."""
-    return fitting(dtype, padded(width), Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(16, 64, 8, 2))
-
-
-def d_bias_sizes(dtype: torch.dtype, width: int) -> Blocks:
-    """Of the kernel by pairs."""
-    return fitting(dtype, padded(width), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2))
-
-
-def rows_sizes(dtype: torch.dtype, width: int) -> Blocks:
-    """Of the kernel that makes no pairs but a row's own."""
-    return fitting(dtype, padded(width), Blocks(64, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1))
-
-
 def d_queries(part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Tensor, dq: Tensor) -> Tensor:
     """Write a part's dq and row terms (as lse); returns the gradient of ``alone``, []. First of the three."""
     b, heads, rows, width = part.q.shape
     p_own = torch.empty_strided(lse.shape, lse.stride(), dtype=lse.dtype, device=lse.device)
-    sizes = rows_sizes(part.q.dtype, width)
+    sizes = sizes_of(_rows_kernel, part.q.dtype, width)
     _rows_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
         *part.pointers(), out, d_out, lse, row_terms, p_own, *part.numbers(), *part.strides(out, d_out), *lse.stride()[:2],
         **part.constants(sizes, out, d_out),
     )  # fmt: skip
-    sizes = dq_sizes(part.q.dtype, width)
+    sizes = sizes_of(_dq_kernel, part.q.dtype, width)
     grid = (heads, triton.cdiv(rows, sizes.rows), b)
     d_alone = lse.new_empty(b * heads * grid[1])
     _dq_kernel[grid](
@@ -330,7 +291,7 @@ def d_queries(part: Part, out: Tensor, d_out: Tensor, lse: Tensor, row_terms: Te
 def d_keys(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor, dk: Tensor, *, add: bool) -> None:
     """Write what a part's rows give to dk [b, heads, keys, r], or add it to what is there."""
     b, heads, _, width = part.q.shape
-    sizes = dk_sizes(part.q.dtype, width)
+    sizes = sizes_of(_dk_kernel, part.q.dtype, width)
     _dk_kernel[(heads, triton.cdiv(part.k.shape[2], sizes.keys), b)](
         *part.pointers(), d_out, lse, row_terms, dk, *part.numbers(), part.scale, *part.strides(d_out, dk), *lse.stride()[:2],
         ADD=add, **part.constants(sizes, d_out, dk),
@@ -341,7 +302,7 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     """The gradient of a part's C, shaped and laid out as it is; zeros where a pair is not seen."""
     assert part.bias is not None
     b, heads, rows, width = part.q.shape
-    groups, sizes = part.bias.shape[1], d_bias_sizes(part.q.dtype, width)
+    groups, sizes = part.bias.shape[1], sizes_of(_d_bias_kernel, part.q.dtype, width)
     d_bias = torch.empty_strided(part.bias.shape, part.bias.stride(), dtype=part.bias.dtype, device=part.bias.device)
     _d_bias_kernel[(triton.cdiv(part.k.shape[2], sizes.keys), triton.cdiv(rows, sizes.rows), b * groups)](
         *part.pointers(), d_out, lse, row_terms, d_bias, *part.numbers(), part.scale, groups, heads // groups, *part.strides(d_out),
@@ -350,20 +311,22 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     return d_bias
 
 
-def _builds(width: int, what: str = "", *, bias: bool = True, valid: bool = False, causal: bool = True) -> Iterator[Build]:
-    label, kept = f"d {width}{what}", {"d_out": "*bf16", "lse": "*fp32", "row_terms": "*fp32"}
-    rows = kept | {"out": "*bf16", "p_own": "*fp32"}
-    for kernel, sizes, outputs, add in (
-        (_rows_kernel, rows_sizes, rows, None),
-        (_dq_kernel, dq_sizes, rows | {"dq": "*bf16", "d_alone": "*fp32"}, None),
-        (_dk_kernel, dk_sizes, kept | {"dk": "*bf16"}, False),
-        (_d_bias_kernel, d_bias_sizes, kept | {"d_bias": "*bf16"}, None),
-    ):
+_KEPT = {"d_out": "*bf16", "lse": "*fp32", "row_terms": "*fp32"}
+_ROWS = _KEPT | {"out": "*bf16", "p_own": "*fp32"}
+_OUTPUTS: tuple[tuple[Any, dict[str, str]], ...] = (
+    (_rows_kernel, _ROWS),
+    (_dq_kernel, _ROWS | {"dq": "*bf16", "d_alone": "*fp32"}),
+    (_dk_kernel, _KEPT | {"dk": "*bf16"}),
+    (_d_bias_kernel, _KEPT | {"d_bias": "*bf16"}),
+)
+
+
+def _builds(width: int, what: str = "", *, bias: bool = True, **form: Any) -> Iterator[Build]:
+    for kernel, outputs in _OUTPUTS:
         if bias or kernel is not _d_bias_kernel:
-            yield built(
-                label, kernel, sizes(torch.bfloat16, width), width, outputs=outputs, numbers=("groups", "heads"), bias=bias, valid=valid,
-                causal=causal, add=add, matrix=kernel is not _rows_kernel,
-            )  # fmt: skip
+            add, matrix = False if kernel is _dk_kernel else None, kernel is not _rows_kernel
+            numbers = ("groups", "heads")
+            yield built(f"d {width}{what}", kernel, width, outputs=outputs, numbers=numbers, bias=bias, add=add, matrix=matrix, **form)
 
 
 BUILDS: tuple[Build, ...] = (
@@ -371,12 +334,5 @@ BUILDS: tuple[Build, ...] = (
     *_builds(64, ", no diagonal", bias=False),
     *_builds(84, ", padding", valid=True),
     *_builds(64, ", full", causal=False),
-    built(
-        "d 84, parts of the rows",
-        _dk_kernel,
-        dk_sizes(torch.bfloat16, 84),
-        84,
-        add=True,
-        outputs={"d_out": "*bf16", "lse": "*fp32", "row_terms": "*fp32", "dk": "*fp32"},
-    ),
+    built("d 84, parts of the rows", _dk_kernel, 84, add=True, outputs=_KEPT | {"dk": "*fp32"}),
 )

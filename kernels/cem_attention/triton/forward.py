@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.implementations import interpreted
-from kernels.tiles import Blocks, Build, build, padded
+from kernels.tiles import Blocks, Build, build, fitting, good_at, of_head, padded
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -64,16 +63,22 @@ class Part(NamedTuple):
         }
 
 
-def fitting(dtype: torch.dtype, wide: int, narrow: Blocks, middle: Blocks, broad: Blocks) -> Blocks:
-    """bfloat16's sizes for tiles up to 64, 128 and 256 wide; float32 multiplies without tensor cores.
+# Of each kernel's tiles in bfloat16: for heads up to 64, 128 and 256 wide. The last makes no pairs but a row's own.
+BLOCKS = {
+    "_forward_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    "_dq_kernel": (Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), Blocks(64, 32, 8, 2)),
+    "_dk_kernel": (Blocks(32, 128, 8, 2), Blocks(32, 128, 8, 3), Blocks(16, 64, 8, 2)),
+    "_d_bias_kernel": (Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2)),
+    "_rows_kernel": (Blocks(64, 16, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
+}
 
-    In Triton's interpreter tiles are small, so that a test has many.
-    """
-    if interpreted():
-        return Blocks(32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Blocks(32, 32, 4, 1) if wide <= 64 else Blocks(16, 16, 4, 1)
-    return narrow if wide <= 64 else middle if wide <= 128 else broad
+
+def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
+    """A kernel's tiles for heads this wide; small in the interpreter, so that a test has many, and without tensor cores, in float32."""
+    narrow, middle, broad = BLOCKS[kernel.fn.__name__]
+    wide = padded(width)
+    alone = Blocks(32, 32, 4, 1) if wide <= 64 else Blocks(16, 16, 4, 1)
+    return fitting(dtype, Blocks(32, 16, 4, 1), alone, narrow if wide <= 64 else middle if wide <= 128 else broad)
 
 
 @triton.jit
@@ -84,6 +89,14 @@ def tile_of(base, start, count, local, row_stride, WIDTH: tl.constexpr, PADDED: 
     at = base + tl.multiple_of(tl.cast(start, tl.int64) * row_stride, ALIGN)
     at = at + tl.multiple_of(local * row_stride, ALIGN)[:, None] + column[None, :]
     return tl.load(at, mask=(start + local < count)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def head_tile(
+    x, batch, head, x_batch, x_head, start, count, local, row_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """`tile_of` a head of x."""
+    return tile_of(x + tl.multiple_of(batch * x_batch + head * x_head, ALIGN), start, count, local, row_stride, WIDTH, PADDED, ALIGN)
 
 
 @triton.jit
@@ -131,23 +144,14 @@ def bias_tile(bias, row_stride, row, rows, key, keys):
 
 
 def built(
-    label: str,
-    kernel: Any,
-    sizes: Blocks,
-    width: int,
-    *,
-    outputs: dict[str, str],
-    numbers: tuple[str, ...] = (),
-    bias: bool = True,
-    valid: bool = False,
-    causal: bool = True,
-    add: bool | None = None,
-    matrix: bool = True,
-) -> Build:
+    label: str, kernel: Any, width: int, *, outputs: dict[str, str], numbers: tuple[str, ...] = (),
+    bias: bool = True, valid: bool = False, causal: bool = True, add: bool | None = None, matrix: bool = True,
+) -> Build:  # fmt: skip
     """A kernel as a layer launches it: q and k are views of [s, b, heads r], so that only a head's stride is no multiple of 16.
 
     outputs: its pointers after `Part.pointers`, name -> Triton type; numbers: its integers that a layer's sizes make odd.
     """
+    sizes = sizes_of(kernel, torch.bfloat16, width)
     absent = {name: None for name, there in (("bias", bias), ("valid", valid)) if not there}
     part = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": causal}
     constants: dict[str, Any] = absent | part | {"STAGES": sizes.stages, "ALIGN": math.gcd(16, width), "ADD": add}
@@ -174,9 +178,7 @@ def _read_tile(
     if bias is not None:
         added = bias_tile(bias, bias_row, tl.arange(0, own.shape[0])[:, None], rows, key[None, :], keys)
     products = tl.dot(query, tl.trans(key_tile), added, input_precision="ieee")
-    key_valid = None
-    if valid is not None:
-        key_valid = tl.load(valid + key, mask=key < keys, other=False)[None, :]
+    key_valid = good_at(valid, key[None, :], keys)
     position = key.to(tl.float32)[None, :]
     scores = pair_scores(products, None, own[:, None], position, keys, slope, alone, scale, own_valid, key_valid, edge, CAUSAL)
     highest = tl.maximum(best, tl.max(scores, 1))
@@ -208,16 +210,11 @@ def _forward_kernel(
     position = first + start + local
     own = position.to(tl.float32)
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
-    query = tile_of(q + tl.multiple_of(batch * q_batch + head * q_head, ALIGN), start, rows, local, q_row, WIDTH, PADDED, ALIGN)
+    query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
     k_head_base = k + tl.multiple_of(batch * k_batch + head * k_head, ALIGN)
-    bias_base = None
-    if bias is not None:
-        bias_base = bias + batch * bias_batch + head * bias_head + tl.cast(start, tl.int64) * bias_row
-    valid_base = None
-    own_valid = None
-    if valid is not None:
-        valid_base = valid + batch * valid_batch
-        own_valid = tl.load(valid_base + position, mask=position < keys, other=False)[:, None]
+    bias_base = of_head(bias, batch, head, bias_batch, bias_head, tl.cast(start, tl.int64), bias_row)
+    valid_base = of_head(valid, batch, 0, valid_batch, 0)
+    own_valid = good_at(valid_base, position[:, None], keys)
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     read = tl.zeros([M, PADDED], tl.float32)
@@ -239,24 +236,17 @@ def _forward_kernel(
     tl.store(lse + batch * lse_batch + head * lse_head + start + local, best + tl.log2(total), mask=start + local < rows)
 
 
-def forward_sizes(dtype: torch.dtype, width: int) -> Blocks:
-    """Of the forward's tiles for heads this wide."""
-    return fitting(dtype, padded(width), Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 32, 8, 2))
-
-
 def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     """Write a part's out [b, heads, rows, r] and lse [b, heads, rows] (base 2, float32)."""
     b, heads, rows, width = part.q.shape
-    sizes = forward_sizes(part.q.dtype, width)
+    sizes = sizes_of(_forward_kernel, part.q.dtype, width)
     _forward_kernel[(heads, triton.cdiv(rows, sizes.rows), b)](
         *part.pointers(), out, lse, *part.numbers(), *part.strides(out), *lse.stride()[:2], **part.constants(sizes, out)
     )
 
 
-def _build(width: int, what: str = "", *, bias: bool = True, valid: bool = False, causal: bool = True) -> Build:
-    label, sizes = f"d {width}{what}", forward_sizes(torch.bfloat16, width)
-    outputs = {"out": "*bf16", "lse": "*fp32"}
-    return built(label, _forward_kernel, sizes, width, outputs=outputs, bias=bias, valid=valid, causal=causal)
+def _build(width: int, what: str = "", **form: Any) -> Build:
+    return built(f"d {width}{what}", _forward_kernel, width, outputs={"out": "*bf16", "lse": "*fp32"}, **form)
 
 
 BUILDS: tuple[Build, ...] = (

@@ -1,4 +1,4 @@
-"""The gradients of attention on [v | U] in Triton: one kernel for q's, one for those of k and the values. No atomics, no autotuning.
+"""The gradients of attention on [v | U] in Triton: one kernel for q's, one for those of k and the values; and what the forward shares.
 
 Both make the weights again from the scores and their log-sum-exp. With [dmu | dZ] the gradient of the reads and D its row term,
 
@@ -14,9 +14,74 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fem_attention.triton import FLOAT32, HEADS, built, key_spans, last_key, load_tile, query_span, readable
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, padded, rows_of, store_tile
+from kernels.tiles import LOG2E, Blocks, build, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
+
+WIDEST = 256  # of a head's queries and keys, and of v
+HEADS = ((64, 32), (128, 64), (96, 48), (64, 64), (128, 128), (256, 128))  # (dk, dv) that the kernels are built for in the gate
+FLOAT32 = Blocks(16, 16, 4, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
+
+
+@triton.jit
+def key_spans(top, bottom, tk, valid, first, last, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
+    """(begin, inner, end): where the keys of the queries at positions top to bottom begin, need a mask from, and end.
+
+    begin and inner are multiples of KEYS. With invalid keys or documents every block has a mask: inner is begin.
+    """
+    begin = 0
+    end = tk
+    inner = tk // KEYS * KEYS
+    if CAUSAL:
+        end = bottom + 1
+        inner = (top + 1) // KEYS * KEYS
+    if first is not None:
+        begin = tl.load(first + top) // KEYS * KEYS
+        if not CAUSAL:
+            end = tl.load(last + bottom)
+    if valid is not None or first is not None:
+        inner = begin
+    # inner is at least begin anyway; where the compiler knows too much of it, ptxas serialises the products (C7515).
+    return begin, tl.maximum(inner, begin), end
+
+
+@triton.jit
+def query_span(top, bottom, past, tq, first, last, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
+    """(begin, end): where the queries that read the keys at positions top to bottom begin, a multiple of ROWS, and end.
+
+    past: positions before the first query.
+    """
+    begin = 0
+    end = tq
+    if first is not None:
+        begin = tl.load(first + top)
+        end = tl.load(last + bottom)
+    if CAUSAL:
+        begin = tl.maximum(top - past, 0)
+    return begin // ROWS * ROWS, end
+
+
+@triton.jit
+def last_key(position, there, tk, last, CAUSAL: tl.constexpr):
+    """The last key that the queries at ``position`` may read."""
+    if CAUSAL:
+        highest = position
+    elif last is not None:
+        highest = tl.load(last + position, mask=there, other=0) - 1
+    else:
+        highest = tl.zeros_like(position) + (tk - 1)
+    return highest
+
+
+@triton.jit
+def readable(position, lowest, highest, key, tk, valid):
+    """[queries, keys]: whether the queries at ``position`` read ``key``; a key that is not valid is read at its own position alone."""
+    allowed = key[None, :] <= highest[:, None]
+    if lowest is not None:
+        allowed &= key[None, :] >= lowest[:, None]
+    if valid is not None:
+        good = tl.load(valid + key, mask=key < tk, other=0).to(tl.int1)
+        allowed &= good[None, :] | (key[None, :] == position[:, None])
+    return allowed
 
 
 def attention_gradients(q, k, values, keys_valid, first, last, d_reads, row_term, lse, *, causal, scale, halves):
@@ -30,7 +95,7 @@ def attention_gradients(q, k, values, keys_valid, first, last, d_reads, row_term
     d_reads = rows_of(d_reads)
     d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
     dv = n // halves
-    strides = [s for t in (q, k, values, d_reads) for s in t.stride()[:3]]
+    strides = strides_of(q, k, values, d_reads)
     numbers = (scale, scale * LOG2E, h, tq, tk)
     widths = {"CAUSAL": causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": dv, "BDV": padded(dv), "GROUP": h // hk}
     blocks = queries_blocks(q.dtype, dk, dv, halves)
@@ -81,19 +146,13 @@ def _queries_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of a head. Long, because it goes over the keys in up to two spans."""
-    blocks = tl.cdiv(tq, ROWS)
-    # The last block first: under a causal mask it has the most to do.
-    block = blocks - 1 - tl.program_id(0) % blocks
-    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = head_of_all // heads, head_of_all % heads
-    start = (block * ROWS).to(tl.int64)
-    left = tq - block * ROWS
+    b, h, head_of_all, top_row = place(heads, tq, ROWS)
+    start, left = top_row.to(tl.int64), tq - top_row
     row = tl.arange(0, ROWS)
-    position = tk - tq + block * ROWS + row
+    position = tk - tq + top_row + row
     k += b * k_b + h // GROUP * k_h
     values += b * values_b + h // GROUP * values_h
-    if valid is not None:
-        valid += b * tk
+    valid = of_head(valid, b, 0, tk, 0)
     lowest = None
     if first is not None:
         lowest = tl.load(first + position, mask=row < left, other=0)
@@ -108,8 +167,8 @@ def _queries_kernel(
     level = tl.load(lse + head_of_all * tq + start + row, mask=row < left, other=float("inf"))
     term = tl.load(row_term + head_of_all * tq + start + row, mask=row < left, other=0.0)
     grad = tl.zeros([ROWS, BDK], tl.float32)
-    last_row = tl.minimum(block * ROWS + ROWS, tq) - 1
-    begin, inner, end = key_spans(tk - tq + block * ROWS, tk - tq + last_row, tk, valid, first, last, CAUSAL, KEYS)
+    bottom = tl.minimum(top_row + ROWS, tq) - 1
+    begin, inner, end = key_spans(tk - tq + top_row, tk - tq + bottom, tk, valid, first, last, CAUSAL, KEYS)
     if valid is None and first is None:
         grad = _queries_span(
             grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, begin, inner, factor, tk, k_t,
@@ -232,20 +291,24 @@ def keys_blocks(dtype, dk, dv, halves):
     return Blocks(64, 64 if width > 256 else 128, 8, 2)
 
 
-def _builds():
-    """Both kernels for the heads of the published configurations and wider ones, causal; and their other forms for one of them."""
-    plain = {"CAUSAL": True, "HALVES": 2, "valid": None, "first": None, "last": None, "GROUP": 1}
-    forms = {f"d_k {dk}, d_v {dv}": (dk, dv, {}) for dk, dv in HEADS}
-    forms |= {
-        "d_k 128, d_v 64, full": (128, 64, {"CAUSAL": False}),
-        "d_k 128, d_v 64, four query heads a key head": (128, 64, {"GROUP": 4}),
-        "d_k 128, d_v 64, documents": (128, 64, {"first": ..., "last": ...}),
-        "d_k 128, d_v 64, padding, full": (128, 64, {"CAUSAL": False, "valid": ...}),
-    }
-    for label, (dk, dv, form) in forms.items():
+FORMS = {
+    ", full": {"CAUSAL": False}, ", four query heads a key head": {"GROUP": 4}, ", documents": {"first": ..., "last": ...},
+    ", padding, full": {"CAUSAL": False, "valid": ...},
+}  # fmt: skip
+
+
+def built(kernel, blocks, what="", widths=HEADS, forms=FORMS, **given):
+    """`Build`s of a kernel in bfloat16, causal, for heads of these widths; and its other forms for d_k 128, d_v 64."""
+    plain = {"CAUSAL": True, "HALVES": 2, "valid": None, "first": None, "last": None, "GROUP": 1} | given
+    for dk, dv, label, form in (*((dk, dv, "", {}) for dk, dv in widths), *((128, 64, *each) for each in forms.items())):
+        sizes = blocks(torch.bfloat16, dk, dv, plain["HALVES"])
         constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
-        for kernel, blocks in ((_queries_kernel, queries_blocks), (_keys_kernel, keys_blocks)):
-            yield built(label, kernel, blocks(torch.bfloat16, dk, dv, 2), constants)
+        constants |= {"BDK": padded(dk), "BDV": padded(dv), "ROWS": sizes.rows, "KEYS": sizes.keys}
+        yield build(
+            f"{what}d_k {dk}, d_v {dv}{label}", kernel, constants, sizes.warps, sizes.stages, matrix=True, even="tq tk",
+            bf16="q k values out lam gate d_reads d_q d_k d_values", fp32="lse reads beta centre row_term",
+            kinds={"first": "*i32", "last": "*i32"},
+        )  # fmt: skip
 
 
-BUILDS = tuple(_builds())
+BUILDS = (*built(_queries_kernel, queries_blocks), *built(_keys_kernel, keys_blocks))

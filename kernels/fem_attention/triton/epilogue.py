@@ -1,7 +1,7 @@
 """What comes after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and no softmax.
 
-The formulas are those of `kernels.free_energy.streams.FreeEnergyGap`, in float32. F - mu is made again in the backward, which reads
-[mu | Z] anyway (attention keeps it), so nothing of the epilogue's own is kept.
+The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. F - mu is made again in the backward, which reads [mu | Z] anyway
+(attention keeps it), so nothing of the epilogue's own is kept. This room's own attention has the forward in its last step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.fem_attention.triton.prep import row_blocks
-from kernels.free_energy.streams import LOWEST_Y
-from kernels.tiles import Build, build, empty_as, rows_of, strides_of
+from kernels.free_energy import LOWEST_Y
+from kernels.implementations import interpreted
+from kernels.tiles import Build, build, empty_as, load_tile, padded, rows_of, strides_of
 
 WARPS = 8  # a tile's elements are many numbers each here
 LOWEST = tl.constexpr(LOWEST_Y)
@@ -32,14 +33,7 @@ class GatedRead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        reads: Tensor,
-        beta: Tensor,
-        centre: Tensor,
-        shifted: Tensor,
-        wild: Tensor,
-        lam: Tensor | None,
-        gate: Tensor | None,
+        ctx: Any, reads: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor, wild: Tensor, lam: Tensor | None, gate: Tensor | None
     ) -> Tensor:
         reads, beta = rows_of(reads), beta.contiguous()
         lam, gate = (None if t is None else rows_of(t) for t in (lam, gate))
@@ -56,21 +50,28 @@ class GatedRead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        reads, beta, centre, shifted, wild, lam, gate = ctx.saved_tensors
-        d_o = rows_of(grads[0])
-        (b, h, tokens), dv = reads.shape[:3], beta.shape[1]
-        hk = beta.shape[0]
-        rows, columns = row_blocks(dv)
-        blocks = triton.cdiv(tokens, rows)
-        d_reads = empty_as(reads, width=2 * dv)
-        d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
-        d_beta = reads.new_empty(b, h, blocks, dv, dtype=torch.float32)
-        _epilogue_backward_kernel[b * h * blocks,](
-            reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
-            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, blocks,
-            dv, rows, columns, num_warps=WARPS,
-        )  # fmt: skip
-        return d_reads, d_beta.view(b, hk, -1, dv).sum((0, 2)), None, None, None, d_lam, d_gate
+        d_reads, _, d_lam, d_gate, d_beta = epilogue_gradients(grads[0], *ctx.saved_tensors)
+        return d_reads, d_beta, None, None, None, d_lam, d_gate
+
+
+def epilogue_gradients(
+    d_o: Tensor, reads: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor, wild: Tensor, lam: Tensor | None, gate: Tensor | None,
+    *, terms: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """([dmu | dZ] in do's type, the softmax's row term [b, h, tq] where ``terms``, dlam, dgate, dbeta) of `GatedRead`'s gradient do."""
+    d_o = rows_of(d_o)
+    (b, h, tokens), (hk, dv) = reads.shape[:3], beta.shape
+    rows, columns = row_blocks(dv)
+    blocks = triton.cdiv(tokens, rows)
+    d_reads = empty_as(reads, d_o.dtype, width=2 * dv)
+    row_term = torch.empty(b, h, tokens, dtype=torch.float32, device=d_o.device) if terms else None
+    d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
+    d_beta = torch.empty(b, hk, h // hk * blocks, dv, dtype=torch.float32, device=d_o.device)
+    _epilogue_backward_kernel[b * h * blocks,](
+        reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, row_term, d_lam, d_gate, d_beta,
+        *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
+    )  # fmt: skip
+    return d_reads, row_term, d_lam, d_gate, d_beta.sum((0, 2))
 
 
 @triton.jit
@@ -99,9 +100,32 @@ def free_energy_gap(mu, z, beta, centre, shifted):
 
 
 @triton.jit
+def load_channels(beta, centre, shifted, channel, DV: tl.constexpr):
+    """beta, c and kappa = 1 of a head's channels from ``channel`` [1, n] of the DV that begin at the given addresses."""
+    there = channel < DV
+    return (
+        tl.load(beta + channel, mask=there, other=1.0).to(tl.float32),
+        tl.load(centre + channel, mask=there, other=0.0),
+        tl.load(shifted + channel, mask=there, other=1).to(tl.int1),
+    )
+
+
+@triton.jit
 def _tile(base, head, heads, sb, sh, st, at, column):
     """Where the rows ``at`` of a head lie."""
     return base + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :]
+
+
+@triton.jit
+def _rows_and_channels(beta, centre, shifted, heads, group, tokens, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(head, kv head, rows, channels, which of them exist, beta, c, kappa = 1) of a program."""
+    blocks = tl.cdiv(tokens, ROWS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    kv = head // group
+    temperature, middle, shift = load_channels(beta + kv % (heads // group) * DV, centre + kv * DV, shifted + kv * DV, column[None, :], DV)
+    return head, kv, at, column, (at < tokens)[:, None] & (column < DV)[None, :], temperature, middle, shift
 
 
 @triton.jit
@@ -111,17 +135,9 @@ def _epilogue_kernel(
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o of ROWS tokens of a head."""
-    blocks = tl.cdiv(tokens, ROWS)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = column < DV
-    inside = (at < tokens)[:, None] & channel[None, :]
-    kv = head // group
-    own = kv * DV + column
-    temperature = tl.load(beta + kv % (heads // group) * DV + column, mask=channel, other=1.0)[None, :]
-    middle = tl.load(centre + own, mask=channel, other=0.0)[None, :]
-    shift = tl.load(shifted + own, mask=channel, other=0)[None, :] != 0
+    head, _, at, column, inside, temperature, middle, shift = _rows_and_channels(
+        beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
+    )
     read = _tile(reads, head, heads, rb, rh, rt, at, column)
     mu = tl.load(read, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(read + DV, mask=inside, other=1.0).to(tl.float32)
@@ -136,23 +152,15 @@ def _epilogue_kernel(
 
 @triton.jit
 def _epilogue_backward_kernel(
-    reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
-    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens, blocks,
+    reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, row_term, d_lam, d_gate, d_beta,
+    rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta. Long, because its arguments are seven tensors' strides."""
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    block = (tl.program_id(0) % blocks).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    at = block * ROWS + tl.arange(0, ROWS)
-    channel = column < DV
-    inside = (at < tokens)[:, None] & channel[None, :]
-    kv = head // group
+    """[dmu | dZ], its row term, dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
+    head, kv, at, column, inside, temperature, middle, shift = _rows_and_channels(
+        beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
+    )
     kept = inside & (tl.load(wild + kv) == 0)
-    own = kv * DV + column
-    temperature = tl.load(beta + kv % (heads // group) * DV + column, mask=channel, other=1.0)[None, :]
-    middle = tl.load(centre + own, mask=channel, other=0.0)[None, :]
-    shift = tl.load(shifted + own, mask=channel, other=0)[None, :] != 0
     read = _tile(reads, head, heads, rb, rh, rt, at, column)
     # A wild head's reads may be anything: masked, its gradients are zero.
     mu = tl.load(read, mask=kept, other=0.0).to(tl.float32)
@@ -176,19 +184,59 @@ def _epilogue_backward_kernel(
         tl.store(_tile(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
         d_gap = d_mixed * share
     out = _tile(d_reads, head, heads, drb, drh, drt, at, column)
-    tl.store(out, (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty), mask=inside)
-    tl.store(out + DV, (d_gap * level * width).to(d_reads.dtype.element_ty), mask=inside)
-    part = -d_gap * (tilt * offset + gap) * width
-    tl.store(d_beta + (head * blocks + block) * DV + column, tl.sum(tl.where(kept, part, 0.0), 0), mask=channel)
+    d_mu = (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty)
+    d_z = (d_gap * level * width).to(d_reads.dtype.element_ty)
+    tl.store(out, d_mu, mask=inside)
+    tl.store(out + DV, d_z, mask=inside)
+    if row_term is not None:
+        # Of the rounded gradients, as the attention's backward multiplies them: the rows of its dS add up to zero then.
+        term = tl.sum(tl.where(kept, d_mu.to(tl.float32) * mu + d_z.to(tl.float32) * z, 0.0), 1)
+        tl.store(row_term + head * tokens + at, term, mask=at < tokens)
+    part = tl.sum(tl.where(kept, -d_gap * (tilt * offset + gap) * width, 0.0), 0)
+    tl.store(d_beta + tl.program_id(0).to(tl.int64) * DV + column, part, mask=column < DV)
 
 
-def _builds(dv: int, present: bool) -> Iterator[Build]:
-    rows, columns = row_blocks(dv)
-    tile = {"DV": dv, "ROWS": rows, "COLUMNS": columns} | ({} if present else dict.fromkeys(("lam", "gate", "d_lam", "d_gate")))
-    bf16, fp32 = "reads lam gate o d_o d_reads d_lam d_gate", "beta centre d_beta"
-    for name, kernel in (("epilogue", _epilogue_kernel), ("epilogue backward", _epilogue_backward_kernel)):
-        label = f"{name}, d_v {dv}" + ("" if present else ", no lam, no gate")
-        yield build(label, kernel, tile, WARPS, 3, bf16=bf16, fp32=fp32)
+@triton.jit
+def _row_term_kernel(
+    d_out, out, row_term, heads, tq, d_out_b, d_out_h, d_out_t, out_b, out_h, out_t, N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Without an epilogue: the softmax's row term, the sum of do o over a row."""
+    blocks = tl.cdiv(tq, ROWS)
+    block = tl.program_id(0) % blocks
+    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = head_of_all // heads, head_of_all % heads
+    start = (block * ROWS).to(tl.int64)
+    left = tq - block * ROWS
+    d_o = load_tile(d_out + b * d_out_b + h * d_out_h + start * d_out_t, d_out_t, left, ROWS, N, BN).to(tl.float32)
+    o = load_tile(out + b * out_b + h * out_h + start * out_t, out_t, left, ROWS, N, BN).to(tl.float32)
+    row = tl.arange(0, ROWS)
+    tl.store(row_term + head_of_all * tq + start + row, tl.sum(d_o * o, 1), mask=row < left)
 
 
-BUILDS: tuple[Build, ...] = (*_builds(64, True), *_builds(128, True), *_builds(64, False))
+def row_term(d_out: Tensor, out: Tensor) -> Tensor:
+    """The sum of do o over each row [b, h, tq], float32, of do and o [b, h, tq, n], rows contiguous."""
+    b, h, tq, n = out.shape
+    sizes = _term_constants(n)
+    term = torch.empty(b, h, tq, dtype=torch.float32, device=out.device)
+    _row_term_kernel[b * h * triton.cdiv(tq, sizes["ROWS"]),](d_out, out, term, h, tq, *strides_of(d_out, out), **sizes, num_warps=4)
+    return term
+
+
+def _term_constants(width: int) -> dict[str, int]:
+    return {"N": width, "BN": padded(width), "ROWS": 16 if interpreted() else max(4, 1024 // padded(width))}
+
+
+def _builds() -> Iterator[Build]:
+    bf16, fp32 = "reads lam gate o d_o d_reads d_lam d_gate out d_out", "beta centre d_beta row_term"
+    both = (("epilogue", _epilogue_kernel), ("epilogue backward", _epilogue_backward_kernel))
+    for dv, present, own in ((64, True, False), (128, True, False), (64, False, False), *((dv, True, True) for dv in (32, 48, 64, 128))):
+        rows, columns = row_blocks(dv)
+        tile = {"DV": dv, "ROWS": rows, "COLUMNS": columns} | ({} if present else dict.fromkeys(("lam", "gate", "d_lam", "d_gate")))
+        label = f", d_v {dv}" + ("" if present else ", no lam, no gate") + (", this room's attention" if own else "")
+        for name, kernel in both[own:]:
+            kinds = {"reads": "*fp32"} if own else {}
+            yield build(name + label, kernel, tile | ({} if own else {"row_term": None}), WARPS, 3, bf16=bf16, fp32=fp32, kinds=kinds)
+    yield build("row term, 128 channels", _row_term_kernel, _term_constants(128), 4, 3, bf16=bf16, fp32=fp32, even="tq")
+
+
+BUILDS: tuple[Build, ...] = tuple(_builds())

@@ -35,7 +35,7 @@ from kernels.fem_attention.triton.exact_read import (
     _tile,
 )  # fmt: skip
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, build, padded, rows_of, strides_of
+from kernels.tiles import LOG2E, build, of_head, padded, rows_of, strides_of
 
 
 @triton.jit
@@ -76,13 +76,8 @@ def _rows_kernel(
                 rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
                 there = tl.minimum(rows, tq - 1)
                 position = there + (tk - tq)
-                valid_here, lam_here, gate_here = valid, lam, gate
-                if valid is not None:
-                    valid_here = valid + batch * tk
-                if lam is not None:
-                    lam_here = lam + batch * lam_b + head * lam_h
-                if gate is not None:
-                    gate_here = gate + batch * gate_b + head * gate_h
+                valid_here = of_head(valid, batch, 0, tk, 0)
+                lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
                 queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
                 k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
                 d_o_here = d_o + batch * d_o_b + head * d_o_h
@@ -165,13 +160,8 @@ def _dq_kernel(
                 begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
                 rows = block * ROWS + tl.arange(0, ROWS)
                 there = tl.minimum(rows, tq - 1)
-                valid_here, lam_here, gate_here = valid, lam, gate
-                if valid is not None:
-                    valid_here = valid + batch * tk
-                if lam is not None:
-                    lam_here = lam + batch * lam_b + head * lam_h
-                if gate is not None:
-                    gate_here = gate + batch * gate_b + head * gate_h
+                valid_here = of_head(valid, batch, 0, tk, 0)
+                lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
                 k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
                 queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
                 flat = (batch * heads + head) * tq
@@ -213,13 +203,8 @@ def _dk_kernel(
                 found = tl.zeros((KEYS, BLOCK_W), tl.float32)
                 for head in range(kv * group, kv * group + group):
                     flat = (batch * heads + head) * tq
-                    valid_here, lam_here, gate_here = valid, lam, gate
-                    if valid is not None:
-                        valid_here = valid + batch * tk
-                    if lam is not None:
-                        lam_here = lam + batch * lam_b + head * lam_h
-                    if gate is not None:
-                        gate_here = gate + batch * gate_b + head * gate_h
+                    valid_here = of_head(valid, batch, 0, tk, 0)
+                    lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
                     for row in range(begin, end, ROWS):
                         rows = row + tl.arange(0, ROWS)
                         there = tl.minimum(rows, tq - 1)
@@ -259,13 +244,8 @@ def _dv_kernel(
                 found = tl.zeros((KEYS, BLOCK_C), tl.float32)
                 for head in range(kv * group, kv * group + group):
                     flat = (batch * heads + head) * tq
-                    valid_here, lam_here, gate_here = valid, lam, gate
-                    if valid is not None:
-                        valid_here = valid + batch * tk
-                    if lam is not None:
-                        lam_here = lam + batch * lam_b + head * lam_h
-                    if gate is not None:
-                        gate_here = gate + batch * gate_b + head * gate_h
+                    valid_here = of_head(valid, batch, 0, tk, 0)
+                    lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
                     d_o_here = d_o + batch * d_o_b + head * d_o_h
                     for row in range(begin, end, ROWS):
                         rows = row + tl.arange(0, ROWS)

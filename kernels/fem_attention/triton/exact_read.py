@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.tiles import of_head
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -186,9 +188,7 @@ def _forward_kernel(
                 rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
                 there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
                 position = there + (tk - tq)
-                valid_here = valid
-                if valid is not None:
-                    valid_here = valid + batch * tk
+                valid_here = of_head(valid, batch, 0, tk, 0)
                 queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
                 k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
                 x, sums = _greatest(

@@ -1,6 +1,6 @@
 """What comes before attention: the constants of each head's free energy, and the stream [v | U]. No scores and no softmax.
 
-The formulas are those of `kernels.free_energy.streams`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
+The formulas are those of `kernels.free_energy`, in float32. A head whose beta * (max v - min v) passes MAX_RANGE in a channel, or
 whose values are not finite, is *wild*: its exponents are clamped so that the stream stays finite, and its results are to be replaced.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.free_energy.streams import MAX_RANGE, SHIFT_BELOW
+from kernels.free_energy import MAX_RANGE, SHIFT_BELOW
 from kernels.implementations import interpreted
 from kernels.tiles import Build, build, empty_as, rows_of
 
@@ -44,7 +44,7 @@ class Constants:
 def value_constants(v: Tensor, beta: Tensor) -> Constants:
     """The middle of each channel's range over the sequence, where kappa is 1, and which heads are wild; v [b, hk, t, dv], beta [hk, dv].
 
-    float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.streams.value_centre_and_range`.
+    float32 and bool, detached; nothing is told to the host. Source: as `kernels.free_energy.value_centre_and_range`.
     """
     v, beta = rows_of(v.detach()), beta.detach().contiguous()
     b, hk, tokens, dv = v.shape
@@ -90,7 +90,7 @@ class ValueStreams(torch.autograd.Function):
         d_beta = v.new_empty(b, hk, blocks, dv, dtype=torch.float32)
         strides = (*v.stride()[:3], *d_values.stride()[:3], *d_v.stride()[:3])
         _stream_backward_kernel[b * hk * blocks,](
-            v, beta, centre, shifted, d_values, d_v, d_beta, *strides, hk, tokens, blocks, dv, rows, columns, num_warps=WARPS
+            v, beta, centre, shifted, d_values, d_v, d_beta, *strides, hk, tokens, dv, rows, columns, num_warps=WARPS
         )
         return d_v, d_beta.sum((0, 2)), None, None
 
@@ -192,12 +192,8 @@ def _constants_kernel(
 
 
 @triton.jit
-def _stream_kernel(
-    v, beta, centre, shifted, values,
-    sb, sh, st, ub, uh, ut, heads, tokens,
-    DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """values = [v | U] of ROWS tokens of a head."""
+def _values_of(v, beta, centre, shifted, sb, sh, st, heads, tokens, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(head, tokens, channels, which of them exist, v, beta, c, kappa = 1) of a program."""
     blocks = tl.cdiv(tokens, ROWS)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -208,6 +204,19 @@ def _stream_kernel(
     middle = tl.load(centre + head * DV + column, mask=channel, other=0.0)[None, :]
     kappa = tl.load(shifted + head * DV + column, mask=channel, other=0)[None, :] != 0
     value = tl.load(v + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :], mask=inside, other=0.0)
+    return head, at, column, inside, value, temperature, middle, kappa
+
+
+@triton.jit
+def _stream_kernel(
+    v, beta, centre, shifted, values,
+    sb, sh, st, ub, uh, ut, heads, tokens,
+    DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """values = [v | U] of ROWS tokens of a head."""
+    head, at, column, inside, value, temperature, middle, kappa = _values_of(
+        v, beta, centre, shifted, sb, sh, st, heads, tokens, DV, ROWS, COLUMNS
+    )
     x = exponent(value.to(tl.float32), temperature, middle)
     u = tl.where(kappa, excess(x), accurate_exp(x))
     out = values + head // heads * ub + head % heads * uh + at[:, None] * ut + column[None, :]
@@ -218,20 +227,13 @@ def _stream_kernel(
 @triton.jit
 def _stream_backward_kernel(
     v, beta, centre, shifted, d_values, d_v, d_beta,
-    sb, sh, st, ub, uh, ut, db, dh, dt, heads, tokens, blocks,
+    sb, sh, st, ub, uh, ut, db, dh, dt, heads, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dv = dv of the stream + beta dU/dx dU, and this block's part of dbeta."""
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    block = (tl.program_id(0) % blocks).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    at = block * ROWS + tl.arange(0, ROWS)
-    channel = column < DV
-    inside = (at < tokens)[:, None] & channel[None, :]
-    temperature = tl.load(beta + head % heads * DV + column, mask=channel, other=0.0)[None, :]
-    middle = tl.load(centre + head * DV + column, mask=channel, other=0.0)[None, :]
-    kappa = tl.load(shifted + head * DV + column, mask=channel, other=0)[None, :] != 0
-    value = tl.load(v + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :], mask=inside, other=0.0)
+    head, at, column, inside, value, temperature, middle, kappa = _values_of(
+        v, beta, centre, shifted, sb, sh, st, heads, tokens, DV, ROWS, COLUMNS
+    )
     x = exponent(value.to(tl.float32), temperature, middle)
     slope = tl.where(kappa, excess(x) + x, accurate_exp(x))
     given = d_values + head // heads * ub + head % heads * uh + at[:, None] * ut + column[None, :]
@@ -240,7 +242,7 @@ def _stream_backward_kernel(
     out = d_v + head // heads * db + head % heads * dh + at[:, None] * dt + column[None, :]
     tl.store(out, gradient.to(d_v.dtype.element_ty), mask=inside)
     part = tl.sum(tl.where(inside, dx * (value.to(tl.float32) - middle), 0.0), 0)
-    tl.store(d_beta + (head * blocks + block) * DV + column, part, mask=channel)
+    tl.store(d_beta + tl.program_id(0).to(tl.int64) * DV + column, part, mask=column < DV)
 
 
 def _builds(dv: int) -> Iterator[Build]:

@@ -1,7 +1,10 @@
-"""Linear attention in Triton, forward and backward: the launches, in order, as one autograd function. No equations: those are the kernels'.
+"""Linear attention in Triton, forward and backward: the launches, in order, as one autograd function, and the gradients of q, k and decays.
 
 Forward: cumulated decays, (each channel's decay: the pairs' weights,) the states at the chunks' starts, the rows. Backward: those but the
 rows again, y . dy of each row, the gradients of the states at the chunks' ends, dv (the read backward in time), and dq, dk and the decay's.
+
+The log-decay of a token s is in the weights of every pair i < s <= t. Its gradient adds up just those pairs (within the chunk, from the
+state at its start, into the state at its end, and past it), and is never a difference of sums in which they would cancel.
 """
 
 from __future__ import annotations
@@ -9,13 +12,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import cdiv
 
 from kernels.linear_attention.triton import plan as plans
-from kernels.linear_attention.triton.forward import cumulate_kernel, pairs_kernel, read_kernel, row_terms_kernel, states_kernel
-from kernels.linear_attention.triton.gradients import gradients_kernel
+from kernels.linear_attention.triton.forward import (
+    CHANNEL,
+    HEAD,
+    NONE,
+    cumulate_kernel,
+    damp,
+    level_terms,
+    pairs_kernel,
+    read_kernel,
+    row_terms_kernel,
+    states_kernel,
+    window,
+)
 from kernels.tiles import strides_of
 
 
@@ -134,3 +150,149 @@ class _Call:
         tensors = (q, k, v, dy, self.high, self.low, *others, dq, dk, da)
         self.launch(gradients_kernel, (self.per_chunk, blocks), tensors, (q, k, v, dy))
         return dq, dk, da.sum(0) if da is not None and plan.decay == plans.HEAD else da
+
+
+@triton.jit
+def from_past(high, low, row, d, C: tl.constexpr, DK: tl.constexpr, DECAY: tl.constexpr):
+    """What is kept from the chunk's start up to each token, and from each token to the end: [C, 1] a head, [C, dk] a channel."""
+    if DECAY == HEAD:
+        high_row, low_row = tl.load(high + row)[:, None], tl.load(low + row)[:, None]
+        high_end, low_end = tl.load(high + C - 1), tl.load(low + C - 1)
+    else:
+        known = (d < DK)[None, :]
+        at_row, at_end = row[:, None] * DK + d[None, :], ((C - 1) * DK + d)[None, :]
+        high_row, low_row = tl.load(high + at_row, mask=known, other=0.0), tl.load(low + at_row, mask=known, other=0.0)
+        high_end, low_end = tl.load(high + at_end, mask=known, other=0.0), tl.load(low + at_end, mask=known, other=0.0)
+    return tl.exp(high_row), tl.exp(window(high_end, low_end, high_row, low_row))
+
+
+@triton.jit
+def head_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row):
+    """(d_pairs times what is kept between the tokens, 0 where i > t; the gradient of the head's decays [C], these channels' part of it)."""
+    kind = keys.dtype
+    high_row, low_row = tl.load(high + row), tl.load(low + row)
+    between = tl.abs(window(high_row[:, None], low_row[:, None], high_row[None, :], low_row[None, :]))
+    d_pairs = tl.where(row[:, None] >= row[None, :], damp(d_pairs, tl.exp(-between)), 0.0)
+    read, written = tl.sum(queries.to(tl.float32) * gq, axis=1), tl.sum(keys.to(tl.float32) * gk, axis=1)
+    flows = d_pairs * tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    later = row[:, None] <= row[None, :]
+    flows = tl.dot(tl.where(later, 1.0, 0.0).to(kind), flows.to(kind), input_precision="ieee")  # [s, i]: of all rows t >= s
+    flows = tl.where(later, read[None, :], flows + written[None, :])
+    return d_pairs, tl.sum(flows, axis=1) + tl.sum(through, axis=0)
+
+
+@triton.jit
+def channel_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row, d, DK: tl.constexpr, LEVELS: tl.constexpr):
+    """(gq, gk with what the chunk's pairs add, the gradient of the channels' decays [C, dk]), level by level of `level_terms`."""
+    kind = keys.dtype
+    later = row[:, None] <= row[None, :]
+    ga = tl.zeros_like(gq) + through[None, :]
+    ga += tl.dot(tl.where(later, 1.0, 0.0).to(kind), (queries.to(tl.float32) * gq).to(kind), input_precision="ieee")
+    ga += tl.dot(tl.where(later, 0.0, 1.0).to(kind), (keys.to(tl.float32) * gk).to(kind), input_precision="ieee")
+    own = tl.sum(tl.where(row[:, None] == row[None, :], d_pairs, 0.0), axis=1)[:, None]
+    gq += own * keys.to(tl.float32)
+    gk += own * queries.to(tl.float32)
+    mirrored = tl.where(row[:, None] > row[None, :], d_pairs, tl.trans(d_pairs)).to(kind)
+    for shift in range(LEVELS):
+        block = row >> shift
+        upper, factor = level_terms(high, low, row, d, shift, DK)
+        both = tl.where(upper[:, None], queries, keys).to(tl.float32)
+        level = tl.where(block[:, None] == (block ^ 1)[None, :], mirrored, 0.0)
+        grad = damp(tl.dot(level, (both * factor).to(kind), input_precision="ieee"), factor)
+        gq += tl.where(upper[:, None], grad, 0.0)
+        gk += tl.where(upper[:, None], 0.0, grad)
+        # A pair i < t of this level flows through s: i < s in i's block, s <= t in t's block.
+        ahead, behind = tl.where(upper, row, 1 - row), tl.where(upper, row, -row)
+        crossed = (block[:, None] == block[None, :]) & (ahead[:, None] <= behind[None, :])
+        ga += tl.dot(tl.where(crossed, 1.0, 0.0).to(kind), (both * grad).to(kind), input_precision="ieee")
+    return gq, gk, ga
+
+
+@triton.jit
+def gradients_kernel(
+    q, k, v, dy, high, low, share, weight, states, masses, d_states, d_masses, dq, dk, da, T, N, H,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    LEVELS: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """dq, dk [b h, t, dk]; da [b h, t, dk] (a decay for each channel), or [blocks of channels, b h, t] to be added up (one for each head).
+
+    states, masses: as at the chunks' starts; d_states, d_masses: gradients of those at their ends. share, weight: see `states_kernel`.
+    Long, because so many tensors are read, each at its own place.
+    """
+    bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
+    block_k = tl.program_id(1)
+    row, d = tl.arange(0, C), block_k * BK + tl.arange(0, BK)
+    here, known = n * C + row < T, d < DK
+    q += (bh // H) * q_b + (bh % H) * q_h + n * C * q_t
+    k += (bh // H) * k_b + (bh % H) * k_h + n * C * k_t
+    v += (bh // H) * v_b + (bh % H) * v_h + n * C * v_t
+    dy += (bh // H) * dy_b + (bh % H) * dy_h + n * C * dy_t
+    states += (bh * N + n) * DK * DV
+    d_states += (bh * N + n) * DK * DV
+    W: tl.constexpr = DK if DECAY == CHANNEL else 1
+    if DECAY != NONE:
+        high += (bh * N + n) * C * W
+        low += (bh * N + n) * C * W
+    if DECAY == HEAD:
+        past = tl.exp(tl.load(high + C - 1))
+    if DECAY == CHANNEL:
+        past = tl.exp(tl.load(high + (C - 1) * DK + d, mask=known, other=0.0))
+
+    d_pairs = tl.zeros((C, C), tl.float32)
+    gq, gk = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
+    through = tl.zeros((BK,), tl.float32)
+    for vb in range(0, DV, BV):
+        j = vb + tl.arange(0, BV)
+        inside = here[:, None] & (j < DV)[None, :]
+        values = tl.load(v + row[:, None] * v_t + j[None, :], mask=inside, other=0.0)
+        d_read = tl.load(dy + row[:, None] * dy_t + j[None, :], mask=inside, other=0.0)
+        at_state = d[None, :] * DV + j[:, None]
+        state = tl.load(states + at_state, mask=known[None, :] & (j < DV)[:, None], other=0.0)
+        d_state = tl.load(d_states + at_state, mask=known[None, :] & (j < DV)[:, None], other=0.0)
+        d_pairs += tl.dot(d_read, tl.trans(values), input_precision="ieee")
+        gq += tl.dot(d_read, state, input_precision="ieee")
+        gk += tl.dot(values, d_state, input_precision="ieee")
+        if DECAY == HEAD:
+            through += tl.sum(damp(d_state.to(tl.float32), past) * state.to(tl.float32), axis=0)
+        if DECAY == CHANNEL:
+            through += tl.sum(damp(d_state.to(tl.float32), past[None, :]) * state.to(tl.float32), axis=0)
+    if NORMALISE:
+        shares = tl.load(share + bh * T + n * C + row, mask=here, other=0.0)
+        term = tl.load(weight + bh * T + n * C + row, mask=here, other=0.0)
+        sums = tl.load(masses + (bh * N + n) * DK + d, mask=known, other=0.0)
+        d_sums = tl.load(d_masses + (bh * N + n) * DK + d, mask=known, other=0.0)
+        d_pairs = tl.where((shares != 0)[:, None], d_pairs + term[:, None], 0.0)
+        gq = tl.where((shares != 0)[:, None], gq + term[:, None] * sums[None, :], 0.0)
+        gk += d_sums[None, :]
+        if DECAY != NONE:
+            through += damp(d_sums, past) * sums
+
+    held = here[:, None] & known[None, :]
+    queries = tl.load(q + row[:, None] * q_t + d[None, :], mask=held, other=0.0)
+    keys = tl.load(k + row[:, None] * k_t + d[None, :], mask=held, other=0.0)
+    kind = keys.dtype
+    if NORMALISE:
+        queries = (queries.to(tl.float32) * shares[:, None]).to(kind)
+    if DECAY != NONE:
+        before, after = from_past(high, low, row, d, C, DK, DECAY)
+        gq, gk = damp(gq, before), damp(gk, after)
+    if DECAY == CHANNEL:
+        gq, gk, ga = channel_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row, d, DK, LEVELS)
+        tl.store(da + (bh * T + n * C) * DK + (row[:, None] * DK + d[None, :]), ga, mask=held)
+    else:
+        if DECAY == HEAD:
+            d_pairs, ga = head_pairs(queries, keys, gq, gk, d_pairs, through, high, low, row)
+            tl.store(da + (block_k * (tl.num_programs(0) // N) + bh) * T + n * C + row, ga, mask=here)
+        else:
+            d_pairs = tl.where(row[:, None] >= row[None, :], d_pairs, 0.0)
+        gq += tl.dot(d_pairs.to(kind), keys, input_precision="ieee")
+        gk += tl.dot(tl.trans(d_pairs).to(kind), queries, input_precision="ieee")
+    if NORMALISE:
+        gq *= shares[:, None]
+    to = (bh * T + n * C) * DK + (row[:, None] * DK + d[None, :])
+    tl.store(dq + to, gq.to(dq.dtype.element_ty), mask=held)
+    tl.store(dk + to, gk.to(dk.dtype.element_ty), mask=held)
+
+
+BUILDS = tuple(plans.built(label, gradients_kernel, plan) for label, plan in plans.PRODUCTION.items())

@@ -1,6 +1,16 @@
-"""MHA2nd1st's step with its two flash passes in Triton, differentiable; the rest of it is the reference's own. No kernels here.
+"""MHA2nd1st's step around `forward`'s two flash passes in Triton, and their backward.
 
-The passes work in the frame to which k is turned: turning is linear, so q, u and the reads are turned outside them.
+For each pass, one kernel runs over blocks of queries and one over blocks of keys. With g the gradient of kbar, or of C u, e_i = g.c_i and
+w_i = u.c_i (`forward` has the symbols), and sums over the pairs:
+
+    kbar:   da_i = p_i e_i                      dk_i += p_i g
+    C u:    da_i = p_i (e_i w_i - g.C u)        dk_i += p_i (e_i u + w_i g)        du = C g = sum_i p_i e_i c_i
+    both:   dq = sum_i da_i c_i / T             dk_i += da_i (q - k_i) / T         dT = -sum_i da_i (a_i - mean a) / T
+
+since the derivative of p is da, and those of kbar inside c cancel: sum p c = 0. Likewise sum da = 0, which lets c stand for k, and the
+score less its mean under p for the score: where T is large, what is left of dT is small beside its terms. Weights that were rounded have
+the rounded ones' sum taken off, as in the forward. dT is a partial sum a query. All work in the frame
+to which k is turned: turning is linear, so q, u and the reads are turned outside them.
 """
 
 from __future__ import annotations
@@ -8,12 +18,30 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kernels.implementations import interpreted
 from kernels.second_order_attention.reference import in_own_frame, residual, rotated, solve_gram
-from kernels.second_order_attention.triton.backward import gradients
-from kernels.second_order_attention.triton.forward import means, second
-from kernels.tiles import rows_of
+from kernels.second_order_attention.triton.forward import PLAIN, built, launch, means, second
+from kernels.tiles import (
+    Blocks,
+    Build,
+    build,
+    empty_as,
+    good_at,
+    load_tile,
+    of_head,
+    padded,
+    place,
+    probabilities,
+    rows_of,
+    seen,
+    store_tile,
+)
+
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def first_order_step(q, k, gram, temperature, newton, turn, *, causal, valid, jitter):
@@ -73,3 +101,217 @@ class _Second(torch.autograd.Function):
         g = d_read.to(q.dtype).contiguous()
         d_q, d_k, d_u, d_temperature = gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, ctx.causal)
         return d_q, d_k, d_u, d_temperature, None, None, None, None, None, None
+
+
+def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, causal):
+    """(dq, dk, du, dT) for a gradient g [b, h, t, d] of kbar (u, read and centre None; du None), or of C u.
+
+    g in q's type, contiguous; read, centre: the forward's results; the others as there. du is float32, dT [h] float32.
+    """
+    b, h, t, d = q.shape
+    is_second = u is not None
+    d_q, d_k = empty_as(q), empty_as(k)
+    d_u = torch.empty_like(mean) if is_second else None
+    blocks = queries_blocks(q.dtype, d, is_second, valid is not None)
+    lse, average = levels
+    heats, g_centre, g_read = torch.empty(3, b, h, t, dtype=torch.float32, device=q.device)
+    g_read = g_read if is_second else None
+    rows = terms_blocks(d)
+    _terms_kernel[(triton.cdiv(b * h * t, rows.rows),)](
+        g, mean, read, g_centre, g_read, b * h * t, WIDTH=d, PADDED=padded(d), ROWS=rows.rows, num_warps=rows.warps
+    )
+    launch(
+        _queries_kernel, blocks, t, q, k, valid, causal,
+        q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, *d_q.stride()[:3],
+    )  # fmt: skip
+    launch(
+        _keys_kernel, keys_blocks(q.dtype, d, is_second, valid is not None), k.shape[2], q, k, valid, causal,
+        q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, *d_k.stride()[:3],
+    )  # fmt: skip
+    return d_q, d_k, d_u, heats.sum((0, 2))
+
+
+@triton.jit
+def _terms_kernel(g, mean, read, g_centre, g_read, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """g.kbar and g.C u of ``count`` tokens; read None: the first alone."""
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    row = start + tl.arange(0, ROWS)
+    gradient = load_tile(g + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED).to(tl.float32)
+    middle = load_tile(mean + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED)
+    tl.store(g_centre + row, tl.sum(gradient * middle, 1), mask=row < count)
+    if read is not None:
+        found = load_tile(read + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED)
+        tl.store(g_read + row, tl.sum(gradient * found, 1), mask=row < count)
+
+
+@triton.jit
+def _queries_kernel(
+    q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, d_q_b, d_q_h, d_q_t,
+    heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """dq and du of a block of queries, and their part of dT. u None: the pass for kbar."""
+    b, h, head_of_all, start = place(heads, t, OWN)
+    k += b * k_b + h * k_h
+    half += head_of_all * tk
+    first = head_of_all * t + start
+    at = first * WIDTH
+    left = t - start
+    valid = of_head(valid, b, 0, valid_b, 0)
+    local = tl.arange(0, OWN)
+    position = tk - t + start + local[:, None]
+    good = good_at(valid, position, tk)
+    factor = tl.load(factors + h)
+    level = tl.load(lse + first + local, mask=local < left, other=0.0)[:, None]
+    average_score = tl.load(average + first + local, mask=local < left, other=0.0)[:, None]
+    queries = load_tile(q + b * q_b + h * q_h + start.to(tl.int64) * q_t, q_t, left, OWN, WIDTH, PADDED)
+    gradient = load_tile(g + at, WIDTH, left, OWN, WIDTH, PADDED)
+    offset = tl.load(g_centre + first + local, mask=local < left, other=0.0)
+    if u is not None:
+        along = load_tile(u + at, WIDTH, left, OWN, WIDTH, PADDED)
+        along_offset = tl.load(centre + first + local, mask=local < left, other=0.0)
+        term = tl.load(g_read + first + local, mask=local < left, other=0.0)
+        u_sum = tl.zeros([OWN], tl.float32)
+        u_found = tl.zeros([OWN, PADDED], tl.float32)
+    q_sum = tl.zeros([OWN], tl.float32)
+    q_found = tl.zeros([OWN, PADDED], tl.float32)
+    heat = tl.zeros([OWN], tl.float32)
+    end = tk
+    if CAUSAL:
+        end = tl.minimum(tk, tk - t + start + OWN)
+    for n in range(0, end, OTHER):
+        keys = load_tile(k + tl.cast(n, tl.int64) * k_t, k_t, tk - n, OTHER, WIDTH, PADDED)
+        key = n + tl.arange(0, OTHER)[None, :]
+        norm = tl.load(half + key, mask=key < tk, other=0.0)
+        scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") - norm) * factor
+        weights = tl.where(seen(position, key, tk, good, good_at(valid, key, tk), CAUSAL), probabilities(scores, level), 0.0)
+        slope = tl.dot(gradient, tl.trans(keys), input_precision="ieee") - offset[:, None]
+        if u is None:
+            d_scores = tl.where(weights > 0, weights * slope, 0.0)
+        else:
+            step = tl.dot(along, tl.trans(keys), input_precision="ieee") - along_offset[:, None]
+            d_scores = tl.where(weights > 0, weights * (slope * step - term[:, None]), 0.0)
+            d_u_weights = tl.where(weights > 0, weights * slope, 0.0).to(keys.dtype)
+        heat += tl.sum(tl.where(weights > 0, d_scores * (scores - average_score), 0.0), 1)
+        d_scores = d_scores.to(keys.dtype)
+        q_sum += tl.sum(d_scores.to(tl.float32), 1)
+        q_found = tl.dot(d_scores, keys, q_found, input_precision="ieee")
+        if u is not None:
+            u_sum += tl.sum(d_u_weights.to(tl.float32), 1)
+            u_found = tl.dot(d_u_weights, keys, u_found, input_precision="ieee")
+    inverse = factor * LN_2
+    tl.store(heats + first + local, heat * (-LN_2 * inverse), mask=local < left)
+    middle = load_tile(mean + at, WIDTH, left, OWN, WIDTH, PADDED)
+    made = (q_found - q_sum[:, None] * middle) * inverse
+    store_tile(d_q + b * d_q_b + h * d_q_h + start.to(tl.int64) * d_q_t, d_q_t, left, made, OWN, WIDTH, PADDED)
+    if u is not None:
+        store_tile(d_u + at, WIDTH, left, u_found - u_sum[:, None] * middle, OWN, WIDTH, PADDED)
+
+
+@triton.jit
+def _keys_kernel(
+    q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, d_k_b, d_k_h, d_k_t,
+    heads, t, tk, q_b, q_h, q_t, k_b, k_h, k_t, valid_b,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """dk of a block of keys, over the queries that see them. u None: the pass for kbar."""
+    blocks = tl.cdiv(tk, OWN)
+    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = head_of_all // heads, head_of_all % heads
+    start = tl.program_id(0) % blocks * OWN
+    left = tk - start
+    first = head_of_all * t
+    q += b * q_b + h * q_h
+    valid = of_head(valid, b, 0, valid_b, 0)
+    key = start + tl.arange(0, OWN)[:, None]
+    good = good_at(valid, key, tk)
+    factor = tl.load(factors + h)
+    norm = tl.load(half + head_of_all * tk + key, mask=key < tk, other=0.0)
+    keys = load_tile(k + b * k_b + h * k_h + start.to(tl.int64) * k_t, k_t, left, OWN, WIDTH, PADDED)
+    total = tl.zeros([OWN], tl.float32)
+    found = tl.zeros([OWN, PADDED], tl.float32)
+    begin = 0
+    if CAUSAL:
+        begin = tl.maximum(start - (tk - t), 0) // OTHER * OTHER
+    for m in range(begin, t, OTHER):
+        here = tl.cast(m, tl.int64)
+        row = m + tl.arange(0, OTHER)[None, :]
+        queries = load_tile(q + here * q_t, q_t, t - m, OTHER, WIDTH, PADDED)
+        gradient = load_tile(g + (first + here) * WIDTH, WIDTH, t - m, OTHER, WIDTH, PADDED)
+        # A query past the last weighs exp2(-inf).
+        level = tl.load(lse + first + row, mask=row < t, other=float("inf"))
+        scores = (tl.dot(keys, tl.trans(queries), input_precision="ieee") - norm) * factor
+        position = tk - t + row
+        weights = tl.where(seen(position, key, tk, good_at(valid, position, tk), good, CAUSAL), probabilities(scores, level), 0.0)
+        slope = tl.dot(keys, tl.trans(gradient), input_precision="ieee") - tl.load(g_centre + first + row, mask=row < t, other=0.0)
+        if u is None:
+            d_scores = tl.where(weights > 0, weights * slope, 0.0)
+        else:
+            along = load_tile(u + (first + here) * WIDTH, WIDTH, t - m, OTHER, WIDTH, PADDED)
+            rounded = tl.where(weights > 0, weights * slope, 0.0).to(keys.dtype)
+            found = tl.dot(rounded, along, found, input_precision="ieee")
+            step = tl.dot(keys, tl.trans(along), input_precision="ieee") - tl.load(centre + first + row, mask=row < t, other=0.0)
+            slope = slope * step - tl.load(g_read + first + row, mask=row < t, other=0.0)
+            d_scores = tl.where(weights > 0, weights * slope, 0.0)
+            weights = tl.where(weights > 0, weights * step, 0.0)
+        found = tl.dot(weights.to(keys.dtype), gradient, found, input_precision="ieee")
+        rounded = (d_scores * (factor * LN_2)).to(keys.dtype)
+        total += tl.sum(rounded.to(tl.float32), 1)
+        found = tl.dot(rounded, queries, found, input_precision="ieee")
+    found -= total[:, None] * keys.to(tl.float32)
+    store_tile(d_k + b * d_k_b + h * d_k_h + start.to(tl.int64) * d_k_t, d_k_t, left, found, OWN, WIDTH, PADDED)
+
+
+def queries_blocks(dtype, width, is_second, padding):
+    """Block sizes of the kernel over queries."""
+    if interpreted() or dtype == torch.float32:
+        return PLAIN
+    if padded(width) <= 64:
+        return Blocks(128, 32 if is_second and padding else 64, 8, 2)
+    if padded(width) <= 128:
+        # With a second stage C u's two sums would not fit the registers.
+        return Blocks(128, 32, 8, 1 if is_second else 3)
+    return Blocks(64, 16, 8, 1) if is_second else Blocks(64, 32, 8, 2)
+
+
+def keys_blocks(dtype, width, is_second, padding):
+    """Block sizes of the kernel over keys."""
+    if interpreted() or dtype == torch.float32:
+        return PLAIN
+    if padded(width) <= 64:
+        return Blocks(128, 64, 8, 2)
+    if padded(width) <= 128:
+        return Blocks(128, 32, 8, 2)
+    return Blocks(64, 32, 8, 1)
+
+
+def terms_blocks(width):
+    """Tokens at once, and warps, of the kernel for rows' terms."""
+    return Blocks(max(1, 8192 // padded(width)), 0, 4, 1)
+
+
+def _build(label, kernel, sizes, width, causal, is_second, padding=False):
+    missing = () if is_second else ("u", "read", "centre", "d_u", "g_read")
+    absent = {name: None for name in missing if name in kernel.arg_names}
+    label = f"gradient of {'C u' if is_second else 'kbar'}, {label}"
+    return built(label, kernel, sizes(torch.bfloat16, width, is_second, padding), width, causal, padding, **absent)
+
+
+def _terms_build(width):
+    blocks = terms_blocks(width)
+    constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows}
+    fp32 = "mean read g_centre g_read"
+    return build(f"rows' terms, d {width}", _terms_kernel, constants, blocks.warps, blocks.stages, bf16="g", fp32=fp32, even="count")
+
+
+_KERNELS = (("queries", _queries_kernel, queries_blocks), ("keys", _keys_kernel, keys_blocks))
+BUILDS: tuple[Build, ...] = (
+    *(
+        _build(*given, width, causal, is_second)
+        for width, causal in ((64, True), (128, True), (128, False))
+        for is_second in (False, True)
+        for given in _KERNELS
+    ),
+    *(_build(*given, 64, True, is_second, padding=True) for is_second in (False, True) for given in _KERNELS),
+    *(_terms_build(width) for width in (64, 128)),
+)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.tiles import Blocks, Build, build, fitting, good_at, load_tile, padded, place, probabilities, seen, store_tile
+from kernels.tiles import Blocks, Build, build, fitting, good_at, load_tile, of_head, padded, place, probabilities, seen, store_tile
 
 PLAIN = Blocks(32, 32, 4, 1)  # in the interpreter and in float32
 
@@ -55,8 +55,7 @@ def _means_kernel(
     b, h, head_of_all, start = place(heads, t, OWN)
     k += b * k_b + h * k_h
     half += head_of_all * tk
-    if valid is not None:
-        valid += b * valid_b
+    valid = of_head(valid, b, 0, valid_b, 0)
     row = start + tl.arange(0, OWN)
     position = tk - t + row[:, None]
     good = good_at(valid, position, tk)
@@ -104,8 +103,7 @@ def _second_kernel(
     k += b * k_b + h * k_h
     half += head_of_all * tk
     at = (head_of_all * t + start) * WIDTH
-    if valid is not None:
-        valid += b * valid_b
+    valid = of_head(valid, b, 0, valid_b, 0)
     row = start + tl.arange(0, OWN)
     position = tk - t + row[:, None]
     good = good_at(valid, position, tk)

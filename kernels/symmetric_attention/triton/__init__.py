@@ -1,1 +1,0 @@
-"""Triton kernels of `symmetric_attention`: imported only where they run. Nothing here chooses an implementation."""
