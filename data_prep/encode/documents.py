@@ -93,33 +93,32 @@ class Settings:
 
 def add_column_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that name columns and filter rows, for every verb that reads text."""
-    add, default = parser.add_argument, Settings()
-    add("--text-column", default=default.text_column, metavar="NAME", help="column of the text (default: text)")
-    add(
-        "--id-column",
-        default=default.id_column,
-        metavar="NAME",
-        help="column of the document id, which decides the split (default: id, or where there is none a document's file and place); "
-        "the text column splits by the text itself",
+    default = Settings()
+    id_help = (
+        "which decides the split (default: id, or where there is none a document's file and place); the text column splits by the text"
     )
-    add("--paragraphs", action="store_true", help="a document is a paragraph of a .txt file, up to a blank line (default: the file)")
-    add("--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none")
-    add("--score-column", default=default.score_column, metavar="NAME", help="column of the score (default: score)")
-    add("--language", action="append", default=[], dest="languages", metavar="CODE", help="keep this language alone; repeat for more")
-    add("--language-column", default=default.language_column, metavar="NAME", help="column of the language (default: language)")
-    add("--min-bytes", type=int, default=default.min_bytes, metavar="N", help="leave out texts below N bytes of UTF-8 (default: 0)")
-    add(
-        "--max-bytes",
-        type=int,
-        default=default.max_bytes,
-        metavar="N",
-        help=f"leave out texts above N bytes (default: {default.max_bytes}); the longest may cost a worker 110 times its size in memory",
-    )
-    add(
-        "--mask",
-        metavar="FILE.py:FUNCTION",
-        help="a filter of your own, as for deduplication (see data_prep/encode/mask.py)",
-    )
+
+    def column(name: str, what: str, said: str = "") -> None:
+        of = getattr(default, f"{name}_column")
+        parser.add_argument(f"--{name}-column", default=of, metavar="NAME", help=f"column of the {what}{said or f' (default: {of})'}")
+
+    def limit(name: str, said: str) -> None:
+        of = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=of, metavar="N", help=f"leave out texts {said.format(of)}")
+
+    column("text", "text")
+    column("id", "document id, ", id_help)
+    paragraphs = "a document is a paragraph of a .txt file, up to a blank line (default: the file)"
+    parser.add_argument("--paragraphs", action="store_true", help=paragraphs)
+    parser.add_argument("--min-score", type=float, metavar="X", help="leave out rows with a score below X, or none")
+    column("score", "score")
+    languages = "keep this language alone; repeat for more"
+    parser.add_argument("--language", action="append", default=[], dest="languages", metavar="CODE", help=languages)
+    column("language", "language")
+    limit("min-bytes", "below N bytes of UTF-8 (default: {})")
+    limit("max-bytes", "above N bytes (default: {}); the longest may cost a worker 110 times its size in memory")
+    own = "a filter of your own, as for deduplication (see data_prep/encode/mask.py)"
+    parser.add_argument("--mask", metavar="FILE.py:FUNCTION", help=own)
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,8 +177,7 @@ class Selection:
         Raises UserError for a column of the wrong type or a mask that fails.
         """
         settings, batch = self.settings, rows.batch
-        raw = _binary(batch.column(settings.text_column))
-        ids = raw if settings.id_column == settings.text_column else _binary(batch.column(settings.id_column))
+        raw, ids = batch.column(settings.text_column), batch.column(settings.id_column)
         texts, faults = _decoded(raw)
         sizes = pc.fill_null(pc.binary_length(raw), -1).to_numpy(zero_copy_only=False)
         verdict = np.zeros(len(sizes), np.uint8)  # 0: document; else 1 + index into REASONS
@@ -209,9 +207,9 @@ class Selection:
             column = batch.column(settings.language_column)
             if pa.types.is_nested(column.type):
                 raise UserError(f"column {settings.language_column!r} is {column.type}, not text; name it with --language-column")
-            languages = _binary(column)
+            languages = column if is_text(column.type) else column.cast(pa.large_string())
             wanted = pa.array([name.encode() for name in settings.languages], pa.large_binary())
-            drop(Drop.OTHER_LANGUAGE, ~_filled(pc.is_in(languages, value_set=wanted)))
+            drop(Drop.OTHER_LANGUAGE, ~_filled(pc.is_in(languages.cast(pa.large_binary()), value_set=wanted)))
 
     def _mask(self, rows: Rows, texts: pa.LargeStringArray, ids: pa.LargeBinaryArray, path: str, verdict: npt.NDArray[np.uint8]) -> None:
         """Set the verdict of the rows that the mask leaves out, of those that are documents so far."""
@@ -237,11 +235,8 @@ class Selection:
         faults: dict[int, str],
     ) -> tuple[Documents, Counter[Drop], list[BadRow]]:
         dropped = Counter({REASONS[code - 1]: int(number) for code, number in enumerate(np.bincount(verdict)) if code and number})
-        bad: list[BadRow] = []
-        for row in np.flatnonzero(np.isin(verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for])):
-            if len(bad) == BAD_ROWS_LISTED:
-                break
-            bad.append(BadRow(int(places[row]), REASONS[verdict[row] - 1], faults.get(int(row), "")))
+        listed = np.flatnonzero(np.isin(verdict, [1 + REASONS.index(reason) for reason in dropped if not reason.asked_for]))
+        bad = [BadRow(int(places[row]), REASONS[verdict[row] - 1], faults.get(int(row), "")) for row in listed[:BAD_ROWS_LISTED]]
         if dropped:
             keep = verdict == 0
             wanted = pa.array(keep)
@@ -249,19 +244,8 @@ class Selection:
         return Documents(texts, ids, self.split.of_hashes(hash_ids(ids)), places), dropped, bad
 
 
-def _binary(column: pa.Array) -> pa.LargeBinaryArray:
-    """A column of text or bytes as large_binary; another (integers: their decimal digits) as it reads."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pa.types.is_null(column.type) or is_text(column.type):
-        return column.cast(pa.large_binary())
-    return column.cast(pa.large_string()).cast(pa.large_binary())
-
-
 def _numbers(column: pa.Array, name: str) -> pa.DoubleArray:
     """A column of numbers as float64; of text, null where it is no number: a JSON line may hold anything."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     if any(test(column.type) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)):
         return column.cast(pa.float64(), safe=False)
     if pa.types.is_boolean(column.type):

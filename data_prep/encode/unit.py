@@ -44,10 +44,13 @@ class Engine:
 
         Raises UserError where the input is gone or not what was planned, OSError where the disk does not take the output.
         """
-        file = self.plan.files[unit.file]
+        file, folder = self.plan.files[unit.file], temporary(self.out / SHARDS / unit.name)
         span = Span(unit.start, unit.stop, unit.rows, unit.text_bytes)
-        work = _Work(self, file.path, temporary(self.out / SHARDS / unit.name))
-        with work:
+        folder.parent.mkdir(exist_ok=True)
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder.mkdir()
+            work = _Work(self, file.path, folder, stack)
             read = 0
             for part in read_span(file, span, self.settings.columns):
                 if isinstance(part, Rows):
@@ -64,24 +67,14 @@ class Engine:
 class _Work:
     """A unit's writers, in a folder of their own until they are published, and what they have been given."""
 
-    def __init__(self, engine: Engine, path: str, folder: Path) -> None:
-        self.engine, self.path, self.folder = engine, path, folder
+    def __init__(self, engine: Engine, path: str, folder: Path, stack: ExitStack) -> None:
+        self.engine, self.path, self.folder, self.stack = engine, path, folder, stack
         self.eod = engine.plan.tokenizer.eod_id
         self.dtype = dtype_name(engine.plan.tokenizer.vocab_size)
         self.tally = Tally()
         self.bad: list[BadRow] = []
         self.writers: dict[str, IndexedWriter] = {}
         self.text_bytes: Counter[str] = Counter()
-
-    def __enter__(self) -> _Work:
-        self.folder.parent.mkdir(exist_ok=True)
-        self._stack = ExitStack()
-        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self.folder.mkdir()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def drop(self, dropped: Counter[Drop], bad: list[BadRow], rows: int = 0) -> None:
         """Count drops, among ``rows`` rows that were not counted yet, and keep the first places."""
@@ -115,16 +108,13 @@ class _Work:
                 continue
             part = ids if chosen.all() else ids[np.repeat(chosen, lengths)]
             text_bytes = int(sizes[chosen].sum())
-            self._writer(name).add(part, lengths[chosen])
+            if name not in self.writers:
+                self.writers[name] = self.stack.enter_context(closing(IndexedWriter(self.folder / name, self.dtype)))
+            self.writers[name].add(part, lengths[chosen])
             self.text_bytes[name] += text_bytes
             self.tally.documents += int(chosen.sum())
             self.tally.tokens += len(part)
             self.tally.text_bytes += text_bytes
-
-    def _writer(self, name: str) -> IndexedWriter:
-        if name not in self.writers:
-            self.writers[name] = self._stack.enter_context(closing(IndexedWriter(self.folder / name, self.dtype)))
-        return self.writers[name]
 
     def publish(self, unit: Unit) -> UnitEntry:
         """Finish the files, give them their names, and write the entry last."""
@@ -137,15 +127,8 @@ class _Work:
             if name in self.writers
         }
         dropped = {str(reason): tally.dropped[reason] for reason in Drop if tally.dropped[reason]}
-        entry = UnitEntry(
-            unit.number,
-            plan.fingerprint,
-            tally.rows,
-            dropped,
-            tuple(sorted(self.bad, key=lambda row: row.place)),
-            splits,
-            self.engine.encoder.name,
-        )
+        bad = tuple(sorted(self.bad, key=lambda row: row.place))
+        entry = UnitEntry(unit.number, plan.fingerprint, tally.rows, dropped, bad, splits, self.engine.encoder.name)
         if read_plan(out).fingerprint != plan.fingerprint:
             raise UserError(f"{out} was planned anew while this run worked on it; give the command again")
         for name in splits:

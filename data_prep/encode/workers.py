@@ -6,7 +6,6 @@ worker leaves when the lifeline breaks, however its parent ended. Knows neither 
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -16,11 +15,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from data_prep.sources import locate
 from data_prep.sources.rows import Tally
@@ -34,6 +33,7 @@ from fem_common.text import one_line
 
 if TYPE_CHECKING:
     from data_prep.encode.unit import Engine
+    from data_prep.report.progress import Board
 
 REPORT_SECONDS = 0.2
 TICK_SECONDS = 0.5
@@ -43,36 +43,18 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARA
 LEFT = "what is finished is kept: the same command goes on from there"
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """How far a worker is with its unit: bytes of text read, and what came of them."""
 
     read: int
     tally: Tally
 
 
-@dataclass(frozen=True)
-class Failed:
-    """Why a worker gave its unit up, as a person reads it."""
-
-    error: CommandError
+Message = Step | UnitEntry | CommandError | None  # a worker's: so far, done, given up, or it is dead
 
 
-class Watcher(Protocol):
-    """Whom the parent tells what happens."""
-
-    def step(self, unit: Unit, read: int, tally: Tally) -> None:
-        """A unit in work has got so far."""
-
-    def done(self, unit: Unit, entry: UnitEntry) -> None:
-        """A unit's entry is written."""
-
-    def tick(self) -> None:
-        """Called about twice a second."""
-
-
-def run_units(out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, watcher: Watcher) -> None:
-    """Do ``units`` in at most ``workers`` processes that encode with ``kind`` (see encoders.make).
+def run_units(out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: int, board: Board) -> None:
+    """Do ``units`` in at most ``workers`` processes that encode with ``kind`` (see encoders.make); the board shows it.
 
     Raises CommandError for the first unit that fails, Fault where its worker died, after the others have ended the unit they are at.
     """
@@ -85,17 +67,17 @@ def run_units(out: Path, plan: Plan, kind: str, units: Sequence[Unit], workers: 
             for worker in crew.heard():
                 message = worker.receive()
                 if isinstance(message, Step):
-                    watcher.step(worker.unit, message.read, message.tally)
+                    board.step(worker.unit, message.read, message.tally)
                     continue
                 if isinstance(message, UnitEntry):
-                    watcher.done(worker.unit, message)
+                    board.done(worker.unit, message)
                 else:
-                    problems.append(message.error if message else Fault(crew.describe_death(worker)))
+                    problems.append(message or Fault(crew.describe_death(worker)))
                 if waiting and not problems:
                     worker.give(waiting.popleft())
                 else:
                     crew.dismiss(worker)
-            watcher.tick()
+            board.tick()
     if problems:
         raise problems[0]
 
@@ -110,16 +92,13 @@ class _Worker:
     def give(self, unit: Unit) -> None:
         """Hand the next unit over; where the worker is gone, ``receive`` will tell."""
         self.unit = unit
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(unit.number)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-                raise
 
-    def receive(self) -> Step | UnitEntry | Failed | None:
-        """The next message; None where the worker is dead."""
+    def receive(self) -> Message:
+        """The next message."""
         try:
-            message: Step | UnitEntry | Failed = self.connection.recv()
+            message: Message = self.connection.recv()
         except (EOFError, OSError):
             return None
         return message
@@ -215,9 +194,9 @@ def work(connection: str, lifeline: str, out: str, fingerprint: str, kind: str) 
                 if engine is None:
                     threading.Thread(target=_leave_with_parent, args=(int(lifeline),), daemon=True).start()
                     engine = _engine(Path(out), fingerprint, kind)
-                message: UnitEntry | Failed = engine.encode_unit(engine.plan.units[number], _reporter(parent))
+                message: Message = engine.encode_unit(engine.plan.units[number], _reporter(parent))
             except BaseException as error:  # a panic in a Rust library is no Exception
-                message = Failed(_explain(error, Path(out), engine.plan if engine else None, number))
+                message = _explain(error, Path(out), engine.plan if engine else None, number)
             parent.send(message)
     except (EOFError, OSError):
         os._exit(0)

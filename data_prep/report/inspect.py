@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.encode.documents import Documents, Selection, Settings, add_column_arguments, settings_of
-from data_prep.encode.encoders import Encoder, choose, make
+from data_prep.encode.documents import Documents, Selection, add_column_arguments, settings_of
+from data_prep.encode.encoders import choose, make
 from data_prep.encode.tokenizer import TokenizerFolder, find_tokenizer, load_folder
 from data_prep.report.progress import Reading
 from data_prep.sources import Rows, SourceFile, Span, jsonl, open_files, read_span, spans
@@ -63,19 +63,8 @@ class Sample:
     places: int = 0
     rows: int = 0
     read_bytes: int = 0
-    mb_per_second: float | None = None
     dropped: Counter[Drop] = field(default_factory=Counter)
     batches: list[Documents] = field(default_factory=list)
-
-    @property
-    def documents(self) -> int:
-        """Rows that pass."""
-        return sum(len(batch.places) for batch in self.batches)
-
-    @property
-    def text_bytes(self) -> int:
-        """UTF-8 bytes of the documents."""
-        return sum(batch.text_bytes for batch in self.batches)
 
 
 def evenly(number: int, most: int) -> list[int]:
@@ -84,18 +73,20 @@ def evenly(number: int, most: int) -> list[int]:
     return [(2 * i + 1) * number // (2 * taken) for i in range(taken)]
 
 
-def draw(files: list[SourceFile], settings: Settings, sample_bytes: float) -> Sample:
-    """Read the sample: everything where it is no more than asked for, else about the same from each place. Raises UserError."""
+def draw(files: list[SourceFile], selection: Selection, sample_bytes: float) -> tuple[Sample, float | None]:
+    """Read the sample, everything where it is no more than asked for, else about the same from each place; and MB/s of reading a core.
+
+    Raises UserError.
+    """
     total = sum(file.text_bytes for file in files)
-    sample, selection = Sample(whole=total <= sample_bytes), Selection(settings)
+    sample = Sample(whole=total <= sample_bytes)
     chosen = files if sample.whole else [files[number] for number in evenly(len(files), PLACES)]
     with Reading("sampling", int(min(total, sample_bytes))) as reading:
         for number, file in enumerate(chosen):
             share = (sample_bytes - sample.read_bytes) / (len(chosen) - number)
             sample.files += 1
             _draw_from(file, selection, math.inf if sample.whole else share, sample, reading)
-    sample.mb_per_second = _speed(chosen[-1], selection)
-    return sample
+    return sample, _speed(chosen[-1], selection)
 
 
 def _draw_from(file: SourceFile, selection: Selection, share: float, sample: Sample, reading: Reading) -> None:
@@ -114,21 +105,21 @@ def _draw_from(file: SourceFile, selection: Selection, share: float, sample: Sam
 def _draw_span(file: SourceFile, span: Span, selection: Selection, most: float, sample: Sample, reading: Reading) -> None:
     taken = 0
     for part in read_span(file, span, selection.settings.columns):
-        if isinstance(part, Rows):
-            texts = part.batch.column(selection.settings.text_column)
-            part = _beginning(part, texts, most - taken)
-            documents, dropped, _ = selection.of(part, file.path)
-            size = int(pc.sum(pc.binary_length(part.batch.column(selection.settings.text_column))).as_py() or 0)
-            if len(documents.splits):
-                sample.batches.append(documents)
-            sample.dropped += dropped
-            sample.rows += part.batch.num_rows
-            sample.read_bytes += size
-            taken += size
-            reading.advance(size)
-        else:
+        if not isinstance(part, Rows):
             sample.dropped[part.reason] += part.rows
             sample.rows += part.rows
+            continue
+        texts = part.batch.column(selection.settings.text_column)
+        sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).cumsum()
+        number = min(int(np.searchsorted(sizes, most - taken)) + 1, len(sizes))  # rows that hold what is missing, at least one
+        documents, dropped, _ = selection.of(Rows(part.places[:number], part.batch.slice(0, number)), file.path)
+        if len(documents.splits):
+            sample.batches.append(documents)
+        sample.dropped += dropped
+        sample.rows += number
+        sample.read_bytes += int(sizes[number - 1])
+        taken += int(sizes[number - 1])
+        reading.advance(int(sizes[number - 1]))
         if taken >= most:
             break
 
@@ -144,13 +135,6 @@ def _speed(file: SourceFile, selection: Selection) -> float | None:
             if done >= TIMED_BYTES:
                 break
     return done / 1e6 / max(time.process_time() - clock, 1e-9) if done else None
-
-
-def _beginning(rows: Rows, texts: pa.Array, most: float) -> Rows:
-    """As many of the first rows as hold ``most`` bytes of text, at least one."""
-    sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).cumsum()
-    number = int(np.searchsorted(sizes, most)) + 1
-    return rows if number >= len(sizes) else Rows(rows.places[:number], rows.batch.slice(0, number))
 
 
 def facts_of_files(files: list[SourceFile]) -> dict[str, Any]:
@@ -183,32 +167,24 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def facts_of_sample(sample: Sample) -> dict[str, Any]:
-    """Rows, drops, sizes of the documents, and the first words of a few."""
+def facts_of_sample(sample: Sample, speed: float | None) -> dict[str, Any]:
+    """Rows, drops, sizes of the documents, and the first words of one of the first, the middle and the last batch."""
     lengths = np.concatenate([np.empty(0, np.int64), *(pc.binary_length(batch.texts).to_numpy() for batch in sample.batches)])
     sizes = {"mean": float(lengths.mean()), "median": float(np.median(lengths)), "largest": int(lengths.max())} if len(lengths) else None
+    shown = [sample.batches[index] for index in evenly(len(sample.batches), EXAMPLES)]
     return {
         "whole": sample.whole,
         "files": sample.files,
         "places": sample.places,
         "rows": sample.rows,
         "read_bytes": sample.read_bytes,
-        "documents": sample.documents,
-        "text_bytes": sample.text_bytes,
+        "documents": len(lengths),
+        "text_bytes": int(lengths.sum()),
         "dropped": {str(reason): sample.dropped[reason] for reason in Drop if sample.dropped[reason]},
         "document_bytes": sizes,
-        "read_mb_per_second": sample.mb_per_second,
-        "examples": _examples(sample),
+        "read_mb_per_second": speed,
+        "examples": [{"id": _one_line(batch.ids[0]), "text": _one_line(batch.texts[0])} for batch in shown],
     }
-
-
-def _examples(sample: Sample) -> list[dict[str, str]]:
-    """Documents from the first, the middle and the last batch, each on one line, cut."""
-    full = [batch for batch in sample.batches if len(batch.places)]
-    found = []
-    for index in evenly(len(full), EXAMPLES):
-        found.append({"id": _one_line(full[index].ids[0]), "text": _one_line(full[index].texts[0])})
-    return found
 
 
 def _one_line(value: pa.Scalar) -> str:
@@ -217,19 +193,19 @@ def _one_line(value: pa.Scalar) -> str:
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())[:EXAMPLE_CHARACTERS]
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What an encoder did with the sample; ``seconds`` of CPU for ``timed_bytes`` of it."""
+def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> dict[str, Any]:
+    """The tokenizer, the encoder that would run, and what it does with the sample, of which the first half warms up and is not timed.
 
-    tokens: int
-    timed_bytes: int
-    seconds: float
-
-
-def measure(encoder: Encoder, batches: list[Documents]) -> Speed:
-    """Encode the sample; the first half warms up and is not timed, but the last batch always is."""
-    total, done = sum(batch.text_bytes for batch in batches), 0
-    tokens = timed_bytes = 0
+    Raises UserError.
+    """
+    texts: list[str] = []
+    for batch in batches:
+        texts += batch.texts[: CHECKED_DOCUMENTS - len(texts)].to_pylist()
+    while len(texts) > 1 and sum(map(len, texts)) > CHECKED_BYTES:
+        texts.pop()
+    choice = choose(folder, wanted, texts)
+    encoder, total = make(folder, choice.kind), sum(batch.text_bytes for batch in batches)
+    tokens = done = timed_bytes = 0
     seconds = 0.0
     for number, batch in enumerate(batches, 1):
         clock = time.process_time()
@@ -238,19 +214,6 @@ def measure(encoder: Encoder, batches: list[Documents]) -> Speed:
             seconds += time.process_time() - clock
             timed_bytes += batch.text_bytes
         done += batch.text_bytes
-    return Speed(tokens, timed_bytes, seconds)
-
-
-def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> dict[str, Any]:
-    """The tokenizer, the encoder that would run, and what it does with the sample. Raises UserError."""
-    texts: list[str] = []
-    for batch in batches:
-        texts += batch.texts[: CHECKED_DOCUMENTS - len(texts)].to_pylist()
-    while len(texts) > 1 and sum(map(len, texts)) > CHECKED_BYTES:
-        texts.pop()
-    choice = choose(folder, wanted, texts)
-    speed = measure(make(folder, choice.kind), batches)
-    text_bytes = sum(batch.text_bytes for batch in batches)
     return {
         "path": str(folder.path),
         "vocab_size": folder.vocab_size,
@@ -258,9 +221,9 @@ def encoding(folder: TokenizerFolder, wanted: str, batches: list[Documents]) -> 
         "dtype": dtype_name(folder.vocab_size),
         "encoder": choice.name,
         "why": choice.why,
-        "tokens": speed.tokens,
-        "bytes_per_token": text_bytes / max(speed.tokens, 1),
-        "mb_per_second": speed.timed_bytes / 1e6 / max(speed.seconds, 1e-9),
+        "tokens": tokens,
+        "bytes_per_token": total / max(tokens, 1),
+        "mb_per_second": timed_bytes / 1e6 / max(seconds, 1e-9),
     }
 
 
@@ -301,9 +264,9 @@ def main(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     folder = load_folder(find_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
     files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
-    sample = draw(files, settings, arguments.sample_mb * 1e6)
-    report: dict[str, Any] = {"files": facts_of_files(files), "columns": asdict(settings.columns), "sample": facts_of_sample(sample)}
-    report["encoding"] = encoding(folder, arguments.encoder, sample.batches) if folder and sample.documents else None
+    sample, speed = draw(files, Selection(settings), arguments.sample_mb * 1e6)
+    report: dict[str, Any] = {"files": facts_of_files(files), "columns": asdict(settings.columns), "sample": facts_of_sample(sample, speed)}
+    report["encoding"] = encoding(folder, arguments.encoder, sample.batches) if folder and sample.batches else None
     report["estimate"] = estimate(report["files"], report["sample"], report["encoding"], workers)
     if arguments.json:
         print(json.dumps(report, ensure_ascii=False))
@@ -316,16 +279,15 @@ FILES_SHOWN = 8
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report of inspection.main, line by line."""
-    files, sample, encoder, whole = report["files"], report["sample"], report["encoding"], report["estimate"]
-    yield from _files(files)
-    yield from _sample(sample)
+    """The report for people, line by line."""
+    encoder = report["encoding"]
+    yield from _files(report["files"])
+    yield from _sample(report["sample"])
     if encoder:
-        dtype = f"{encoder['dtype']} ids, EOD {encoder['eod']!r}"
-        yield f"tokenizer: {encoder['path']}: {encoder['vocab_size']:,} entries, {dtype}"
+        yield f"tokenizer: {encoder['path']}: {encoder['vocab_size']:,} entries, {encoder['dtype']} ids, EOD {encoder['eod']!r}"
         rates = f"{encoder['bytes_per_token']:.2f} bytes a token, {encoder['mb_per_second']:.1f} MB/s a core"
         yield f"encoder: {encoder['encoder']} ({encoder['why']}): {rates}"
-    yield from _estimate(files, sample, whole)
+    yield from _estimate(report["files"], report["sample"], report["estimate"])
 
 
 def _files(files: dict[str, Any]) -> Iterator[str]:

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.report.lengths import Lengths, read_lengths
+from data_prep.report.lengths import Lengths, count_lengths, draw_lengths, joined
 from data_prep.report.progress import Reading
-from data_prep.store.indexed import FormatError
+from data_prep.store.indexed import FormatError, read_index
 from data_prep.store.manifest import Manifest, read_manifest
 from data_prep.store.staging import existing_folder
 from fem_common.errors import UserError
@@ -46,14 +46,12 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(as_text(folder, manifest, lengths)))
     if arguments.picture is not None:
-        from data_prep.report.lengths import draw_lengths
-
-        whole = whole_of(lengths)
+        whole = joined(lengths.values())
         title = (
             f"{folder.resolve().name}: {whole.total:,} documents, {whole.tokens:,} tokens, {_bytes_per_token(manifest):.2f} bytes a token"
         )
         make_folder(arguments.picture.parent)
-        write_whole(arguments.picture, draw_lengths(whole, title, MARKS))
+        write_whole(arguments.picture, draw_lengths(whole, title))
         print(f"{arguments.picture}: written", file=sys.stderr)
     return 0
 
@@ -65,20 +63,12 @@ def split_lengths(folder: Path, manifest: Manifest) -> dict[str, Lengths]:
         for name, entry in manifest.splits.items():
             path = folder / f"{name}.idx"
             try:
-                lengths[name] = read_lengths(path, reading.advance)
+                lengths[name] = count_lengths(read_index(path).lengths, reading.advance)
             except FormatError as error:
                 raise UserError(f"{path} {error}; see: python -m data_prep verify {folder}") from None
             if (lengths[name].total, lengths[name].tokens) != (entry.documents, entry.tokens):
                 raise UserError(f"{path} is not the one that the manifest describes; see: python -m data_prep verify {folder}")
     return lengths
-
-
-def whole_of(lengths: dict[str, Lengths]) -> Lengths:
-    """All splits as one."""
-    first, *others = lengths.values()
-    for other in others:
-        first += other
-    return first
 
 
 def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> dict[str, Any]:
@@ -93,7 +83,7 @@ def as_json(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> di
         }
         for name, entry in manifest.splits.items()
     }
-    whole = {"bytes_per_token": _bytes_per_token(manifest), "lengths": _distribution(whole_of(lengths))}
+    whole = {"bytes_per_token": _bytes_per_token(manifest), "lengths": _distribution(joined(lengths.values()))}
     source = {"rows": manifest.source.rows, "dropped": manifest.source.dropped}
     return {"folder": str(folder), "splits": splits, "all": whole, **source}
 
@@ -124,7 +114,7 @@ def as_text(folder: Path, manifest: Manifest, lengths: dict[str, Lengths]) -> It
         values = lengths[name]
         row = f"{name:8}{entry.documents:>14,}{entry.tokens:>18,}{size(entry.text_bytes):>11}{entry.text_bytes / entry.tokens:>13.3f}"
         yield f"{row}{values.tokens / values.total:>9,.0f}{values.quantile(0.5):>9,}{int(values.values[-1]):>11,}"
-    whole = whole_of(lengths)
+    whole = joined(lengths.values())
     yield f"{'':8}" + "".join(f"{f'{100 * share:g}%':>9}" for share in QUANTILES) + "  of all documents are no longer than"
     yield f"{'':8}" + "".join(f"{whole.quantile(share):>9,}" for share in QUANTILES) + "  tokens"
     yield f"{'at most':>10} tokens{'of documents':>15}{'of tokens':>12}"

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from data_prep.report.progress import tally_of
-from data_prep.store.entries import dropped_rows, ranges, read_units, shortened, sound_entry
-from data_prep.store.layout import Plan, Unit, entry_path, read_plan
-from data_prep.store.manifest import UnitEntry, read_manifest
+from data_prep.store.entries import dropped_rows, ranges, read_units, shortened, units_done
+from data_prep.store.layout import Unit, entry_path, read_plan
+from data_prep.store.manifest import read_manifest
 from data_prep.store.staging import existing_folder
 from data_prep.verbs.merge import is_merged
 from fem_common.errors import UserError
@@ -33,85 +33,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-@dataclass(frozen=True)
-class TaskStatus:
-    """Units done of one task's share."""
-
-    task: int
-    units_done: int
-    units: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """How far a data folder is; ``text_bytes`` (about) of all units, ``rate`` in bytes of text a second, of the
-    units done lately: None where none was in the last quarter of an hour."""
-
-    merged: bool
-    units_done: int
-    units: int
-    text_bytes_done: int
-    text_bytes: int
-    rows: int
-    documents: int
-    tokens: int
-    dropped: dict[str, int]
-    bad: int
-    rate: float | None
-    seconds_left: float | None
-    tasks: tuple[TaskStatus, ...]
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Print how far a folder is. Raises UserError where there is no plan."""
     folder = existing_folder(arguments.folder, "a folder that python -m data_prep plan or run wrote")
     if arguments.tasks is not None and arguments.tasks < 1:
         raise UserError(f"--tasks is {arguments.tasks}; it must be at least 1")
     status, missing = status_of(folder, arguments.tasks or 0, time.time())
-    print(json.dumps(asdict(status), indent=2) if arguments.json else "\n".join(_lines(folder, status, missing)))
+    print(json.dumps(status, indent=2) if arguments.json else "\n".join(_lines(folder, status, missing)))
     return 0
 
 
-def status_of(folder: Path, tasks: int, now: float) -> tuple[Status, list[int]]:
-    """The status of a folder at the time ``now``, and the numbers of the units that are not done."""
+def status_of(folder: Path, tasks: int, now: float) -> tuple[dict[str, Any], list[int]]:
+    """How far a folder is at the time ``now``, as --json shows it, and the numbers of the units that are not done.
+
+    ``text_bytes`` is about that of all units; ``rate``, in bytes of text a second, None where fewer than two units were done lately.
+    """
     plan = read_plan(folder)
     merged = is_merged(folder, plan)
     if merged:
-        found = dict(zip(plan.units, read_units(folder, read_manifest(folder)), strict=True))
+        entries = read_units(folder, read_manifest(folder))
     else:
-        found = {unit: entry for unit in plan.units if (entry := _entry(folder, plan, unit))}
-    entries, total = list(found.values()), sum(unit.text_bytes for unit in plan.units)
+        entries, _, _ = units_done(folder, plan)
+    found, total = {plan.units[entry.unit] for entry in entries}, sum(unit.text_bytes for unit in plan.units)
     counts = tally_of(entries)
     done = sum(unit.text_bytes for unit in found)
-    rate = None if merged else _rate(folder, list(found), now)
+    rate = None if merged else _rate(folder, found, now)
     shares = [[unit for unit in plan.units if unit.number % tasks == task] for task in range(tasks)]
-    status = Status(
-        merged=merged,
-        units_done=len(found),
-        units=len(plan.units),
-        text_bytes_done=done,
-        text_bytes=total,
-        rows=counts.rows,
-        documents=counts.documents,
-        tokens=counts.tokens,
-        dropped=dropped_rows(entries),
-        bad=counts.bad,
-        rate=rate,
-        seconds_left=(total - done) / rate if rate else None,
-        tasks=tuple(TaskStatus(task, sum(unit in found for unit in share), len(share)) for task, share in enumerate(shares)),
-    )
+    status = {
+        "merged": merged,
+        "units_done": len(found),
+        "units": len(plan.units),
+        "text_bytes_done": done,
+        "text_bytes": total,
+        "rows": counts.rows,
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+        "dropped": dropped_rows(entries),
+        "bad": counts.bad,
+        "rate": rate,
+        "seconds_left": (total - done) / rate if rate else None,
+        "tasks": [
+            {"task": task, "units_done": sum(unit in found for unit in share), "units": len(share)} for task, share in enumerate(shares)
+        ],
+    }
     return status, [unit.number for unit in plan.units if unit not in found]
 
 
-def _entry(folder: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
-    """A unit's entry; None where it is not done, or is to be done again."""
-    try:
-        return sound_entry(folder, plan, unit)
-    except (FileNotFoundError, UserError):
-        return None
-
-
-def _rate(folder: Path, done: Sequence[Unit], now: float) -> float | None:
+def _rate(folder: Path, done: Iterable[Unit], now: float) -> float | None:
     """Bytes of text a second in the last quarter of an hour; None where fewer than two units were finished in it."""
     ends = sorted((entry_path(folder, unit).stat().st_mtime, unit.text_bytes) for unit in done)
     recent = [(end, text_bytes) for end, text_bytes in ends if end > now - RECENT_SECONDS]
@@ -120,23 +88,20 @@ def _rate(folder: Path, done: Sequence[Unit], now: float) -> float | None:
     return sum(text_bytes for _, text_bytes in recent[1:]) / max(now - recent[0][0], 1e-3)
 
 
-def _lines(folder: Path, status: Status, missing: Sequence[int]) -> list[str]:
-    drops = ", ".join(f"{number:,} {reason}" for reason, number in status.dropped.items()) or "none"
-    text = f"about {size(status.text_bytes_done)} of {size(status.text_bytes)} of text"
-    lines = [
-        f"{folder}: {status.units_done:,} of {counted(status.units, 'unit')} done, {text}",
-        f"  {counted(status.rows, 'row')} = {counted(status.documents, 'document')} + {status.rows - status.documents:,} dropped ({drops})",
-        f"  {count(status.tokens)} tokens",
-    ]
-    lines += [
-        f"  task {task.task} of {len(status.tasks)}: {task.units_done} of {counted(task.units, 'unit')} done" for task in status.tasks
-    ]
-    if status.merged:
-        return [*lines, "merged: the data is complete"]
-    if not missing:
-        return [*lines, f"not merged yet; merge with: python -m data_prep merge {folder}"]
-    if status.rate and status.seconds_left is not None:
-        lines.append(f"  {status.rate / 1e6:.1f} MB/s in the last quarter of an hour: {duration(status.seconds_left)} left at that rate")
+def _lines(folder: Path, status: dict[str, Any], missing: Sequence[int]) -> Iterator[str]:
+    drops = ", ".join(f"{number:,} {reason}" for reason, number in status["dropped"].items()) or "none"
+    rows, documents, rate = status["rows"], status["documents"], status["rate"]
+    text = f"about {size(status['text_bytes_done'])} of {size(status['text_bytes'])} of text"
+    yield f"{folder}: {status['units_done']:,} of {counted(status['units'], 'unit')} done, {text}"
+    yield f"  {counted(rows, 'row')} = {counted(documents, 'document')} + {rows - documents:,} dropped ({drops})"
+    yield f"  {count(status['tokens'])} tokens"
+    for task in status["tasks"]:
+        yield f"  task {task['task']} of {len(status['tasks'])}: {task['units_done']} of {counted(task['units'], 'unit')} done"
+    if status["merged"]:
+        yield "merged: the data is complete"
+    elif not missing:
+        yield f"not merged yet; merge with: python -m data_prep merge {folder}"
     else:
-        lines.append("  fewer than two units were finished in the last quarter of an hour")
-    return [*lines, f"not done: {shortened(ranges(missing))}; go on with: python -m data_prep run --out {folder}"]
+        left = f"{rate / 1e6:.1f} MB/s in the last quarter of an hour: {duration(status['seconds_left'])} left at that rate" if rate else ""
+        yield f"  {left or 'fewer than two units were finished in the last quarter of an hour'}"
+        yield f"not done: {shortened(ranges(missing))}; go on with: python -m data_prep run --out {folder}"

@@ -150,8 +150,8 @@ def gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """The content of all frames, zeros between and behind them left out. Raises DamagedStream after what could be unpacked."""
-    with pa.CompressedInputStream(_Pieces(_frames(_Source(file))), "zstd") as stream:
+    """The content of all frames. Raises DamagedStream after what could be unpacked."""
+    with pa.CompressedInputStream(_Unclosed(file), "zstd") as stream:
         while True:
             try:
                 chunk = stream.read(READ_BYTES)
@@ -163,86 +163,17 @@ def unzstd(file: BinaryIO) -> Iterator[bytes]:
             yield chunk
 
 
-class _Source:
-    """A file by the few bytes."""
+class _Unclosed(io.RawIOBase):
+    """A file that Arrow reads and does not close."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._held, self._at = file, b"", 0
-
-    def take(self, size: int) -> bytes:
-        """The next ``size`` bytes, fewer at the end."""
-        while len(self._held) - self._at < size and self._more():
-            pass
-        taken = self._held[self._at : self._at + size]
-        self._at += len(taken)
-        return taken
-
-    def skip_zeros(self) -> None:
-        """Go on to the next byte that is not 0."""
-        while True:
-            self._held, self._at = self._held[self._at :].lstrip(b"\0"), 0
-            if self._held or not self._more():
-                return
-
-    def _more(self) -> bool:
-        more = self._file.read(PACKED_BYTES)
-        self._held, self._at = self._held[self._at :] + more, 0
-        return bool(more)
-
-
-def _frames(source: _Source) -> Iterator[bytes]:
-    """The bytes of a zstd file (RFC 8878), each block apart, without zeros between its frames; from a fault on just the bytes."""
-    while begin := source.take(4):
-        if begin == ZSTD:
-            yield begin
-            yield from _blocks(source)
-        elif is_skippable(begin):
-            size = source.take(4)
-            yield begin + size
-            yield from _pass(source, int.from_bytes(size, "little"))
-        else:
-            yield begin
-            while rest := source.take(PACKED_BYTES):
-                yield rest
-        source.skip_zeros()
-
-
-def _blocks(source: _Source) -> Iterator[bytes]:
-    flags = source.take(1)
-    number = int.from_bytes(flags, "little")
-    single = number >> 5 & 1
-    yield flags + source.take((1 - single) + (0, 1, 2, 4)[number & 3] + (single, 2, 4, 8)[number >> 6])  # window, dictionary, size
-    last = False
-    while not last:
-        head = source.take(3)
-        block = int.from_bytes(head, "little")
-        last = bool(block & 1) or len(head) < 3
-        yield head + source.take(1 if block >> 1 & 3 == 1 else block >> 3)
-    yield source.take(number & 4)  # a checksum, or nothing
-
-
-def _pass(source: _Source, size: int) -> Iterator[bytes]:
-    while size > 0 and (some := source.take(min(size, PACKED_BYTES))):
-        size -= len(some)
-        yield some
-
-
-class _Pieces(io.RawIOBase):
-    """Pieces as a file that Arrow may read, none of its reads from two of them: what Arrow unpacks at once is lost where it is damaged."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
         super().__init__()
-        self._pieces, self._rest = pieces, memoryview(b"")
+        self._file = file
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._rest = memoryview(piece)
-        size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

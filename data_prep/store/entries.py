@@ -41,37 +41,39 @@ def shortened(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else text[: text.rindex(", ", 0, longest)] + ", ..."
 
 
-def entry_fault(out: Path, plan: Plan, unit: Unit, entry: UnitEntry) -> str | None:
-    """Why an entry is not the one that the plan asks of a unit, with the fix; None where it is."""
-    path = entry_path(out, unit)
-    again = f"remove it and do the unit again with: python -m data_prep run --out {out}"
-    if entry.plan != plan.fingerprint:
-        return f"{path} belongs to another plan; {again}"
-    if entry.unit != unit.number:
-        return f"{path} is the entry of unit {entry.unit}; {again}"
-    if unit.rows is not None and entry.rows != unit.rows:
-        return f"{path} accounts for {entry.rows} rows, the plan for {unit.rows}; {again}"
-    return None
-
-
 def sound_entry(out: Path, plan: Plan, unit: Unit) -> UnitEntry:
     """A unit's entry. Raises FileNotFoundError where it is not done, UserError where it is not the entry that the plan asks for."""
-    entry = read_entry(entry_path(out, unit))
-    if fault := entry_fault(out, plan, unit, entry):
-        raise UserError(fault)
+    path = entry_path(out, unit)
+    entry, fault = read_entry(path), ""
+    if entry.plan != plan.fingerprint:
+        fault = "belongs to another plan"
+    elif entry.unit != unit.number:
+        fault = f"is the entry of unit {entry.unit}"
+    elif unit.rows not in (None, entry.rows):
+        fault = f"accounts for {entry.rows} rows, the plan for {unit.rows}"
+    if fault:
+        raise UserError(f"{path} {fault}; remove it and do the unit again with: python -m data_prep run --out {out}")
     return entry
 
 
-def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEntry]:
-    """The entries of all units, in order. Raises UserError where one is missing (and names its task of so many ``tasks``) or another's."""
-    entries, missing = [], []
+def units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[int], list[str]]:
+    """The sound entries, in order; the numbers of the units that have none; what is wrong with the others."""
+    entries, missing, faults = [], [], []
     for unit in plan.units:
         try:
             entries.append(sound_entry(out, plan, unit))
         except FileNotFoundError:
             missing.append(unit.number)
-    if missing:
-        raise UserError(missing_units(out, plan, missing, tasks))
+        except UserError as error:
+            faults.append(str(error))
+    return entries, missing, faults
+
+
+def read_entries(out: Path, plan: Plan, tasks: int | None = None) -> list[UnitEntry]:
+    """The entries of all units, in order. Raises UserError where one is missing (and names its task of so many ``tasks``) or another's."""
+    entries, missing, faults = units_done(out, plan)
+    if faults or missing:
+        raise UserError(faults[0] if faults else missing_units(out, plan, missing, tasks))
     return entries
 
 

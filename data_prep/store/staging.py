@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from fem_common.errors import InUse, UserError, told
 from fem_common.files import locked, make_folder, remove, remove_leftovers, sync_folder, temporary
@@ -17,27 +16,18 @@ UNFINISHED = ".unfinished"
 LOCK = ".lock"
 
 
-class Lock:
+@contextmanager
+def lock(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     """A folder, created where it is missing, that one process alone may write in; or, ``shared``, any number of them that all share it.
 
-    Raises InUse when others hold it. A file system without locks is told of, and the work goes on: ``held`` is False.
+    Raises InUse when others hold it. A file system without locks is told of, and the work goes on: the answer is False.
     """
-
-    def __init__(self, folder: Path, *, shared: bool = False) -> None:
-        self.folder, self.shared, self.held = folder, shared, False
-
-    def __enter__(self) -> Lock:
-        make_folder(self.folder)
-        busy = f"another data_prep process is writing {self.folder}; wait for it or choose another --out"
-        self._lock: AbstractContextManager[bool] = locked(self.folder / LOCK, busy, shared=self.shared)
-        self.held = self._lock.__enter__()
-        if not (self.held or self.shared):
-            print(f"data_prep: {self.folder} cannot be locked; start no second run on it", file=sys.stderr)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._lock.__exit__(kind, error, trace)
-        self.held = False
+    make_folder(folder)
+    busy = f"another data_prep process is writing {folder}; wait for it or choose another --out"
+    with locked(folder / LOCK, busy, shared=shared) as held:
+        if not (held or shared):
+            print(f"data_prep: {folder} cannot be locked; start no second run on it", file=sys.stderr)
+        yield held
 
 
 class Staging:
@@ -51,22 +41,31 @@ class Staging:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.path = temporary(out / UNFINISHED / "staged")
-        self._lock = Lock(out)
 
     def __enter__(self) -> Staging:
-        self._lock.__enter__()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if self._lock.held:
-                for left in self.path.parent.iterdir():
-                    if left != self.path:
-                        remove(left)
-            else:
-                remove_leftovers(self.path.parent)
-        except OSError as error:
-            self._lock.__exit__(None, None, None)
-            raise told(error, f"cannot write in {self.out} (", ")") from None
+        with ExitStack() as stack:
+            held = stack.enter_context(lock(self.out))
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                stack.callback(self._remove)
+                if held:
+                    for left in self.path.parent.iterdir():
+                        if left != self.path:
+                            remove(left)
+                else:
+                    remove_leftovers(self.path.parent)
+            except OSError as error:
+                raise told(error, f"cannot write in {self.out} (", ")") from None
+            self._stack = stack.pop_all()
         return self
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()  # another's is in it where locks do not work
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def publish(self, names: Iterable[str], *, seal: str, stale: Iterable[str] = ()) -> None:
         """Remove the old ``seal`` and the ``stale`` names, then move the staged ``names`` to their final names, and the new seal last.
@@ -78,8 +77,9 @@ class Staging:
         for name in (*names, seal):
             if not (self.path / name).is_file():
                 raise InUse(f"{self.path / name} is gone: another process works on {self.out}; give the command again after it")
-        if not _same_content(self.path / seal, self.out / seal):
-            (self.out / seal).unlink(missing_ok=True)
+        old = self.out / seal
+        if old.is_file() and old.read_bytes() != (self.path / seal).read_bytes():
+            old.unlink(missing_ok=True)
         for name in stale:
             (self.out / name).unlink(missing_ok=True)
         for name in names:
@@ -89,16 +89,6 @@ class Staging:
             sync_folder(final.parent)
         os.replace(self.path / seal, self.out / seal)
         sync_folder(self.out)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):
-            self.path.parent.rmdir()  # another's is in it where locks do not work
-        self._lock.__exit__(kind, error, trace)
-
-
-def _same_content(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def existing_folder(path: Path, what: str) -> Path:

@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from data_prep.store.layout import MANIFEST, SHARDS, UNITS, Plan, entry_path, re
 from data_prep.store.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest, size_fault
 from data_prep.store.staging import Staging, existing_folder
 from fem_common.errors import StorageError, UserError
-from fem_common.files import json_bytes, sha256, write_synced
+from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, size
 
 COPY_BYTES = 1 << 22
@@ -68,8 +67,7 @@ def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
         names = _splits(plan, entries)
         _check_space(out, entries)
         with Reading(f"merging {counted(len(entries), 'unit')}", _bin_bytes(entries)) as reading:
-            merger = Merger(out, plan, entries, reading)
-            splits = {name: merger.merge(name, staging.path / name) for name in names}
+            splits = {name: _merge_split(name, staging.path / name, out, plan, entries, reading) for name in names}
         manifest = manifest_of(plan, entries, splits)
         write_synced(staging.path / UNITS, units_bytes(entries))
         write_synced(staging.path / MANIFEST, json_bytes(manifest.as_json()))
@@ -93,79 +91,60 @@ def is_merged(out: Path, plan: Plan) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Merger:
-    """Concatenates the shards of one split after another; ``reading`` hears of bytes copied."""
+def _merge_split(split: str, target: Path, out: Path, plan: Plan, entries: Sequence[UnitEntry], reading: Reading) -> MergedEntry:
+    """Write the pair ``target``.bin/.idx of a split and wait until it is on the disk. Raises UserError naming a damaged shard."""
+    dtype = dtype_name(plan.tokenizer.vocab_size)
+    shards = [(unit, entry.splits[split]) for unit, entry in zip(plan.units, entries, strict=True) if split in entry.splits]
+    digest = hashlib.sha256()
+    binary, index = with_ending(target, "bin"), with_ending(target, "idx")
+    with binary.open("wb", buffering=0) as stream:
+        for unit, part in shards:
+            prefix = shard_prefix(out, unit, split)
+            try:
+                _check_index(with_ending(prefix, "idx"), part, dtype)
+                for block in _blocks(with_ending(prefix, "bin"), part):
+                    digest.update(block)
+                    _write(stream.fileno(), block, binary)
+                    reading.advance(len(block))
+            except (FormatError, FileNotFoundError) as error:
+                again = f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
+                what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
+                raise UserError(f"{what}; {again}") from None
+        os.fsync(stream.fileno())
 
-    out: Path
-    plan: Plan
-    entries: Sequence[UnitEntry]
-    reading: Reading
+    def lengths() -> Iterator[npt.NDArray[Any]]:
+        for unit, _ in shards:
+            yield read_index(with_ending(shard_prefix(out, unit, split), "idx")).lengths
 
-    @property
-    def dtype(self) -> str:
-        """The type of the ids."""
-        return dtype_name(self.plan.tokenizer.vocab_size)
+    documents, tokens, text_bytes = (sum(getattr(part, name) for _, part in shards) for name in ("documents", "tokens", "text_bytes"))
+    idx_bytes, idx_sha256 = write_index(index, documents, dtype, lengths)
+    sizes, sample = (binary.stat().st_size, idx_bytes), sample_digest(binary)
+    return MergedEntry(documents, tokens, text_bytes, digest.hexdigest(), idx_sha256, *sizes, sample)
 
-    def merge(self, split: str, target: Path) -> MergedEntry:
-        """Write the pair ``target``.bin/.idx of a split and wait until it is on the disk. Raises UserError naming a damaged shard."""
-        parts = [(unit, entry.splits[split]) for unit, entry in zip(self.plan.units, self.entries, strict=True) if split in entry.splits]
-        shards = [(shard_prefix(self.out, unit, split), entry_path(self.out, unit), part) for unit, part in parts]
-        digest = hashlib.sha256()
-        binary, index = with_ending(target, "bin"), with_ending(target, "idx")
-        with binary.open("wb", buffering=0) as stream:
-            for prefix, entry, part in shards:
-                try:
-                    self._check_index(with_ending(prefix, "idx"), part)
-                    for block in self._blocks(with_ending(prefix, "bin"), part):
-                        digest.update(block)
-                        _write(stream.fileno(), block, binary)
-                except (FormatError, FileNotFoundError) as error:
-                    again = f"remove {entry} and do the unit again with: python -m data_prep run --out {self.out}"
-                    what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
-                    raise UserError(f"{what}; {again}") from None
-            os.fsync(stream.fileno())
-        documents, tokens, text_bytes = (sum(getattr(part, name) for _, part in parts) for name in ("documents", "tokens", "text_bytes"))
 
-        def lengths() -> Iterator[npt.NDArray[Any]]:
-            for prefix, _, _ in shards:
-                yield read_index(with_ending(prefix, "idx")).lengths
+def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
+    if path.stat().st_size != part.idx_bytes or sha256(path) != part.idx_sha256:
+        raise FormatError(f"{path} is damaged: not the {part.idx_bytes} bytes of its entry")
+    try:
+        index = read_index(path)
+    except FormatError as error:
+        raise FormatError(f"{path} {error}") from None
+    documents, tokens = len(index.lengths), int(index.lengths.sum(dtype=np.int64))
+    described = tokens * np.dtype(index.dtype).itemsize
+    if (index.dtype, documents, tokens, described) != (dtype, part.documents, part.tokens, part.bin_bytes):
+        raise FormatError(f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says")
 
-        idx_bytes, idx_sha256 = write_index(index, documents, self.dtype, lengths)
-        return MergedEntry(
-            documents=documents,
-            tokens=tokens,
-            text_bytes=text_bytes,
-            bin_sha256=digest.hexdigest(),
-            idx_sha256=idx_sha256,
-            bin_bytes=binary.stat().st_size,
-            idx_bytes=idx_bytes,
-            bin_sample=sample_digest(binary),
-        )
 
-    def _check_index(self, path: Path, part: SplitEntry) -> None:
-        if path.stat().st_size != part.idx_bytes or sha256(path) != part.idx_sha256:
-            raise FormatError(f"{path} is damaged: not the {part.idx_bytes} bytes of its entry")
-        try:
-            index = read_index(path)
-        except FormatError as error:
-            raise FormatError(f"{path} {error}") from None
-        documents, tokens = len(index.lengths), int(index.lengths.sum(dtype=np.int64))
-        described = tokens * np.dtype(index.dtype).itemsize
-        if (index.dtype, documents, tokens, described) != (self.dtype, part.documents, part.tokens, part.bin_bytes):
-            raise FormatError(f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says")
-
-    def _blocks(self, path: Path, part: SplitEntry) -> Iterator[memoryview]:
-        """A shard's .bin in blocks. Raises FormatError at its end where it is not what its entry says."""
-        digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
-        with path.open("rb", buffering=0) as stream:
-            while number := stream.readinto(buffer):
-                digest.update(buffer[:number])
-                copied += number
-                yield buffer[:number]
-                self.reading.advance(number)
-        if copied != part.bin_bytes or digest.hexdigest() != part.bin_sha256:
-            raise FormatError(f"{path} is damaged: not the {part.bin_bytes} bytes of its entry")
+def _blocks(path: Path, part: SplitEntry) -> Iterator[memoryview]:
+    """A shard's .bin in blocks. Raises FormatError at its end where it is not what its entry says."""
+    digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while number := stream.readinto(buffer):
+            digest.update(buffer[:number])
+            copied += number
+            yield buffer[:number]
+    if copied != part.bin_bytes or digest.hexdigest() != part.bin_sha256:
+        raise FormatError(f"{path} is damaged: not the {part.bin_bytes} bytes of its entry")
 
 
 def _write(descriptor: int, block: memoryview, path: Path) -> None:
@@ -202,10 +181,7 @@ def remove_shards(out: Path) -> None:
     with suppress(FileNotFoundError):
         ours = [path for path in (out / SHARDS).iterdir() if OURS.fullmatch(path.name)]
         for path in sorted(ours, key=lambda path: (path.suffix != ".json", path.name)):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
     with suppress(OSError):
         (out / SHARDS).rmdir()
 

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.encode.documents import Selection, add_settings_arguments, settings_of
+from data_prep.encode.documents import Documents, Selection, add_settings_arguments, settings_of
 from data_prep.encode.splits import SPLITS, Split, fitting, hash_ids
 from data_prep.encode.tokenizer import TOKENIZER_FILES, TokenizerFolder, find_tokenizer, load_folder
-from data_prep.sources import Rows, SourceFile, Span, open_found, read_span, spans
+from data_prep.sources import Rows, Span, open_found, read_span, spans
 from data_prep.sources.finding import Found, find_files
 from data_prep.sources.hub import is_hub
 from data_prep.sources.rows import ID
@@ -41,7 +42,7 @@ from data_prep.store.layout import (
     read_plan,
     write_plan,
 )
-from data_prep.store.staging import UNFINISHED, Lock
+from data_prep.store.staging import UNFINISHED, lock
 from data_prep.verbs.merge import remove_shards
 from fem_common.errors import UserError
 from fem_common.files import write_whole
@@ -76,7 +77,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
 def main(arguments: argparse.Namespace) -> int:
     """Write OUT/plan.json and the tokenizer's copy, and print what is ahead. Raises UserError."""
     plan, tokenizer = make_plan(arguments)
-    with Lock(arguments.out, shared=not arguments.overwrite):
+    with lock(arguments.out, shared=not arguments.overwrite):
         unchanged = settle(arguments.out, plan, tokenizer, overwrite=arguments.overwrite)
     for line in (*describe(arguments.out, plan, unchanged=unchanged), *notes(plan)):
         print(line)
@@ -91,7 +92,8 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
         raise UserError("inputs without --tokenizer; name a Hugging Face tokenizer's folder, or ORG/NAME on the Hub")
     settings = settings_of(arguments)
     tokenizer = load_folder(find_tokenizer(arguments.tokenizer))
-    files = [_from_anywhere(file) for file in open_found(_inputs(arguments), settings.columns, paragraphs=arguments.paragraphs)]
+    files = open_found(_inputs(arguments), settings.columns, paragraphs=arguments.paragraphs)
+    files = [file if "://" in file.path else replace(file, path=os.path.abspath(file.path)) for file in files]
     unit_bytes = round(arguments.unit_mb * 1e6)
     cuts = ((number, span) for number, file in enumerate(files) for span in spans(file, settings.columns, unit_bytes))
     units = tuple(Unit(number, file, span.start, span.stop, span.rows, span.text_bytes) for number, (file, span) in enumerate(cuts))
@@ -102,26 +104,30 @@ def make_plan(arguments: argparse.Namespace) -> tuple[Plan, TokenizerFolder]:
     return replace(plan, fingerprint=fingerprint_of(plan)), tokenizer
 
 
+def unmasked(plan: Plan, unit: Unit) -> Iterator[Documents]:
+    """The documents of a unit without asking the mask, which is the user's code: it may be slow or fail, and runs in the workers."""
+    settings, file = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=()), plan.files[unit.file]
+    selection = Selection(settings)
+    for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
+        if isinstance(rows, Rows):
+            yield selection.of(rows, file.path)[0]
+
+
 def check_splits(plan: Plan) -> None:
     """Read documents, without encoding them, until each split has one. Raises UserError where all are read and one has none.
 
-    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly. A mask is not asked: it
-    is the user's code, which may be slow or fail, and runs in the workers.
+    Of a large input that is the beginning; the whole of an input is read only where a split is empty, or nearly.
     """
-    settings, selection = plan.settings, Selection(replace(plan.settings, mask=None))
-    wanted = {SPLITS.index(name) for name in settings.split.names}
+    split = plan.settings.split
+    wanted = {SPLITS.index(name) for name in split.names}
     hashes: list[npt.NDArray[np.uint64]] = []
-    for unit in plan.units:
-        file = plan.files[unit.file]
-        for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
-            if isinstance(rows, Rows):
-                documents, _, _ = selection.of(rows, file.path)
-                hashes.append(hash_ids(documents.ids))
-                wanted -= set(documents.splits.tolist())
-            if not wanted:
-                return
+    for documents in (documents for unit in plan.units for documents in unmasked(plan, unit)):
+        hashes.append(hash_ids(documents.ids))
+        wanted -= set(documents.splits.tolist())
+        if not wanted:
+            return
     if any(map(len, hashes)):  # where all rows are bad, run says where they are
-        raise UserError(_empty(settings.split, wanted, np.concatenate(hashes), plan))
+        raise UserError(_empty(split, wanted, np.concatenate(hashes), plan))
 
 
 def _empty(split: Split, empty: set[int], hashes: npt.NDArray[np.uint64], plan: Plan) -> str:
@@ -179,11 +185,6 @@ def identity(tokenizer: TokenizerFolder) -> Identity:
     return Identity(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.sha256)
 
 
-def _from_anywhere(file: SourceFile) -> SourceFile:
-    """The file by a path that holds in any working directory."""
-    return file if "://" in file.path else replace(file, path=os.path.abspath(file.path))
-
-
 def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool) -> bool:
     """Make ``plan`` the plan of OUT, with a copy of the tokenizer; whether it was that before.
 
@@ -192,13 +193,17 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
     has finished stays.
     """
     taken = [] if overwrite else _taken(out, tokenizer)  # before the plan is looked for: another task may be writing both
-    old = _old_plan(out, overwrite)
+    old: Plan | None = None
+    with suppress(UserError) if overwrite else nullcontext():
+        old = read_plan(out) if (out / PLAN).exists() else None
     if old and old.fingerprint == plan.fingerprint and not (overwrite and (out / MANIFEST).exists()):
         if old != plan and not (out / MANIFEST).exists():
             write_plan(out, plan)
         return True
     if overwrite:
-        _clear(out)
+        for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):  # what vouches for the data first
+            (out / name).unlink(missing_ok=True)
+        remove_shards(out)
     elif old:
         raise UserError(f"{out} holds a plan made from {', '.join(differences(old, plan))}; {AGAIN}")
     elif taken:
@@ -206,17 +211,6 @@ def settle(out: Path, plan: Plan, tokenizer: TokenizerFolder, *, overwrite: bool
     _copy_tokenizer(tokenizer, out)
     write_plan(out, plan)
     return False
-
-
-def _old_plan(out: Path, overwrite: bool) -> Plan | None:
-    if not (out / PLAN).exists():
-        return None
-    try:
-        return read_plan(out)
-    except UserError:
-        if overwrite:
-            return None
-        raise
 
 
 def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
@@ -228,13 +222,6 @@ def _taken(out: Path, tokenizer: TokenizerFolder) -> list[Path]:
 
 def _same_file(one: Path, other: Path) -> bool:
     return one.is_file() and (one.samefile(other) or one.read_bytes() == other.read_bytes())
-
-
-def _clear(out: Path) -> None:
-    """Remove the data in OUT, what vouches for it first."""
-    for name in (MANIFEST, *PAIRS, UNITS, BAD_ROWS):
-        (out / name).unlink(missing_ok=True)
-    remove_shards(out)
 
 
 def _copy_tokenizer(tokenizer: TokenizerFolder, out: Path) -> None:

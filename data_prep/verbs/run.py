@@ -13,24 +13,24 @@ import argparse
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
 
-from data_prep.encode.documents import Selection, Settings, settings_of
+from data_prep.encode.documents import Settings, settings_of
 from data_prep.encode.encoders import choose
 from data_prep.encode.tokenizer import find_tokenizer, load_folder
 from data_prep.encode.workers import run_units
 from data_prep.report.progress import Board
-from data_prep.sources import Rows, Span, read_span, unchanged
+from data_prep.sources import unchanged
 from data_prep.store.entries import add_max_bad_argument, parse_max_bad, sound_entry
 from data_prep.store.layout import SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import UnitEntry
-from data_prep.store.staging import UNFINISHED, Lock
+from data_prep.store.staging import UNFINISHED, lock
 from data_prep.verbs.merge import is_merged, merge_folder
-from data_prep.verbs.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle
+from data_prep.verbs.plan import OPTIONS, UNIT_MB, add_plan_arguments, disk_bytes, identity, make_plan, notes, settle, unmasked
 from fem_common.errors import UserError
 from fem_common.files import remove_leftovers
 from fem_common.text import counted, size
@@ -106,7 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError("--overwrite is not for one task of several; plan with --overwrite first, then start the tasks without it")
     made = make_plan(arguments) if arguments.inputs else None
     plan = made[0] if made else _continued(arguments)
-    with Lock(out, shared=task is not None):
+    with lock(out, shared=task is not None):
         if made:
             settle(out, *made, overwrite=arguments.overwrite)
             for line in notes(plan):
@@ -198,13 +198,9 @@ def check_inputs(plan: Plan, units: Iterable[Unit]) -> None:
 
 def samples(plan: Plan, unit: Unit) -> list[str]:
     """The first documents of a unit, up to 64 or 1 MB, unmasked: what the encoders are tried on."""
-    settings = replace(plan.settings, mask=None, mask_sha256=None, mask_columns=())
-    selection = Selection(settings)
-    file = plan.files[unit.file]
-    for rows in read_span(file, Span(unit.start, unit.stop, unit.rows, unit.text_bytes), settings.columns):
-        if isinstance(rows, Rows):
-            texts = selection.of(rows, file.path)[0].texts.slice(0, SAMPLE_DOCUMENTS)
-            ends = np.cumsum(pc.binary_length(texts).to_numpy())
-            if len(texts):
-                return texts.slice(0, max(1, int(np.searchsorted(ends, SAMPLE_BYTES)))).to_pylist()
-    return []
+    texts = next((documents.texts.slice(0, SAMPLE_DOCUMENTS) for documents in unmasked(plan, unit) if len(documents.texts)), None)
+    if texts is None:
+        return []
+    ends = np.cumsum(pc.binary_length(texts).to_numpy())
+    found: list[str] = texts.slice(0, max(1, int(np.searchsorted(ends, SAMPLE_BYTES)))).to_pylist()
+    return found

@@ -22,20 +22,9 @@ import pyarrow.parquet as pq
 from fem_common.errors import UserError, told
 from fem_common.files import make_folder, sha256, sync_file, sync_folder
 
-SCHEMA = pa.schema(
-    [
-        ("text", pa.string()),
-        ("id", pa.string()),
-        ("dump", pa.string()),
-        ("url", pa.string()),
-        ("file_path", pa.string()),
-        ("language", pa.string()),
-        ("language_score", pa.float64()),
-        ("token_count", pa.int64()),
-        ("score", pa.float64()),
-        ("int_score", pa.int64()),
-    ]
-)
+TEXTS = ("text", "id", "dump", "url", "file_path", "language")
+NUMBERS = {"language_score": pa.float64(), "token_count": pa.int64(), "score": pa.float64(), "int_score": pa.int64()}
+SCHEMA = pa.schema(dict.fromkeys(TEXTS, pa.string()) | NUMBERS)
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 ROWS_PER_GROUP = 64
 

@@ -19,6 +19,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,45 +108,14 @@ def gather(files: list[SourceFile], settings: Settings, sample_mb: float) -> tup
 
 def _already_there(out: Path, fingerprint: str, overwrite: bool) -> bool:
     seal, file = out / SEAL, out / "tokenizer.json"
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         made = json.loads(seal.read_bytes())
-        if (
-            made["fingerprint"] == fingerprint
-            and file.is_file()
-            and made["sha256"] == sha256(file)
-            and (out / "tokenizer_config.json").is_file()
-        ):
+        if made["fingerprint"] == fingerprint and made["sha256"] == sha256(file) and (out / "tokenizer_config.json").is_file():
             return True
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        pass
     interrupted = not seal.exists() and (out / ".unfinished").exists()
     if file.exists() and not overwrite and not interrupted:
         raise UserError(f"{out} holds another tokenizer; choose another --out or add --overwrite")
     return False
-
-
-def _wanted(arguments: argparse.Namespace, settings: Settings, files: list[SourceFile]) -> dict[str, Any]:
-    """All that decides the tokenizer."""
-    style: Style = STYLES[arguments.style]
-    return {
-        "inputs": [part for file in files for part in file.content],
-        "style": [style.name, style.rules],
-        "vocab_size": arguments.vocab_size,
-        "sample_mb": arguments.sample_mb,
-        "settings": settings.deciding(),
-    }
-
-
-def _seal(sample: Sample, dropped: Counter[Drop], files: list[SourceFile], tokenizer: Tokenizer) -> dict[str, Any]:
-    """What training.json says of how the tokenizer was made."""
-    return {
-        "vocab_size": tokenizer.get_vocab_size(),
-        "documents": len(sample.texts),
-        "text_bytes": sample.text_bytes,
-        "dropped": {str(reason): dropped[reason] for reason in Drop if dropped[reason]},
-        "encoder": f"tokenizers {tokenizers.__version__}",
-        "inputs": [asdict(file) for file in files],
-    }
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -157,7 +127,15 @@ def main(arguments: argparse.Namespace) -> int:
     if not sample_mb > 0:
         raise UserError(f"--sample-mb is {sample_mb}; it must be above 0")
     files = open_files(arguments.inputs, settings.columns, arguments.subset, paragraphs=arguments.paragraphs)
-    fingerprint = sha256_json(_wanted(arguments, settings, files))
+    fingerprint = sha256_json(
+        {
+            "inputs": [part for file in files for part in file.content],
+            "style": [style.name, style.rules],
+            "vocab_size": vocab_size,
+            "sample_mb": sample_mb,
+            "settings": settings.deciding(),
+        }
+    )
     if _already_there(out, fingerprint, arguments.overwrite):
         print(f"{out}: unchanged; made from the same text and settings")
         return 0
@@ -171,8 +149,17 @@ def main(arguments: argparse.Namespace) -> int:
         tokenizer = style.train(texts, vocab_size, sys.stderr.isatty())
         write_synced(staging.path / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
         write_synced(staging.path / "tokenizer_config.json", json_bytes(style.config))
-        seal = {"fingerprint": fingerprint, "sha256": sha256(staging.path / "tokenizer.json")}
-        write_synced(staging.path / SEAL, json_bytes(seal | _seal(sample, dropped, files, tokenizer)))
+        seal = {
+            "fingerprint": fingerprint,
+            "sha256": sha256(staging.path / "tokenizer.json"),
+            "vocab_size": tokenizer.get_vocab_size(),
+            "documents": len(texts),
+            "text_bytes": sample.text_bytes,
+            "dropped": {str(reason): dropped[reason] for reason in Drop if dropped[reason]},
+            "encoder": f"tokenizers {tokenizers.__version__}",
+            "inputs": [asdict(file) for file in files],
+        }
+        write_synced(staging.path / SEAL, json_bytes(seal))
         staging.publish(["tokenizer.json", "tokenizer_config.json"], seal=SEAL)
     size, eod = tokenizer.get_vocab_size(), tokenizer.token_to_id(style.eod)
     print(f"{out}: {size} entries, EOD {style.eod!r} = {eod}; trained on {sample.text_bytes / 1e6:.1f} MB of text")

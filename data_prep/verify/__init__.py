@@ -17,12 +17,12 @@ from typing import Any
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
 from data_prep.report.progress import Reading
-from data_prep.store.entries import manifest_of, missing_units, ranges, read_units, shortened, sound_entry
+from data_prep.store.entries import manifest_of, missing_units, ranges, read_units, shortened, units_done
 from data_prep.store.indexed import dtype_name, index_bytes_of
 from data_prep.store.layout import MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_manifest
 from data_prep.store.staging import existing_folder
-from data_prep.verify.cache import cache_bytes, check_caches
+from data_prep.verify.cache import cache_bytes, cache_faults
 from data_prep.verify.pairs import Ids, pair_faults
 from data_prep.verify.sample import check_sample
 from fem_common.errors import UserError
@@ -83,6 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
     """Check a folder that has a manifest. Raises UserError where ``caches`` is no folder."""
+    if caches:
+        existing_folder(caches, "index caches that pretrain or python -m data_prep index built")
     report = Report(agree=["hashes", "indices", "EOD"])
     fix = f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
     report.add(tokenizer_faults(folder / manifest.tokenizer.path, manifest.tokenizer), PUT_BACK)
@@ -105,9 +107,8 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
         strays = [folder / f"{name}.{kind}" for name in SPLITS if name not in manifest.splits for kind in ("bin", "idx")]
         report.add([f"{path} is not in the manifest; remove it, or {fix}" for path in strays if path.exists()])
         if caches:
-            found = check_caches(caches, folder, manifest, reading.advance)
-            report.add(found.faults)
-            report.agree.append(f"{found.ours} index caches ({found.others} of other data, {found.unfinished} unfinished)")
+            report.add(cache_faults(caches, folder, manifest, reading.advance))
+            report.agree.append(f"{len(list(caches.glob('*/complete.json')))} index caches")
     if (folder / SHARDS).exists():
         report.notes.append(f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it")
     if plan:
@@ -125,8 +126,8 @@ def verify_units(folder: Path, sample: int) -> Report:
         return report
     said = TokenizerEntry(TOKENIZER, plan.tokenizer.vocab_size, plan.tokenizer.eod_id, plan.tokenizer.sha256)
     report.add(tokenizer_faults(folder / TOKENIZER, said), PUT_BACK)
-    entries, faults = read_units_done(folder, plan)
-    report.add(faults)
+    entries, missing, faults = units_done(folder, plan)
+    report.add([*faults, *[missing_units(folder, plan, missing)] * bool(missing)])
     parts = [part for entry in entries for part in entry.splits.values()]
     with Reading(f"verifying {folder / SHARDS}", sum(part.bin_bytes + part.idx_bytes for part in parts)) as reading:
         report.add(shard_faults(folder, plan, entries, reading.advance))
@@ -227,21 +228,6 @@ def _sample(report: Report, folder: Path, plan: Plan, entries: list[UnitEntry], 
 
 SHARD = re.compile(rf"(\d+)-({'|'.join(SPLITS)})\.(?:bin|idx)")
 ENTRY = re.compile(r"(\d+)\.json")
-
-
-def read_units_done(out: Path, plan: Plan) -> tuple[list[UnitEntry], list[str]]:
-    """The sound entries that are there, and the faults of the others; units without an entry are one fault."""
-    entries, faults, missing = [], [], []
-    for unit in plan.units:
-        try:
-            entries.append(sound_entry(out, plan, unit))
-        except FileNotFoundError:
-            missing.append(unit.number)
-        except UserError as error:
-            faults.append(str(error))
-    if missing:
-        faults.append(missing_units(out, plan, missing))
-    return entries, faults
 
 
 def shard_faults(out: Path, plan: Plan, entries: list[UnitEntry], advance: Callable[[int], None]) -> Iterator[str]:

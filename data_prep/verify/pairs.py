@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -90,19 +90,15 @@ def _index_faults(
 
 
 def _parts(
-    stream: Any, dtype: str, number: int, update: Callable[[bytearray], None], advance: Callable[[int], None]
+    stream: BinaryIO, dtype: str, number: int, update: Callable[[npt.NDArray[Any]], None], advance: Callable[[int], None]
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """(first index, values) of the next ``number`` values of a file, in parts."""
-    width = np.dtype(dtype).itemsize
     for start in range(0, number, DOCUMENTS_AT_ONCE):
-        wanted = width * min(DOCUMENTS_AT_ONCE, number - start)
-        raw = bytearray()
-        while len(raw) < wanted and (more := stream.read(wanted - len(raw))):
-            raw += more
-        update(raw)
-        advance(len(raw))
-        if values := len(raw) // width:
-            yield start, np.frombuffer(raw, dtype, values)
+        values = np.fromfile(stream, dtype, min(DOCUMENTS_AT_ONCE, number - start))
+        update(values)
+        advance(values.nbytes)
+        if len(values):
+            yield start, values
 
 
 def _token_faults(
@@ -112,21 +108,19 @@ def _token_faults(
     digest, kind = hashlib.sha256(), np.dtype(dtype).newbyteorder("<")
     found = foreign = unended = read = document = 0
     first = -1
-    buffer = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as stream:
-        while filled := _fill(stream, buffer):
-            digest.update(buffer[:filled])
-            advance(filled)
-            part = np.frombuffer(buffer, kind, filled // kind.itemsize)
+        while len(part := np.fromfile(stream, kind, BLOCK_BYTES // kind.itemsize)):
+            digest.update(part)
+            advance(part.nbytes)
             found += int(np.count_nonzero(part == ids.eod_id))
             foreign += int(np.count_nonzero((part < 0) | (part >= ids.vocab_size)))
             if index is not None:
-                ends, document = _ends(index, document, read, read + filled)
+                ends, document = _ends(index, document, read, read + part.nbytes)
                 wrong = np.flatnonzero(part[ends] != ids.eod_id)
                 if len(wrong) and not unended:
                     first = document - len(ends) + int(wrong[0])
                 unended += len(wrong)
-            read += filled
+            read += part.nbytes
     if digest.hexdigest() != entry.bin_sha256:
         yield f"{path}: content differs from {says}'s hash"
     elif isinstance(entry, MergedEntry) and sample_digest(path) != entry.bin_sample:
@@ -137,14 +131,6 @@ def _token_faults(
         yield f"{path}: EOD stands {found} times for {entry.documents} documents"
     if unended:
         yield f"{path}: {unended} documents do not end in EOD, number {first} first"
-
-
-def _fill(stream: Any, buffer: memoryview) -> int:
-    """Read until a buffer is full or the file ends: bytes read."""
-    filled = 0
-    while filled < len(buffer) and (number := stream.readinto(buffer[filled:])):
-        filled += number
-    return filled
 
 
 def _ends(index: Index, document: int, start: int, stop: int) -> tuple[npt.NDArray[np.int64], int]:

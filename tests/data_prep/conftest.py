@@ -335,3 +335,38 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def many_made(tmp_path_factory: pytest.TempPathFactory, many: Path, tokenizer: Path) -> Path:
     """Its data: 40 units, encoded one after the other in this process."""
     return merge(encode_units(plan_folder(tmp_path_factory.mktemp("many_made") / "data", [many], tokenizer, *SMALL_UNITS)))
+
+
+# A mask of the user's runs in the workers: it writes down each unit that is begun (one batch of `many`), slows it down, or does to a worker
+# what a broken library would.
+MASK = r"""
+import os, time
+import numpy as np
+
+def keep(batch, places, path):
+    with open(os.environ.get("LOG", os.devnull), "ab", 0) as log:
+        log.write(b"%d\n" % places[0])
+    time.sleep(float(os.environ.get("DELAY", "0")))
+    if places[0] == int(os.environ.get("POISON", "-1")):
+        exec(os.environ["DEATH"])
+    return np.ones(len(places), bool)
+"""
+UNITS = 40
+
+
+@pytest.fixture
+def masked(tmp_path: Path, many: Path, tokenizer: Path) -> list[object]:
+    """A run of 40 units with the mask into TMP/out."""
+    (tmp_path / "mask.py").write_text(MASK)
+    options = (*SHARES, *SMALL_UNITS, *HF, "--mask", f"{tmp_path / 'mask.py'}:keep", "--workers", "2")
+    return ["run", many, "--tokenizer", tokenizer, "--out", tmp_path / "out", *options]
+
+
+def entries(out: Path) -> set[int]:
+    """The units that are done."""
+    return {int(path.stem) for path in (out / "shards").glob("*.json")}
+
+
+def unfinished(out: Path) -> list[Path]:
+    """Names in OUT and OUT/shards that are no final ones."""
+    return [path for folder in (out, out / "shards") for path in folder.glob(".*") if path.name != LOCK]

@@ -9,8 +9,6 @@ import random
 import shutil
 import socket
 import stat
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from typing import Any
 import pytest
 
 from data_prep.store.layout import SHARDS, read_plan
-from data_prep.store.staging import LOCK, Lock, Staging
+from data_prep.store.staging import Staging, lock
 from data_prep.verbs.run import finished
 from fem_common.errors import UserError
 from fem_common.exits import Exit
@@ -119,81 +117,44 @@ def test_what_gets_its_final_name_is_on_the_disk_before(tmp_path: Path, planned:
 
 # --- real processes, killed -----------------------------------------------------------------------------------------------------------
 
-# Makes units take a while, and writes down each that is begun: a unit of the corpus is one batch.
-MASK = r"""
-import os, time
-import numpy as np
-
-def keep(batch, places, path):
-    with open(os.environ["LOG"], "ab", 0) as log:
-        log.write(b"%d\n" % places[0])
-    time.sleep(float(os.environ["DELAY"]))
-    return np.ones(len(places), bool)
-"""
-UNITS = 40
-
-
-@pytest.fixture
-def masked(tmp_path: Path, many: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A run of 40 units with the mask into TMP/out."""
-    (tmp_path / "mask.py").write_text(MASK)
-    (tmp_path / "log").touch()
-    monkeypatch.setenv("LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("DELAY", "0")
-    options = (*room.SHARES, *room.SMALL_UNITS, *room.HF, "--mask", f"{tmp_path / 'mask.py'}:keep", "--workers", "2")
-    return ["run", many, "--tokenizer", tokenizer, "--out", tmp_path / "out", *options]
-
-
-def entries(out: Path) -> int:
-    """How many units are done."""
-    return len(list((out / "shards").glob("*.json")))
-
 
 @pytest.mark.parametrize("moment", [0, *(pytest.param(moment, marks=pytest.mark.slow) for moment in range(1, 26))])
 def test_sigkill_at_random_moments(tmp_path: Path, masked: list[object], many_made: Path, moment: int) -> None:
     """Of the parent, of a worker, of both; while units are in work, and a little before and after."""
-    chance, out = random.Random(moment), tmp_path / "out"
-    process = room.start(*masked, LOG=str(tmp_path / "log"), DELAY="0.01")
-    wanted = chance.choice([*range(0, UNITS, 3), UNITS])
-    room.wait_until(lambda: entries(out) >= wanted or process.poll() is not None)
+    chance, out, log = random.Random(moment), tmp_path / "out", tmp_path / "log"
+    process = room.start(*masked, LOG=str(log), DELAY="0.01")
+    wanted = chance.choice([*range(0, room.UNITS, 3), room.UNITS])
+    room.wait_until(lambda: len(room.entries(out)) >= wanted or process.poll() is not None)
     workers = room.children(process.pid)
     for victim in [[process.pid], workers[:1], [process.pid, *workers], [*workers, process.pid]][moment % 4]:
         room.kill(victim)
     assert "Traceback" not in process.communicate(timeout=30)[1]
     room.wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), seconds=5)
-    room.done(*masked)
-    assert room.merged_hashes(out) == room.merged_hashes(many_made)
-    begun = Counter((tmp_path / "log").read_text().split())
-    assert len(begun) == UNITS and begun.total() - UNITS <= 2
+    room.done(*masked, LOG=str(log))
+    assert room.merged_hashes(out) == room.merged_hashes(many_made) and room.unfinished(out) == []
+    begun = Counter(log.read_text().split())
+    assert len(begun) == room.UNITS and begun.total() - room.UNITS <= 2
 
 
-def test_leftovers_of_the_dead_go_those_of_the_living_stay(tmp_path: Path, masked: list[object]) -> None:
-    out = tmp_path / "out"
-    room.done(*masked, "--task-id", 0, "--tasks", 2)
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    shards, host = out / "shards", socket.gethostname()
-    mine = temporary(shards / "00001")
-    of_another = f"{mine.name.rpartition('~')[0]}~{dead.pid}"
-    of_the_dead = [shards / of_another, out / f".plan.json{of_another.removeprefix('.00001')}"]
-    elsewhere, long_ago = (shards / mine.name.replace(f"~{host}~", f"~{name}~") for name in ("elsewhere", "long-ago"))
-    for folder in (mine, of_the_dead[0], elsewhere, long_ago):
+def test_leftovers_of_other_machines_go_after_a_day(tmp_path: Path) -> None:
+    mine = temporary(tmp_path / "00001")
+    elsewhere, long_ago = (tmp_path / mine.name.replace(f"~{socket.gethostname()}~", f"~{name}~") for name in ("elsewhere", "long-ago"))
+    for folder in (mine, elsewhere, long_ago):
         folder.mkdir()
         (folder / "train.bin").write_bytes(b"part")
-    of_the_dead[1].write_bytes(b"{")
     os.utime(long_ago, times=(time.time() - 100_000,) * 2)
-    room.done(*masked, "--task-id", 1, "--tasks", 2)
-    assert {path for path in (*shards.glob(".*"), *out.glob(".*")) if path.name != LOCK} == {mine, elsewhere}
+    remove_leftovers(tmp_path)
+    assert set(tmp_path.iterdir()) == {mine, elsewhere}
 
 
 def test_a_second_run_at_the_same_time_is_refused_tasks_are_not(tmp_path: Path, masked: list[object], many_made: Path) -> None:
-    out, task = tmp_path / "out", ("--task-id", 0, "--tasks", UNITS)
-    with Lock(out):
+    out, task = tmp_path / "out", ("--task-id", 0, "--tasks", room.UNITS)
+    with lock(out):
         for options in ((), task):
             assert "another data_prep process is writing" in room.refused(*masked, *options, code=Exit.IN_USE)
-    with Lock(out, shared=True):
+    with lock(out, shared=True):
         room.refused(*masked, code=Exit.IN_USE)
-        assert entries(out) == 0
+        assert room.entries(out) == set()
         room.done(*masked, *task)
     room.done(*masked)
     assert room.merged_hashes(out) == room.merged_hashes(many_made)
@@ -209,10 +170,10 @@ def flock_of_nfs(descriptor: int, operation: int) -> None:
 
 def test_the_lock_works_as_nfs_wants_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fem_common.files.fcntl.flock", flock_of_nfs)
-    with Lock(tmp_path, shared=True), Lock(tmp_path, shared=True), pytest.raises(UserError, match="another"), Staging(tmp_path):
+    with lock(tmp_path, shared=True), lock(tmp_path, shared=True), pytest.raises(UserError, match="another"), Staging(tmp_path):
         pass
     with Staging(tmp_path) as staging:
-        for other in (Lock(tmp_path), Lock(tmp_path, shared=True), Staging(tmp_path)):
+        for other in (lock(tmp_path), lock(tmp_path, shared=True), Staging(tmp_path)):
             with pytest.raises(UserError, match="another data_prep process is writing"), other:
                 pass
     assert not staging.path.parent.exists() and capsys.readouterr().err == ""
@@ -230,10 +191,10 @@ def test_a_file_that_cannot_grow_is_one_line_and_a_rerun_finishes(tmp_path: Path
     """No unit fits, then no merged pair."""
     out = room.plan_folder(tmp_path / "out", [rows], tokenizer, *room.SMALL_UNITS)
     command = ["run", "--out", out, *room.HF, "--workers", 1, "--max-bad", "100%"]
-    for limit, done, folder in ((1_000, 0, SHARDS), ((merged / "train.bin").stat().st_size // 2, 5, ".unfinished")):
+    for limit, done, folder in ((1_000, set(), SHARDS), ((merged / "train.bin").stat().st_size // 2, {*range(5)}, ".unfinished")):
         result = room.python(LIMITED, limit, *command)
         assert result.returncode == 1 and result.stderr.count("\n") == 1 and "File too large; make room" in result.stderr, result
-        assert f"{out / folder}" in result.stderr and entries(out) == done
+        assert f"{out / folder}" in result.stderr and room.entries(out) == done
         assert not list((out / SHARDS).glob(".*")) and not room.merged_hashes(out), result
     room.done(*command)
     assert room.snapshot(out) == room.snapshot(merged)

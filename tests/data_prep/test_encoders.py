@@ -102,13 +102,10 @@ def test_gigatoken_is_exact(made_of: Made, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_gigatoken_is_exact_on_every_code_point_much_fuzz_and_a_corpus(made_of: Made, name: str) -> None:
+def test_gigatoken_is_exact_on_every_code_point_and_much_fuzz(made_of: Made, name: str) -> None:
     folder = made_of(name)
-    hugging_face, gigatoken = HuggingFace(folder), Gigatoken(folder)
     for seed in range(3):
-        assert compare(hugging_face, gigatoken, list(battery(folder, 20_000, 1 if seed == 0 else 50, seed))) is None
-    strings = [string for string in text_of_the_library(600) if len(string) < 300_000]
-    assert sum(map(len, strings)) > 4_000_000 and lists(gigatoken.encode(arrow(strings))) == alone(folder, strings)
+        assert compare(HuggingFace(folder), Gigatoken(folder), list(battery(folder, 20_000, 1 if seed == 0 else 50, seed))) is None
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "added after special"])
@@ -176,23 +173,6 @@ def test_windows_of_a_long_document_are_exact(made_of: Made, name: str, window: 
     strings = [part * (4500 // len(part)) for part in LONG] + ["".join(random_.choices(PARTS, k=600)) for _ in range(20)]
     strings += ["".join(random_.choice(LONG) * random_.choice((1, 1, 2, 9, 40)) for _ in range(80)) for _ in range(30)]
     assert lists(encoder.encode(arrow(strings))) == alone(folder, strings)
-
-
-THREADS = """
-import os, sys, pyarrow as pa
-from pathlib import Path
-from data_prep.encode import encoders
-from data_prep.encode.tokenizer import load_folder
-texts = pa.array(["one two " * 50, "three \\ufdd0"] * 200, pa.large_string())
-before = len(os.listdir("/proc/self/task"))
-encoders.make(load_folder(Path(sys.argv[1])), sys.argv[2]).encode(texts)
-print(len(os.listdir("/proc/self/task")) - before)
-"""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_threads(made_of: Made, kind: str) -> None:
-    assert room.python(THREADS, made_of("gpt").path, kind).stdout == "0\n"
 
 
 FORGETS = """

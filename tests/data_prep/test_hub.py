@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -136,23 +136,20 @@ MISTAKES = [
 
 
 def test_mistakes_are_one_line(server: Hub, wording: Wording) -> None:
-    for address, subset in MISTAKES:
+    def told(call: Callable[[], object]) -> None:
         with pytest.raises(CommandError) as error:
-            hub.resolve(address, subset)
+            call()
         assert "\n" not in str(error.value)
         wording(error.value, ENDPOINT=server.endpoint)
+
+    for address, subset in MISTAKES:
+        told(lambda address=address, subset=subset: hub.resolve(address, subset))
     for url in (f"{EDU}@main/gone.parquet", f"{EDU}@main", "hf://datasets/some/gated@main/a.jsonl"):
-        with pytest.raises(CommandError) as error, hub.open_remote(url) as stream:
-            stream.read()
-        wording(error.value, ENDPOINT=server.endpoint)
+        told(lambda url=url: hub.open_remote(url).read())
     for name in ("hf://org/none", "hf://org/gone", "hf://a", "no/such/folder"):
-        with pytest.raises(CommandError) as error:
-            find_tokenizer(name)
-        wording(error.value, ENDPOINT=server.endpoint)
+        told(lambda name=name: find_tokenizer(name))
     server.faults = {"api/datasets": [200]}
-    with pytest.raises(CommandError) as error:
-        hub.resolve(EDU)
-    wording(error.value, ENDPOINT=server.endpoint)
+    told(lambda: hub.resolve(EDU))
 
 
 def test_a_tokenizer_by_name_is_its_files_alone(server: Hub, tokenizer: Path) -> None:

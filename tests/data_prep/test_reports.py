@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib import image
 
-from data_prep.report.lengths import COUNTED_BELOW, Lengths, count_lengths, draw_lengths
+from data_prep.report.lengths import Lengths, count_lengths, draw_lengths, joined
 from data_prep.report.status import status_of
 from data_prep.store.indexed import read_index
 from data_prep.store.layout import read_plan
@@ -148,9 +148,9 @@ def test_rate_and_time_left_are_those_of_the_last_quarter_of_an_hour(tmp_path: P
         os.utime(out / "shards" / f"{unit.name}.json", times=(now - 50_000,) * 2 if place < 5 else (now - 100 * (10 - place),) * 2)
     status, missing = status_of(out, 0, now)
     rate = sum(unit.text_bytes for unit in done[6:]) / 500
-    assert status.rate == pytest.approx(rate)
-    assert status.seconds_left == pytest.approx((status.text_bytes - status.text_bytes_done) / rate)
-    assert missing == [unit.number for unit in plan.units if unit.number % 4] and status_of(out, 0, now + 10_000)[0].rate is None
+    assert status["rate"] == pytest.approx(rate)
+    assert status["seconds_left"] == pytest.approx((status["text_bytes"] - status["text_bytes_done"]) / rate)
+    assert missing == [unit.number for unit in plan.units if unit.number % 4] and status_of(out, 0, now + 10_000)[0]["rate"] is None
 
 
 # --- stats: every figure against numpy's on the plain list of lengths ---------------------------------------------------------------------
@@ -159,16 +159,16 @@ LENGTHS: dict[str, Any] = {
     "like text": np.clip(np.random.default_rng(5).lognormal(6.4, 1.0, 5000), 1, None),
     "one": [17],
     "all the same": [8] * 50,
-    "very long": [3, COUNTED_BELOW - 1, COUNTED_BELOW, COUNTED_BELOW, COUNTED_BELOW + 5, 2**31 - 1],
+    "very long": [3, 2**20 - 1, 2**20, 2**20, 2**20 + 5, 2**31 - 1],
 }
 
 
-def of(values: npt.NDArray[np.int32], parts: int = 1) -> Lengths:
-    return count_lengths(np.array_split(values, parts), lambda number: None)
+def of(values: npt.NDArray[np.int32]) -> Lengths:
+    return count_lengths(values, lambda number: None)
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_figures_are_numpys(case: str) -> None:
+def test_figures_are_numpys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.array(LENGTHS[case], dtype=np.int32)
     lengths, long, half = of(values), np.sort(values.astype(np.int64)), len(values) // 2
     assert lengths.total == len(values) and lengths.tokens == int(long.sum())
@@ -176,12 +176,18 @@ def test_figures_are_numpys(case: str) -> None:
     for share in (0.001, 0.05, 0.25, 0.5, 0.9, 0.999, 1.0):
         assert lengths.quantile(share) == np.quantile(values, share, method="inverted_cdf")
         assert lengths.token_quantile(share) == long[: np.searchsorted(np.cumsum(long), share * long.sum()) + 1][-1]
-    for mark in (0, 1, 8, 17, 512, COUNTED_BELOW, 2**31):
+    for mark in (0, 1, 8, 17, 512, 2**20, 2**31):
         short = long[long <= mark]
         assert lengths.at_most(mark) == (len(short) / len(long), int(short.sum()) / int(long.sum()))
-    for other in (of(values, 3), of(values[::-1].copy()), of(values[:half]) + of(values[half:]), of(values[:0]) + of(values)):
+    monkeypatch.setattr("data_prep.report.lengths.DOCUMENTS_AT_ONCE", 7)
+    for other in (
+        of(values),
+        of(values[::-1].copy()),
+        joined(map(of, (values[:half], values[half:]))),
+        joined(map(of, (values[:0], values))),
+    ):
         assert np.array_equal(other.values, lengths.values) and np.array_equal(other.documents, lengths.documents)
-    assert draw_lengths(lengths, case, (128, 4096)).startswith(b"\x89PNG")
+    assert draw_lengths(lengths, case).startswith(b"\x89PNG")
 
 
 def test_the_figures_add_up_and_the_picture_is_drawn(tmp_path: Path, data: Path) -> None:
@@ -221,12 +227,9 @@ def test_the_librarys_texts_are_its_own_and_the_same_again(tmp_path: Path) -> No
     # 10.7 MB on Debian's trimmed Python 3.11, 11.3 to 11.8 MB on CPython 3.10 to 3.13
     assert 9e6 < sum(len(row["text"].encode()) for row in rows) < 20e6
     assert len({row["text"] for row in rows}) == len({row["id"] for row in rows}) == len(rows)
-    for row in rows:
-        parts = row["file_path"].split("/")
-        assert not row["file_path"].startswith("/") and ".." not in parts and row["id"] == f"stdlib/{row['file_path']}"
-        assert not {"site-packages", "test", "tests", "lib2to3", "__pycache__"} & set(parts)
-        assert row["url"].startswith(f"https://github.com/python/cpython/blob/v{version}")
-    assert all((root / row["file_path"]).read_bytes().decode() == row["text"] for row in rows[::37])
+    for row in rows[::37]:
+        assert row["url"].startswith(f"https://github.com/python/cpython/blob/v{version}") and row["id"] == f"stdlib/{row['file_path']}"
+        assert (root / row["file_path"]).read_bytes().decode() == row["text"]
     assert {"os.py", "asyncio/base_events.py", "json/decoder.py"} <= {row["file_path"] for row in rows}
     before = path.read_bytes()
     assert "unchanged" in room.done("stdlib", path) and path.read_bytes() == before and len(list(path.parent.iterdir())) == 1

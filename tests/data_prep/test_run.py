@@ -182,19 +182,6 @@ def test_bad_rows_are_dropped_and_counted(tmp_path: Path, tokenizer: Path) -> No
         assert [text.encode() for text in texts(out, tokenizer)["train"]] == [text for _, text in good]
 
 
-def test_malformed_lines_and_lone_surrogates_in_json(tmp_path: Path, tokenizer: Path) -> None:
-    lines = [
-        *(b'{"id": "a", "text": "fine"}', b'{"id": "b", "text": "lone \\ud800 surrogate"}', b'{"id": "c", "text": "never closed'),
-        *(b'{"id": "d"}', b'{"id": "e", "text": null}', b'{"id": "f", "text": ""}', b'{"text": "no id"}', b"[1, 2]"),
-        *(b'{"id": "g", "text": "not \xff UTF-8"}', b'{"id": "h", "text": 5}', b'{"id": "i", "text": "<|endoftext|> is text"}'),
-        b'{"id": "j", "text": "last, without a line end"}',
-    ]
-    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
-    run(tmp_path / "rows.jsonl", tokenizer, tmp_path / "out", *room.ALL_TRAIN, "--max-bad", 9)
-    assert dropped(tmp_path / "out") == {"null_text": 1, "empty_text": 1, "invalid_utf8": 2, "null_id": 1, "malformed": 4}
-    assert texts(tmp_path / "out", tokenizer)["train"] == ["fine", "<|endoftext|> is text", "last, without a line end"]
-
-
 @pytest.mark.parametrize("how", ["zeros", "bit"])
 def test_a_damaged_row_group_fails_the_job_at_its_end_and_its_work_is_kept(tmp_path: Path, tokenizer: Path, how: str) -> None:
     """Zeros, or one letter in a page that is neither compressed nor encoded: its checksum alone can tell."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 import struct
@@ -218,42 +217,17 @@ def noisy(number: int) -> bytes:
     return b"\n".join(json.dumps({"text": random_.randbytes(1000).hex(), "id": str(i)}).encode() for i in range(1000)) + b"\n"
 
 
-def zstd_frame(random_: random.Random, content: bytes) -> bytes:
-    """A frame of stored and repeated blocks, with every field of the header that may be there but the dictionary."""
-    blocks, at = [], 0
-    while at < len(content):
-        size = random_.choice([1, 100, 1 << 17])
-        block, at = content[at : at + size], at + size
-        same = block == block[:1] * len(block)
-        blocks.append((len(block) << 3 | same << 1).to_bytes(3, "little") + (block[:1] if same else block))
-    blocks.append(b"\x01\0\0")  # the last one, empty: many writers end so
-    sizes = [len(content) >= 256, *(len(content) < 1 << 32,) * 2]
-    flag = random_.choice([0, *(number for number, fits in enumerate(sizes, 1) if fits)])
-    single = flag > 1 and random_.random() < 0.5
-    told = b""
-    if flag != 1 or len(content) < 65_792:
-        told = (len(content) - (256 if flag == 1 else 0)).to_bytes(8, "little")[: (0, 2, 4, 8)[flag]]
-    head = bytes([(flag if told else 0) << 6 | single << 5]) + (b"" if single else b"\x58") + told
-    return b"\x28\xb5\x2f\xfd" + head + b"".join(blocks)
-
-
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_streams_are_unpacked_as_they_were_packed_whatever_the_members(tmp_path: Path, suffix: str) -> None:
-    """Empty members, skippable frames, zeros between and behind them."""
+    """Empty members; of gzip zeros between and behind them, of zstd skippable frames."""
     random_ = random.Random(6)
     for _ in range(60):
         whole, contents = b"", []
         for _ in range(random_.randrange(1, 6)):
-            content = random_.choice([random_.randbytes(3), b"\0", bytes(5)]) * random_.choice([0, 1, 90, 70_000])
-            contents.append(content)
-            whole += (
-                gzip.compress(content, random_.randrange(10))
-                if suffix == "gz"
-                else random_.choice([packed("x.zst", content), zstd_frame(random_, content)])
-            )
-            whole += bytes(random_.choice([0, 0, 1, 2, 4, 5, 70_000]))
-            if suffix == "zst":
-                whole += random_.choice([b"", struct.pack("<II", 0x184D2A5F, 70_000) + random_.randbytes(70_000)])
+            contents.append(random_.choice([random_.randbytes(3), b"\0", bytes(5)]) * random_.choice([0, 1, 90, 70_000]))
+            skipped = struct.pack("<II", 0x184D2A5F, 70_000) + random_.randbytes(70_000)
+            between = bytes(random_.choice([0, 0, 1, 5, 70_000])) if suffix == "gz" else random_.choice([b"", skipped])
+            whole += packed(f"x.{suffix}", contents[-1]) + between
         (tmp_path / "x").write_bytes(whole)
         with (tmp_path / "x").open("rb") as file:
             assert b"".join(chunks(file, f"jsonl.{suffix}")) == b"".join(contents)
@@ -273,15 +247,10 @@ def test_a_stream_that_ends_early_is_read_as_far_as_it_goes(tmp_path: Path, suff
 def test_damage_within_a_stream_or_behind_it_cuts_the_rest_off(tmp_path: Path) -> None:
     content = noisy(2)
     texts = [json.loads(line)["text"].encode() for line in content.splitlines()]
-    zstd = zstd_frame(random.Random(0), content)
-    for name, whole, hole in (
-        ("x.jsonl.gz", packed("x.gz", content), 1000),
-        ("x.jsonl.zst", packed("x.zst", content), 1000),
-        ("x.jsonl.zst", zstd[: len(zstd) // 2], 0),
-    ):
+    for name in ("x.jsonl.gz", "x.jsonl.zst"):
+        whole = packed(name, content)
         middle = len(whole) // 2
-        zeros = whole[:middle] + bytes(hole) + whole[middle + hole :] if hole else whole + bytes(1000)
-        for damaged, least in ((zeros, 400), (whole + b"garbage behind the end", 998 if hole else 400)):
+        for damaged, least in ((whole[:middle] + bytes(1000) + whole[middle + 1000 :], 400), (whole + b"garbage behind the end", 998)):
             file = opened(tmp_path / name, damaged)
             *rows, last = read_all(file)
             assert len(rows) >= least or name.endswith("gz")

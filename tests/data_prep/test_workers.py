@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,36 +13,6 @@ import pytest
 from data_prep.verbs.run import task_of
 from fem_common.errors import UserError
 from tests.data_prep import conftest as room
-
-# A mask of the user's runs in the workers: here it slows them down, or does to them what a broken library would.
-MASK = """
-import os, signal, time
-import numpy as np
-
-def keep(batch, places, path):
-    time.sleep(float(os.environ.get("DELAY", "0")))
-    if places[0] == int(os.environ.get("POISON", "-1")):
-        exec(os.environ["DEATH"])
-    return np.ones(len(places), bool)
-"""
-
-
-@pytest.fixture
-def masked(tmp_path: Path, many: Path, tokenizer: Path) -> list[object]:
-    """A run of 40 units with the mask, into OUT."""
-    (tmp_path / "mask.py").write_text(MASK)
-    mask = ("--mask", f"{tmp_path / 'mask.py'}:keep")
-    return ["run", many, "--tokenizer", tokenizer, "--out", tmp_path / "out", *room.SHARES, *room.SMALL_UNITS, *room.HF, *mask]
-
-
-def entries(out: Path) -> set[int]:
-    """The units that are done."""
-    return {int(path.stem) for path in (out / "shards").glob("*.json")}
-
-
-def unfinished(out: Path) -> list[Path]:
-    """Names in OUT/shards that are no final ones."""
-    return list((out / "shards").glob(".*"))
 
 
 @pytest.mark.parametrize(
@@ -57,18 +26,18 @@ def unfinished(out: Path) -> list[Path]:
 def test_a_workers_death_is_one_line_and_loses_one_unit(
     tmp_path: Path, many: Path, many_made: Path, masked: list[object], death: str, code: int, said: str
 ) -> None:
-    error, out = room.refused(*masked, "--workers", 2, POISON=str(20 * 40), DEATH=death, code=code), tmp_path / "out"
+    error, out = room.refused(*masked, POISON=str(20 * 40), DEATH=death, code=code), tmp_path / "out"
     assert said.format(f"unit 20 ({many}, row groups 20 to 20)") in error
-    done = entries(out)
+    done = room.entries(out)
     assert {*range(20)} <= done and 20 not in done and len(done) < 39  # none was handed out once the death was heard of
-    assert unfinished(out) == []
+    assert room.unfinished(out) == []
     room.done(*masked)
     assert room.merged_hashes(out) == room.merged_hashes(many_made)
 
 
 def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[object]) -> None:
     process = room.start(*masked, "--workers", 3, DELAY="100")
-    room.wait_until(lambda: len(unfinished(tmp_path / "out")) == 3)
+    room.wait_until(lambda: len(room.unfinished(tmp_path / "out")) == 3)
     workers = room.children(process.pid)
     assert len(workers) == 3
     process.kill()
@@ -88,31 +57,31 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path: Path, masked: list[ob
 def test_an_interrupt_ends_in_a_line_and_keeps_what_is_done(
     tmp_path: Path, many_made: Path, masked: list[object], number: signal.Signals, whom: str, code: int, said: str
 ) -> None:
-    out, words = tmp_path / "out", room.command(*masked, "--workers", 2)
+    out, words = tmp_path / "out", room.command(*masked)
     if whom == "terminal":
         pid, terminal = pty.fork()
         if pid == 0:
             os.execve(words[0], words, {"PYTHONPATH": str(room.ROOT), "DELAY": "0.05"})
-        room.wait_until(lambda: len(entries(out)) >= 4)
+        room.wait_until(lambda: len(room.entries(out)) >= 4)
         workers = room.children(pid)
         os.close(terminal)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
     else:
-        process = room.start(*masked, "--workers", 2, DELAY="0.05")
-        room.wait_until(lambda: len(entries(out)) >= 4)
+        process = room.start(*masked, DELAY="0.05")
+        room.wait_until(lambda: len(room.entries(out)) >= 4)
         workers = room.children(process.pid)
         os.killpg(process.pid, number) if whom == "group" else process.send_signal(number)
         error = process.communicate(timeout=10)[1]
         assert (process.returncode, error) == (code, f"data_prep: {said}; what is finished is kept: the same command goes on\n")
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
-    assert 4 <= len(entries(out)) < 40 and unfinished(out) == []
+    assert 4 <= len(room.entries(out)) < 40 and room.unfinished(out) == []
     room.done(*masked)
     assert room.merged_hashes(out) == room.merged_hashes(many_made)
 
 
 def test_interrupts_of_a_worker_are_the_parents_to_handle(tmp_path: Path, masked: list[object]) -> None:
-    process = room.start(*masked, "--workers", 2, DELAY="0.05")
-    room.wait_until(lambda: len(entries(tmp_path / "out")) >= 2)
+    process = room.start(*masked, DELAY="0.05")
+    room.wait_until(lambda: len(room.entries(tmp_path / "out")) >= 2)
     for worker in room.children(process.pid):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             room.kill(worker, number)
@@ -120,14 +89,10 @@ def test_interrupts_of_a_worker_are_the_parents_to_handle(tmp_path: Path, masked
 
 
 def test_no_more_workers_than_units_and_all_cores_by_default(tmp_path: Path, masked: list[object]) -> None:
-    at, seen = masked.index("--unit-mb") + 1, 0
-    process = room.start(*masked[:at], "0.2", *masked[at + 1 :], "--workers", 7, DELAY="0.1")
-    while process.poll() is None:
-        seen = max(seen, sum(path.is_dir() for path in unfinished(tmp_path / "out")))
-        time.sleep(0.01)
-    assert "2 of 2 units to do, 2 workers" in process.communicate()[0] and seen == 2
+    at = masked.index("--unit-mb") + 1
+    assert "2 of 2 units to do, 2 workers" in room.done(*masked[:at], "0.2", *masked[at + 1 :], "--workers", 7)
     masked[masked.index("--out") + 1] = tmp_path / "cores"
-    assert re.search(f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", room.done(*masked))
+    assert re.search(f"40 of 40 units to do, {len(os.sched_getaffinity(0))} worker", room.done(*masked[:-2]))
 
 
 SHARES = """
