@@ -40,7 +40,7 @@ class Node:
 def of_slurm(profile: Profile, nodes_wanted: int | None) -> Iterator[Check]:
     """All but the trial: what Slurm says of the profile, without a job. nodes_wanted: of a job, None: not said."""
     try:
-        version = slurm.version().split("-wlm ")[-1]
+        version = slurm.call("sbatch", "--version").split()[-1]
         said = [line.strip() for line in slurm.call("scontrol", "ping").splitlines() if line.strip()]
         if not any(line.endswith("UP") for line in said):
             raise slurm.SlurmError(f"{'; '.join(said)}: ask the administrators, or come back later")
@@ -95,9 +95,8 @@ def limits(profile: Profile, found: Mapping[str, str], nodes_wanted: int | None)
         text = f"slurm.signal_seconds = {profile.slurm.signal_seconds} leaves little of slurm.time for work"
         yield Check("warning", "time limit", text, "a longer slurm.time, or a smaller slurm.signal_seconds")
     else:
-        yield Check(
-            "ok", "time limit", f"{profile.slurm.time or found.get('MaxTime')}, partition {name} gives up to {found.get('MaxTime')}"
-        )
+        text = f"{profile.slurm.time or found.get('MaxTime')}, partition {name} gives up to {found.get('MaxTime')}"
+        yield Check("ok", "time limit", text)
     for what, key, value in (("account", "AllowAccounts", profile.slurm.account), ("QOS", "AllowQos", profile.slurm.qos)):
         allowed = found.get(key, "ALL")
         if value and allowed not in ("ALL", "(null)") and value not in allowed.split(","):
@@ -192,21 +191,18 @@ def would_take(script: Path) -> Check:
 
 def all_nodes() -> list[Node]:
     """Every node that Slurm knows. Raises SlurmError."""
-    found = []
-    for record in records(slurm.call("scontrol", "show", "nodes", "--oneliner")):
-        gpus = sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", record.get("Gres", ""))))
-        found.append(
-            Node(
-                name=record["NodeName"],
-                state=record.get("State", "UNKNOWN"),
-                reason=record.get("Reason", "").partition(" [")[0],
-                gpus=gpus,
-                cpus=int(record.get("CPUTot", 0)),
-                memory=int(record.get("RealMemory", 0)),
-                partitions=tuple(record.get("Partitions", "").split(",")),
-            )
+    return [
+        Node(
+            name=record["NodeName"],
+            state=record.get("State", "UNKNOWN"),
+            reason=record.get("Reason", "").partition(" [")[0],
+            gpus=sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", record.get("Gres", "")))),
+            cpus=int(record.get("CPUTot", 0)),
+            memory=int(record.get("RealMemory", 0)),
+            partitions=tuple(record.get("Partitions", "").split(",")),
         )
-    return found
+        for record in records(slurm.call("scontrol", "show", "nodes", "--oneliner"))
+    ]
 
 
 def hosts(lists: Sequence[str]) -> set[str]:

@@ -11,7 +11,7 @@ from fem_common import secrets
 TIME = r"\d+(:\d\d){0,2}|\d+-\d{1,2}(:\d\d){0,2}|infinite|unlimited"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Variables that the launcher, torchrun or bash itself sets, and what to write instead.
 _TAKEN = {
     "PATH": "write `export PATH=/folder:$PATH` in setup.lines",
@@ -97,7 +97,7 @@ def path(text: str) -> str | None:
     """A path that `fill` can make whole."""
     if text.startswith("-"):
         return "a path cannot begin with a dash; write ./-..."
-    if _CONTROL.search(text):
+    if CONTROL.search(text):
         return "a path cannot have line breaks or control characters"
     return _variables_fault(text) or argument(text)
 
@@ -114,7 +114,7 @@ def image(text: str) -> str | None:
 
 def mount(text: str) -> str | None:
     """HOST:CONTAINER or HOST:CONTAINER:ro; both runtimes take a comma for the end of a mount."""
-    if not re.fullmatch(r"[/$][^:,]*:/[^:,]*(:r[ow])?", text) or _CONTROL.search(text):
+    if not re.fullmatch(r"[/$][^:,]*:/[^:,]*(:r[ow])?", text) or CONTROL.search(text):
         return "expected /on/the/node:/in/the/container or /a:/b:ro, without commas"
     return _variables_fault(text) or argument(text)
 
@@ -153,7 +153,7 @@ def sbatch_option(text: str) -> str | None:
     if name in _DECIDED:
         where = _DECIDED[name]
         return f"write it as {where}" if where else "the launcher decides it"
-    return "line breaks and control characters cannot stand in an option of sbatch" if _CONTROL.search(text) else option(text)
+    return "line breaks and control characters cannot stand in an option of sbatch" if CONTROL.search(text) else option(text)
 
 
 def variable_fault(name: str, value: str) -> str | None:

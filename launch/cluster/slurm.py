@@ -76,11 +76,6 @@ def _words(text: str) -> str:
     return words
 
 
-def version() -> str:
-    """Slurm's version, as 22.05.8."""
-    return call("sbatch", "--version").removeprefix("slurm").strip()
-
-
 def submit(script: Path, *options: str) -> str:
     """Submit a batch script: the job's id. The job inherits this process's environment. Raises SlurmError."""
     answer = call("sbatch", "--parsable", *options, str(script))
@@ -172,17 +167,6 @@ def signal_batch(job_ids: Sequence[str], name: str) -> None:
             state = queue([job], past=False).get(job)
             if state is not None and state.state == "RUNNING":
                 raise
-
-
-def release(job_ids: Sequence[str]) -> None:
-    """Let held jobs start. Raises SlurmError."""
-    for job in job_ids:
-        call("scontrol", "release", job)
-
-
-def exclude(job_id: str, nodes: Iterable[str]) -> None:
-    """Let a waiting job have any node but these. Raises SlurmError."""
-    call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
 
 
 def node_names() -> set[str]:

@@ -114,25 +114,13 @@ def here(job: Job, say: Callable[[str], None]) -> Outcome:
     """Start the trial on this machine and see it through."""
     outcome, limit = Outcome(Path(job.directory)), RUN_SECONDS + float(job.profile["health"]["timeout_seconds"])
     environment = {**slurm.clean_environment(), "PYTHONPATH": job.code, "PYTHONSAFEPATH": "1"}
+    say("the trial runs on this machine")
+    command = [sys.executable, "-m", "launch.supervise", job.directory]
     with (launch_folder(outcome.directory) / "slurm-local.out").open("wb") as log:
-        command = [sys.executable, "-m", "launch.supervise", job.directory]
-        supervisor = subprocess.Popen(command, cwd=job.directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        say("the trial runs on this machine")
-        deadline = time.monotonic() + limit
-        try:
-            while supervisor.poll() is None:
-                look(outcome)
-                if time.monotonic() > deadline:
-                    outcome.trouble = f"the trial had not ended after {limit:.0f} s and was stopped"
-                    break
-                time.sleep(POLL_SECONDS)
-        finally:
-            supervisor.terminate()
-            try:
-                supervisor.wait(60)
-            except subprocess.TimeoutExpired:
-                supervisor.kill()
-                supervisor.wait()
+        try:  # its ranks die with it
+            subprocess.run(command, cwd=job.directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=limit)
+        except subprocess.TimeoutExpired:
+            outcome.trouble = f"the trial had not ended after {limit:.0f} s and was stopped"
     look(outcome)
     return explained(outcome, "the trial")
 
@@ -149,8 +137,7 @@ def look(outcome: Outcome) -> None:
 def last_attempt(outcome: Outcome) -> dict[str, Any] | None:
     """The attempt's record, or None where there is none (yet)."""
     folders = attempts(outcome.directory)
-    record = read_json(folders[-1] / "attempt.json") if folders else None
-    return record if isinstance(record, dict) else None
+    return read_json(folders[-1] / "attempt.json") if folders else None
 
 
 def logs(outcome: Outcome) -> list[Path]:

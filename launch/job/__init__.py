@@ -22,6 +22,8 @@ An item is one run of the job: the job's own directory, or, in an array, a direc
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from typing import Any
 from fem_common.files import write_whole
 
 FORMAT = 1
+TAIL_BYTES = 1 << 16  # of a long file are looked at
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's value, or None where there is none, or not a whole one (yet)."""
+    """The object in a JSON file, or None where there is none, or not a whole one (yet)."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
+    return value if isinstance(value, dict) else None
 
 
 def last_lines(path: Path, count: int = 1) -> list[str]:
@@ -128,16 +132,32 @@ def append_json(path: Path, value: Any) -> None:
         file.write(json.dumps(value) + "\n")
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """The values of a JSON-lines file; a last line that is not whole is left out, a missing file is empty."""
-    values = []
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a line that is none, or not whole, is left out; a missing file is empty."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
+    return list(_objects(lines))
+
+
+def last_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file's whole lines, the last one first, as far as `TAIL_BYTES` go; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return iter(())
+    return _objects(reversed(lines))
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The lines that are whole JSON objects, as such."""
     for line in lines:
         try:
-            values.append(json.loads(line))
+            value = json.loads(line)
         except ValueError:
             continue
-    return values
+        if isinstance(value, dict):
+            yield value

@@ -44,6 +44,7 @@ def start_time(pid: int) -> float | None:
 
 
 AT_WORK = ("checking", "running", "saving", "waiting")  # a supervisor's states with a process behind them
+OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states, of its own will
 SUBMISSIONS = 50  # so many of the last job ids are asked for; the queue is searched for the batch script besides
 
 
@@ -71,8 +72,7 @@ def standings(job: Job, *, ask: bool = True) -> list[Standing]:
 
 
 def _standing(job: Job, index: int, rows: Mapping[int, tuple[str, slurm.QueueState]]) -> Standing:
-    launch = launch_folder(Path(job.items[index].directory))
-    state: dict[str, Any] = read_json(launch / "state.json") or {}
+    launch, state = launch_folder(Path(job.items[index].directory)), state_of(job.items[index].directory)
     if state.get("state") == "finished":
         return Standing(index, "finished")
     if index in rows:
@@ -94,10 +94,9 @@ def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
     """Item -> its job's id and state, of the items that are in the queue."""
     if job.profile.get("scheduler") != "slurm":
         return {}
-    directory = Path(job.directory)
-    ids = [line["job_id"] for line in read_json_lines(launch_folder(directory) / "submissions.jsonl") if line.get("job_id")]
+    ids = [line["job_id"] for line in submissions(job)]
     states = slurm.queue(ids[-SUBMISSIONS:], past=False) if ids else {}
-    states |= slurm.jobs_of(launch_folder(directory) / "job.sh")
+    states |= slurm.jobs_of(launch_folder(Path(job.directory)) / "job.sh")
     rows = {}
     for job_id, state in states.items():
         _, underscore, task = job_id.partition("_")
@@ -108,14 +107,12 @@ def _queue(job: Job) -> dict[int, tuple[str, slurm.QueueState]]:
 
 def state_of(directory: str) -> dict[str, Any]:
     """state.json of an item, by its directory; empty where there is none."""
-    state = read_json(launch_folder(Path(directory)) / "state.json")
-    return state if isinstance(state, dict) else {}
+    return read_json(launch_folder(Path(directory)) / "state.json") or {}
 
 
 def submissions(job: Job) -> list[dict[str, Any]]:
     """The lines of submissions.jsonl that have a job's id, oldest first."""
-    lines = read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")
-    return [line for line in lines if isinstance(line, dict) and line.get("job_id")]
+    return [line for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl") if line.get("job_id")]
 
 
 def is_resubmitted(job: Job, index: int, state: Mapping[str, Any]) -> bool:

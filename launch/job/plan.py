@@ -97,11 +97,9 @@ def settle(wanted: Wanted, *, update: bool, ask: bool = True) -> Draft:
 
 def _merged_items(before: Job, job: Job) -> tuple[Item, ...]:
     """The items of before in their places (a task's number is its name in the queue), new ones after them."""
-    if not (before.array and job.array):
+    if not (before.array and job.array) or job.kind == "command":
         return job.items
     new = {item.directory: item for item in job.items}
-    if job.kind == "command":
-        return job.items
     kept = tuple(new.pop(item.directory, item) for item in before.items)
     return (*kept, *new.values())
 
@@ -136,12 +134,8 @@ def _same(before: Job, merged: Job, wanted: Wanted, code: snapshot.Code | None) 
 
 def _changed_items(before: Job, merged: Job, configs: Mapping[str, str]) -> list[int]:
     """The items that are new or whose settings differ from what their directories say."""
-    old = {item.directory: item for item in before.items}
-    return [
-        index
-        for index, item in enumerate(merged.items)
-        if old.get(item.directory) != item or (item.directory in configs and written(item.directory) != configs[item.directory])
-    ]
+    places = {place for place, text in configs.items() if written(place) != text}
+    return [index for index, item in enumerate(merged.items) if item not in before.items or item.directory in places]
 
 
 def written(directory: str) -> str | None:

@@ -16,10 +16,11 @@ from typing import Any
 import jinja2
 
 from fem_common.errors import UserError
+from launch.cluster import profile_values
 from launch.cluster.profile import Profile
+from launch.cluster.profile_values import CONTROL
 from launch.job import Job, launch_folder
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN_DIRECTIVE = re.compile(r"[\w%@+=:,./\[\]&|*()!-]+", re.ASCII)
 
 
@@ -32,10 +33,10 @@ class Quoted(str):
 def shell(text: str) -> Quoted:
     """``text`` as one word of bash on one line. Raises UserError for what no argument of a program can hold."""
     check(text, "text")
-    if not _CONTROL.search(text):
+    if not CONTROL.search(text):
         return Quoted(shlex.quote(text))
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return Quoted("$'" + _CONTROL.sub(lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")), escaped) + "'")
+    return Quoted("$'" + CONTROL.sub(lambda match: "".join(f"\\x{byte:02x}" for byte in match.group().encode("utf-8")), escaped) + "'")
 
 
 def directive(option: str, value: str) -> Quoted:
@@ -44,7 +45,7 @@ def directive(option: str, value: str) -> Quoted:
     sbatch takes a backslash for an escape inside both kinds of quotes, and an unquoted # for a comment's beginning.
     """
     check(value, option)
-    if _CONTROL.search(value):
+    if CONTROL.search(value):
         raise UserError(f"{option} = {value!r}: line breaks and control characters cannot stand in an option of sbatch")
     if _PLAIN_DIRECTIVE.fullmatch(value):
         return Quoted(f"{option}={value}")
@@ -61,8 +62,8 @@ def file_pattern(path: str) -> str:
 
 def check(text: str, what: str) -> None:
     """Raises UserError where ``text`` holds NUL or is no valid Unicode: no file and no program's argument can hold that."""
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{what} = {text!r}: NUL and half characters cannot be passed to a program")
+    if fault := profile_values.variable(text):
+        raise UserError(f"{what} = {text!r}: {fault}")
 
 
 HEAD_NODES = 3  # restarts of a job up to which a run whose supervisor cannot even be started on its node is tried on another

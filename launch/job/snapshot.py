@@ -103,16 +103,14 @@ def source_files(root: Path) -> tuple[list[str], int]:
 
     In a git checkout: those that git tracks, or would without being told to ignore them. Elsewhere all but caches.
     """
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *ROOMS, BESIDE)
-    names = _decode(listed) if listed else _walk(root)
+    names = _listed(root, "--cached", "--others", "--exclude-standard") or _walk(root)
     present = [name for name in names if (root / name).is_file()]  # git lists what is deleted, too
-    ours = [name for name in present if _is_source(root, name)]
+    ours = [name for name in present if _is_source(root, root / name)]
     return sorted(ours), len(present) - len(ours)
 
 
-def _is_source(root: Path, name: str) -> bool:
-    path = root / name
-    if not name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
+def _is_source(root: Path, path: Path) -> bool:
+    if not path.name.endswith(SUFFIXES) or path.stat().st_size > LARGEST:
         return False
     return path.resolve().is_relative_to(root.resolve())
 
@@ -125,7 +123,9 @@ def _walk(root: Path) -> Iterable[str]:
             yield from (os.path.relpath(os.path.join(folder, file), root) for file in files if not file.endswith(".pyc"))
 
 
-def _decode(listed: bytes) -> list[str]:
+def _listed(root: Path, *options: str) -> list[str]:
+    """The rooms' files that git knows; none outside a checkout."""
+    listed = _git(root, "ls-files", "-z", *options, "--", *ROOMS, BESIDE) or b""
     return list(dict.fromkeys(os.fsdecode(name) for name in listed.split(b"\0") if name))
 
 
@@ -135,12 +135,10 @@ def _revision(root: Path, names: Iterable[str]) -> tuple[str | None, bytes]:
     top = _git(root, "rev-parse", "--show-toplevel")
     if not revision or not top or Path(os.fsdecode(top.rstrip(b"\n"))).resolve() != root.resolve():
         return None, b""
-    changes = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD", "--", *ROOMS, BESIDE) or b""
-    tracked = set(_decode(_git(root, "ls-files", "-z", "--", *ROOMS, BESIDE) or b""))
-    for name in names:
-        if name not in tracked:
-            changes += _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-index", "--", os.devnull, name) or b""
-    return revision.decode().strip(), changes
+    diff, tracked = ("diff", "--no-ext-diff", "--no-textconv"), set(_listed(root))
+    changes = [_git(root, *diff, "--binary", "HEAD", "--", *ROOMS, BESIDE)]
+    changes += [_git(root, *diff, "--no-index", "--", os.devnull, name) for name in names if name not in tracked]
+    return revision.decode().strip(), b"".join(filter(None, changes))
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:

@@ -1,4 +1,4 @@
-"""``python -m launch.node.checks [FOLDER]``: is this node fit for a run? Standard library alone, nvidia-smi, and a matmul in the
+"""``python -m launch.node.checks FOLDER WANTED``: is this node fit for a run? Standard library alone, nvidia-smi, and a matmul in the
 ranks' interpreter.
 
 Runs on every node before an attempt, from the snapshot, and writes FOLDER/NODE.json: {"node", "ok", "faults", "warnings", "facts", "time"}.
@@ -8,7 +8,6 @@ Each thing is looked at on a thread of its own with a time limit: a driver or a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -45,34 +44,25 @@ class Check:
 
 
 @dataclass
-class Findings:
-    """What a check, or all of them, found: lines, and facts by name."""
+class Report:
+    """What a check, or all of a node's, found. The node is unfit when there is a fault; a warning does not count."""
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, other: Findings) -> None:
-        """Take in another's."""
-        self.faults += other.faults
-        self.warnings += other.warnings
-        self.facts |= other.facts
-
-
-@dataclass(frozen=True)
-class Report:
-    """A node's findings. Unfit when there is a fault; a warning does not count."""
-
-    node: str
-    faults: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    facts: dict[str, Any] = field(default_factory=dict)
+    node: str = ""
     time: float = 0.0  # unix time, by the node's clock, at which it was written
 
     @property
     def ok(self) -> bool:
         """Whether the node is fit."""
         return not self.faults
+
+    def add(self, other: Report) -> None:
+        """Take in another's findings."""
+        self.faults += other.faults
+        self.warnings += other.warnings
+        self.facts |= other.facts
 
     def checks(self) -> Iterator[Check]:
         """The findings for `launch doctor`."""
@@ -94,9 +84,6 @@ class Report:
             yield f"{sum(state == 'ACTIVE' for state in ports.values())} of {len(ports)} network ports active"
 
 
-# --- for those who run it --------------------------------------------------------------------------------------------------------
-
-
 def check_command(
     profile: Mapping[str, Any],
     out: Path | str,
@@ -111,26 +98,26 @@ def check_command(
     folders: more folders that the node must be able to write, beside the profile's paths.shared. PYTHONPATH must lead to `launch`.
     It takes health.timeout_seconds at most; whoever runs it ends it then, and calls `read_reports`.
     """
-    health, nodes = profile.get("health") or {}, profile.get("nodes") or {}
-    shared = [*((profile.get("paths") or {}).get("shared") or ()), *folders]
-    seconds = float(health.get("timeout_seconds") or 180)
-    command = [host_python, "-m", "launch.node.checks", str(out), f"--seconds={SHARE * seconds:g}"]
-    command += [f"--{name.replace('_', '-')}={float(health.get(name) or 0):g}" for name in ("free_memory_gb", "free_disk_gb")]
-    command.append(f"--expect-gpus={int(nodes.get('gpus') or 0)}")
-    if python:
-        command += [f"--python={python}", *(["--matmul"] if nodes.get("gpus") and health.get("matmul", True) else [])]
-    contained = (profile.get("container") or {}).get("runtime", "none") != "none"
-    if nodes.get("numa", "none") != "none" and not contained:
-        command.append(f"--numa={nodes['numa']}")
-    return [*command, *(f"--folder={folder}" for folder in dict.fromkeys(map(str, shared)))]
+    health, nodes, paths, container = (profile.get(section) or {} for section in ("health", "nodes", "paths", "container"))
+    wanted = {
+        "seconds": SHARE * float(health.get("timeout_seconds") or 180),
+        "free_memory_gb": health.get("free_memory_gb") or 0,
+        "free_disk_gb": health.get("free_disk_gb") or 0,
+        "gpus": nodes.get("gpus") or 0,
+        "python": python,
+        "matmul": python if health.get("matmul", True) else None,
+        "numa": nodes.get("numa", "none") if container.get("runtime", "none") == "none" else "none",
+        "folders": list(dict.fromkeys(("/tmp", *(paths.get("shared") or ()), *map(str, folders)))),
+    }
+    return [host_python, "-m", "launch.node.checks", str(out), json.dumps(wanted)]
 
 
 def read_report(path: Path) -> Report | None:
     """A node's report, or None where there is none, or not a whole one."""
     raw = read_json(path)
     try:
-        faults, warnings = (tuple(map(str, raw[key])) for key in ("faults", "warnings"))
-        return Report(str(raw["node"]), faults, warnings, dict(raw["facts"]), float(raw["time"]))
+        faults, warnings = (list(map(str, raw[key])) for key in ("faults", "warnings"))
+        return Report(faults, warnings, dict(raw["facts"]), str(raw["node"]), float(raw["time"]))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
@@ -141,20 +128,16 @@ def read_reports(folder: Path, nodes: Sequence[str], began: float | None = None,
     began: unix time, here, at which the check was started. With skew_seconds > 0 a node whose clock says that it answered before that,
     or later than now, by more than that much, has a fault too.
     """
-    reports = {}
+    reports: dict[str, Report] = {}
     for node in nodes:
         why = last_lines(folder / f"{node}.log") or ["it hangs, or cannot see this folder"]
-        report = read_report(folder / f"{node}.json") or Report(node, (f"{NO_ANSWER}: {why[0]}",))
+        report = reports[node] = read_report(folder / f"{node}.json") or Report([f"{NO_ANSWER}: {why[0]}"], node=node)
         if began is not None and skew_seconds > 0 and report.time:
             off = min(report.time - began, 0) or max(report.time - time.time(), 0)
             if abs(off) > skew_seconds:
-                fault = f"its clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}, at least: is it synchronised (chrony, NTP)?"
-                report = Report(node, (*report.faults, fault), report.warnings, report.facts, report.time)
-        reports[node] = report
+                way = "ahead" if off > 0 else "behind"
+                report.faults.append(f"its clock is {abs(off):.1f} s {way}, at least: is it synchronised (chrony, NTP)?")
     return reports
-
-
-# --- on the node -----------------------------------------------------------------------------------------------------------------
 
 
 def node_name() -> str:
@@ -162,42 +145,42 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def look(arguments: argparse.Namespace) -> Findings:
-    """Run all checks at once: what they found, in their order, within arguments.seconds."""
-    deadline = time.monotonic() + arguments.seconds
-    checks: dict[str, Callable[[], Findings]] = {"memory": partial(memory, arguments.free_memory_gb)}
-    if arguments.python:
-        checks["the interpreter"] = partial(interpreter, arguments.python)
-    if arguments.numa:
-        checks["numactl"] = partial(numactl, arguments.numa)
-    if arguments.expect_gpus:
-        gpu = partial(
-            graphics, arguments.expect_gpus, arguments.python if arguments.matmul else None, deadline - (1 - OF_GPUS) * arguments.seconds
-        )
+def look(wanted: Mapping[str, Any]) -> Report:
+    """Run all checks that `check_command` wants at once: what they found, in their order, within wanted["seconds"]."""
+    seconds, python, numa = wanted["seconds"], wanted["python"], wanted["numa"]
+    deadline = time.monotonic() + seconds
+    checks: dict[str, Callable[[], Report]] = {"memory": partial(memory, wanted["free_memory_gb"])}
+    if python:
+        checks["the interpreter"] = partial(program, python, "there is no such program here (is its file system mounted?)")
+    if numa != "none":
+        fault = f"nodes.numa = {numa} needs this program, and it is not on PATH: install it on the nodes, or set nodes.numa: none"
+        checks["numactl"] = partial(program, "numactl", fault)
+    if wanted["gpus"]:
+        gpu = partial(graphics, wanted["gpus"], wanted["matmul"], deadline - (1 - OF_GPUS) * seconds)
         checks |= {"links": links, "kernel log": kernel_log, "the GPUs": gpu}
-    checks |= {f"folder {name}": partial(folder, name, arguments.free_disk_gb) for name in dict.fromkeys(("/tmp", *arguments.folder))}
-    found: dict[str, Findings] = {}
+    checks |= {f"folder {name}": partial(folder, name, wanted["free_disk_gb"]) for name in wanted["folders"]}
+    found: dict[str, Report] = {}
 
-    def run(name: str, check: Callable[[], Findings]) -> None:
+    def run(name: str, check: Callable[[], Report]) -> None:
         try:
             found[name] = check()
         except Exception as error:
-            found[name] = Findings([f"the check of {name} failed: {type(error).__name__}: {error}"])
+            found[name] = Report([f"the check of {name} failed: {type(error).__name__}: {error}"])
 
     threads = {name: threading.Thread(target=run, args=(name, check), daemon=True) for name, check in checks.items()}
     for thread in threads.values():
         thread.start()
-    whole = Findings()
+    whole = Report()
     for name, thread in threads.items():
         thread.join(max(deadline - time.monotonic(), 0.1))
-        whole.add(found.get(name) or Findings([f"{name}: no answer in {arguments.seconds:.0f} s: it hangs"]))
+        whole.add(found.get(name) or Report([f"{name}: no answer in {seconds:.0f} s: it hangs"]))
     return whole
 
 
-def memory(least_gb: float) -> Findings:
+def memory(least_gb: float) -> Report:
     """Free memory against the least that is wanted, in GB; /dev/shm, through which NCCL and data workers talk."""
     free, total, shm = hardware.memory_gb()
-    found = Findings(facts={"free_memory_gb": free, "memory_gb": total, "cpus": len(os.sched_getaffinity(0)), "shm_gb": shm})
+    found = Report(facts={"free_memory_gb": free, "memory_gb": total, "cpus": len(os.sched_getaffinity(0)), "shm_gb": shm})
     if free < least_gb:
         found.faults.append(f"{free:.1f} GB of memory are free, of {total:.1f}; {least_gb:g} are wanted: what else runs there?")
     if shm is not None and shm < 1:
@@ -205,13 +188,13 @@ def memory(least_gb: float) -> Findings:
     return found
 
 
-def folder(name: str, least_gb: float) -> Findings:
+def folder(name: str, least_gb: float) -> Report:
     """Whether a folder can be written and read back here, and has room."""
     try:
         free = hardware.probe_folder(Path(name))
     except OSError as error:
-        return Findings([f"{name}: cannot be written here: {error.strerror or error} (is it mounted?)"])
-    found = Findings(facts={f"free_gb {name}": free})
+        return Report([f"{name}: cannot be written here: {error.strerror or error} (is it mounted?)"])
+    found = Report(facts={f"free_gb {name}": free})
     if free < least_gb:
         found.faults.append(f"{name}: {free:.2f} GB free; {least_gb:g} are wanted")
     return found
@@ -222,49 +205,42 @@ def startable(python: str) -> bool:
     return shutil.which(python) is not None
 
 
-def interpreter(python: str) -> Findings:
-    """Whether the ranks' interpreter is here."""
-    return Findings([] if startable(python) else [f"{python}: there is no such program here (is its file system mounted?)"])
+def program(name: str, fault: str) -> Report:
+    """Whether a program is here: the ranks' interpreter, or what torchrun binds them to CPUs with."""
+    return Report([] if startable(name) else [f"{name}: {fault}"])
 
 
-def numactl(numa: str) -> Findings:
-    """Whether the program is here with which torchrun binds ranks to CPUs."""
-    remedy = "install it on the nodes, or set nodes.numa: none"
-    return Findings([] if startable("numactl") else [f"numactl: nodes.numa = {numa} needs this program, and it is not on PATH: {remedy}"])
-
-
-def links() -> Findings:
+def links() -> Report:
     """InfiniBand, RoCE and EFA ports by their state; one that is down is a warning: it may never have been wired."""
     ports = hardware.network_ports()
     down = [f"network port {name} is {state}" for name, state in ports.items() if state != "ACTIVE"]
-    return Findings(warnings=down, facts={"ports": ports} if ports else {})
+    return Report(warnings=down, facts={"ports": ports} if ports else {})
 
 
-def kernel_log() -> Findings:
+def kernel_log() -> Report:
     """The driver's errors (Xid) in the kernel's log of the last hour, where it may be read: those that mean broken hardware are faults."""
-    errors = hardware.recent_xids()
-    if errors is None:
-        return Findings()
-    return Findings([e.text for e in errors if e.broken], [e.text for e in errors if not e.broken])
+    found = Report()
+    for number, text in hardware.recent_xids():
+        (found.faults if number in hardware.BROKEN else found.warnings).append(text)
+    return found
 
 
-def graphics(expected: int, matmul: str | None, deadline: float) -> Findings:
+def graphics(expected: int, matmul: str | None, deadline: float) -> Report:
     """The GPUs: how many, what nvidia-smi says of each, a product on each, and what holds down their clocks under it."""
-    try:
-        survey = hardware.survey(min(SMI_SECONDS, deadline - time.monotonic()))
-    except hardware.SmiError as error:
-        return Findings([str(error)])
-    found = Findings([f"nvidia-smi: {line}" for line in survey.complaints])
-    mine = hardware.chosen(survey.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if len(mine) < expected:
-        found.faults.append(f"{len(mine)} GPUs are visible, the profile says {expected}")
-    busy = [fault for gpu in mine for fault in gpu.busy()]
-    patience = time.monotonic() + min(RELEASE_SECONDS, (deadline - time.monotonic()) / 4)
-    while busy and time.monotonic() < patience:
-        time.sleep(1)
-        survey = hardware.survey(min(SMI_SECONDS, deadline - time.monotonic()))
-        mine = hardware.chosen(survey.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    patience = None
+    while True:
+        try:
+            gpus, complaints = hardware.survey(min(SMI_SECONDS, deadline - time.monotonic()))
+        except hardware.SmiError as error:
+            return Report([str(error)])
+        mine = hardware.chosen(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         busy = [fault for gpu in mine for fault in gpu.busy()]
+        patience = patience or time.monotonic() + min(RELEASE_SECONDS, (deadline - time.monotonic()) / 4)
+        if not busy or time.monotonic() >= patience:
+            break
+        time.sleep(1)
+    few = [f"{len(mine)} GPUs are visible, the profile says {expected}"] if len(mine) < expected else []
+    found = Report([*(f"nvidia-smi: {line}" for line in complaints), *few])
     found.faults += [*(fault for gpu in mine for fault in gpu.faults()), *busy]
     found.facts = {"gpus": [f"{gpu.name} {gpu.bus}" for gpu in mine], "driver": mine[0].driver if mine else None}
     if matmul and mine and startable(matmul):
@@ -273,11 +249,11 @@ def graphics(expected: int, matmul: str | None, deadline: float) -> Findings:
             hardware.throttle(mine, min(SMI_SECONDS, left))
     for gpu in mine:
         faults, warnings = gpu.throttling()
-        found.add(Findings(faults, warnings))
+        found.add(Report(faults, warnings))
     return found
 
 
-def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Findings:
+def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Report:
     """`launch.node.measure` on all GPUs at once, a process each: which fail, are wrong, hang, or are slow beside the others."""
     answers: dict[int, hardware.Answer] = {}
 
@@ -293,7 +269,7 @@ def products(mine: Sequence[hardware.Gpu], python: str, seconds: float) -> Findi
         thread.start()
     for thread in threads:
         thread.join()
-    found, speeds = Findings(), {}
+    found, speeds = Report(), {}
     for place, gpu in enumerate(mine):
         result = _result(answers[place])
         if fault := result.get("error") or (f"{result['wrong']} entries of a product are wrong" if result.get("wrong") else None):
@@ -324,27 +300,13 @@ def _result(answer: hardware.Answer) -> dict[str, Any]:
     return {"error": f"a product ended with {answer.code}: {hardware.last_line(answer.errors) or 'it says nothing'}"}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Look, write the report: 0. Without FOLDER print it: 1 where there is a fault."""
-    parser = argparse.ArgumentParser(prog="python -m launch.node.checks", description="Is this node fit for a run?", allow_abbrev=False)
-    parser.add_argument("out", nargs="?", metavar="FOLDER", help="write FOLDER/NODE.json (default: print it)")
-    parser.add_argument("--expect-gpus", type=int, default=0, metavar="N", help="GPUs that must be visible; 0: look at none")
-    parser.add_argument("--python", metavar="PATH", help="the ranks' interpreter, which must be there")
-    parser.add_argument("--numa", metavar="WAY", help="ranks are bound to CPUs so, which takes numactl")
-    parser.add_argument("--matmul", action="store_true", help="multiply matrices on every GPU in that interpreter, which has torch")
-    parser.add_argument("--free-memory-gb", type=float, default=0, metavar="GB", help="least free memory")
-    parser.add_argument("--free-disk-gb", type=float, default=0, metavar="GB", help="least free space in each folder")
-    parser.add_argument("--folder", action="append", default=[], metavar="PATH", help="a folder that must be writable; may be given often")
-    parser.add_argument("--seconds", type=float, default=150, metavar="S", help="for all of it (default: %(default)s)")
-    arguments = parser.parse_args(argv)
-    found = look(arguments)
-    report = {"node": node_name(), "ok": not found.faults, **asdict(found), "time": round(time.time(), 3)}
-    if arguments.out is None:
-        print(json.dumps(report, indent=1))
-    else:
-        write_json(Path(arguments.out) / f"{report['node']}.json", report)
+def main() -> int:
+    """Look, and write the report: 0."""
+    out, wanted = sys.argv[1:]
+    found, name = look(json.loads(wanted)), node_name()
+    write_json(Path(out) / f"{name}.json", {**asdict(found), "node": name, "ok": found.ok, "time": round(time.time(), 3)})
     sys.stdout.flush()
-    return 0 if arguments.out is not None or report["ok"] else 1
+    return 0
 
 
 if __name__ == "__main__":

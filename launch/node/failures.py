@@ -159,7 +159,7 @@ def blameless_signal(signal: str | None, traceback: str | None) -> bool:
 def records(attempt: Path) -> list[dict[str, Any]]:
     """The ranks' records of an attempt, by rank."""
     found = (read_json(path) for path in sorted((attempt / "ranks").glob("rank_*.json")))
-    return [record for record in found if isinstance(record, dict) and isinstance(record.get("rank"), int)]
+    return [record for record in found if record is not None]
 
 
 def failures(attempt: Path, *, running: bool = False) -> list[Failure]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 BUSY_MIB = 2048  # memory in use on a GPU that should be idle; the driver's own share is well below
@@ -89,14 +89,6 @@ class Gpu:
         return [lines[r] for r in self.throttled if r.startswith("hw")], [lines[r] for r in self.throttled if r.startswith("sw")]
 
 
-@dataclass
-class Survey:
-    """All that nvidia-smi said."""
-
-    gpus: list[Gpu] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)  # its lines that are no GPU, such as a GPU that is lost
-
-
 def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Answer:
     """Run a command with a time limit. One that cannot be killed (a driver that hangs) is left behind, not waited for.
 
@@ -114,44 +106,42 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
     return Answer(process.returncode, _text(output), _text(errors))
 
 
-def survey(seconds: float) -> Survey:
-    """Every GPU of this machine that is visible to this process, within `seconds`.
+def survey(seconds: float) -> tuple[list[Gpu], list[str]]:
+    """Every GPU of this machine that is visible to this process, within `seconds`, and the lines that are no GPU: one that is lost.
 
     Raises:
         SmiError: nvidia-smi is missing, failed, or does not answer.
     """
-    end, found = time.monotonic() + seconds, Survey()
-    for row in _query("gpu", CORE, seconds, found.complaints):
-        found.gpus.append(_gpu(row))
-    if not found.gpus:
-        return found
-    by_uuid = {gpu.uuid: gpu for gpu in found.gpus}
-    for uuid, pending, failure in _optional("remapped-rows", ROWS, end - time.monotonic()):
-        if gpu := by_uuid.get(uuid):
-            gpu.row_pending, gpu.row_failure = _yes(pending), _yes(failure)
-    for uuid, action in _optional("gpu", ["uuid", "gpu_recovery_action"], end - time.monotonic()):
-        if gpu := by_uuid.get(uuid):
-            gpu.recovery = _word(action)
-    for uuid, state in _optional("gpu", ["uuid", "fabric.state"], end - time.monotonic()):
-        if gpu := by_uuid.get(uuid):
-            gpu.fabric = _word(state)
-    for uuid, pid, name, used in _optional("compute-apps", USERS, end - time.monotonic()):
-        if gpu := by_uuid.get(uuid):
-            gpu.users += (f"pid {pid} ({name}, {used} MiB)",)
-    throttle(found.gpus, end - time.monotonic())
-    return found
+    end, complaints = time.monotonic() + seconds, list[str]()
+    gpus = [_gpu(row) for row in _query("gpu", CORE, seconds, complaints)]
+    if not gpus:
+        return gpus, complaints
+    for gpu, (pending, failure) in _of_each(gpus, "remapped-rows", ROWS, end - time.monotonic()):
+        gpu.row_pending, gpu.row_failure = _yes(pending), _yes(failure)
+    for gpu, (action,) in _of_each(gpus, "gpu", ["uuid", "gpu_recovery_action"], end - time.monotonic()):
+        gpu.recovery = _word(action)
+    for gpu, (state,) in _of_each(gpus, "gpu", ["uuid", "fabric.state"], end - time.monotonic()):
+        gpu.fabric = _word(state)
+    for gpu, (pid, name, used) in _of_each(gpus, "compute-apps", USERS, end - time.monotonic()):
+        gpu.users += (f"pid {pid} ({name}, {used} MiB)",)
+    throttle(gpus, end - time.monotonic())
+    return gpus, complaints
 
 
 def throttle(gpus: Sequence[Gpu], seconds: float) -> None:
     """Set what holds down the GPUs' clocks at this moment, under the drivers' older names of it too."""
-    by_uuid = {gpu.uuid: gpu for gpu in gpus}
     for prefix in ("clocks_event_reasons", "clocks_throttle_reasons"):
-        rows = _optional("gpu", ["uuid", *(f"{prefix}.{name}" for name in THROTTLING)], seconds)
-        for uuid, *states in rows:
-            if gpu := by_uuid.get(uuid):
-                gpu.throttled = tuple(name for name, state in zip(THROTTLING, states, strict=True) if state == "Active")
+        rows = _of_each(gpus, "gpu", ["uuid", *(f"{prefix}.{name}" for name in THROTTLING)], seconds)
+        for gpu, states in rows:
+            gpu.throttled = tuple(name for name, state in zip(THROTTLING, states, strict=True) if state == "Active")
         if rows:
             return
+
+
+def _of_each(gpus: Sequence[Gpu], what: str, fields: Sequence[str], seconds: float) -> list[tuple[Gpu, list[str]]]:
+    """What nvidia-smi says of some fields, the first of which is the GPU's UUID, for each row that is one of these GPUs."""
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    return [(by_uuid[uuid], cells) for uuid, *cells in _optional(what, fields, seconds) if uuid in by_uuid]
 
 
 def listed(seconds: float) -> int:
@@ -245,20 +235,6 @@ RECENT_SECONDS = 3600.0  # an older error has been lived with, or its GPU was re
 BROKEN = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143})
 
 
-@dataclass(frozen=True)
-class Xid:
-    """An error that the NVIDIA driver wrote into the kernel's log."""
-
-    number: int
-    device: str  # PCI:0000:3b:00
-    text: str
-
-    @property
-    def broken(self) -> bool:
-        """Whether it means that the GPU is not fit for use."""
-        return self.number in BROKEN
-
-
 def memory_gb() -> tuple[float, float, float | None]:
     """(free, whole) memory and the free part of /dev/shm (None: there is none), in GB."""
     pairs = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
@@ -301,8 +277,8 @@ def network_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
     return ports
 
 
-def recent_xids(now: float | None = None) -> list[Xid] | None:
-    """The driver's errors of the last hour, one of each number and device, the latest; None where the log may not be read.
+def recent_xids(now: float | None = None) -> list[tuple[int, str]]:
+    """The numbers and texts of the driver's errors of the last hour, the latest of each device; none where the log may not be read.
 
     now: seconds since the machine started.
     """
@@ -310,14 +286,12 @@ def recent_xids(now: float | None = None) -> list[Xid] | None:
         answer = ask(["dmesg"], 10)
         now = now if now is not None else float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except OSError:
-        return None
-    if answer.code != 0:
-        return None
-    found: dict[tuple[int, str], Xid] = {}
-    for line in answer.output.splitlines():
+        return []
+    found: dict[tuple[str, str], str] = {}
+    for line in answer.output.splitlines() if answer.code == 0 else ():
         match = XID.match(line.strip())
         if match and now - float(match["at"]) <= RECENT_SECONDS:
             ago = max(0, now - float(match["at"])) / 60
             text = f"Xid {match['number']} ({match['device']}) {ago:.0f} minutes ago: {match['said'] or 'no text'}"
-            found[int(match["number"]), match["device"]] = Xid(int(match["number"]), match["device"], text)
-    return list(found.values())
+            found[match["number"], match["device"]] = text
+    return [(int(number), text) for (number, _), text in found.items()]

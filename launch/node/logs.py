@@ -253,5 +253,4 @@ def supervisor_source(item: Path, attempt: Path | None = None) -> Source:
 
 def started(attempt: Path) -> float:
     """When an attempt started, by its record; 0.0 where it has none yet."""
-    record = read_json(attempt / "attempt.json")
-    return float(record.get("started") or 0.0) if isinstance(record, dict) else 0.0
+    return float((read_json(attempt / "attempt.json") or {}).get("started") or 0.0)

@@ -64,16 +64,11 @@ def _asked(*command: str, seconds: float = LOOK_SECONDS) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, stdin=subprocess.DEVNULL)
 
 
-# --- what is installed -----------------------------------------------------------------------------------------------------------
-
-
 def python() -> Iterator[Check]:
     """The interpreter's version."""
-    here = f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}"
-    if PYTHON[0] <= sys.version_info[:2] <= PYTHON[1]:
-        yield Check("ok", "python", here)
-    else:
-        yield Check("FAILED", "python", here, "3.11 to 3.13 is needed; make setup PYTHON_BASE=/path/to/python")
+    right = PYTHON[0] <= sys.version_info[:2] <= PYTHON[1]
+    remedy = "" if right else "3.11 to 3.13 is needed; make setup PYTHON_BASE=/path/to/python"
+    yield Check("ok" if right else "FAILED", "python", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}", remedy)
 
 
 def torch_and_megatron() -> Iterator[Check]:
@@ -156,9 +151,6 @@ def deepspeed() -> Iterator[Check]:
         pins = [re.match(r"deepspeed==([\w.]+)", line) for line in requires("fem-megatron") or []]
         tested = next((pin[1] for pin in pins if pin), None)
     yield _pinned("deepspeed", hardware.last_line(asked.stdout), tested, INSTALL)
-
-
-# --- what compiles, and what was compiled ------------------------------------------------------------------------------------------
 
 
 def compiling() -> Iterator[Check]:
@@ -261,12 +253,10 @@ def packages() -> Iterator[Check]:
     from fem_megatron.megatron.platform import has_cuda
 
     for module, distribution in GPU_PACKAGES.items():
-        found = None
         if find_spec(module):
+            found = "a version unknown"
             with contextlib.suppress(PackageNotFoundError):
                 found = version(distribution)
-            found = found or "a version unknown"
-        if found:
             yield Check("ok", module, found)
         elif has_cuda():
             yield Check("absent", module, "not installed; other implementations run", GPU_EXTRA)

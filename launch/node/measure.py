@@ -12,22 +12,21 @@ passes through each rank's link, whatever n is, so that it compares with the spe
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from launch.job import read_json, write_json
 from launch.node.checks import node_name
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-import json
 
 MIB = 1 << 20
 SIZES = {"nccl": (1, 32, 1024), "gloo": (1, 16)}  # MiB; the last one is compared with the floor
@@ -58,9 +57,6 @@ def join(backend: str, seconds: float) -> Ranks:
     if backend == "nccl":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(int(os.environ["LOCAL_WORLD_SIZE"]))))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank]
-    import torch
-    import torch.distributed as dist
-
     device = torch.device("cuda:0" if backend == "nccl" else "cpu")
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds), device_id=device if backend == "nccl" else None)
     nodes: list[Any] = [None] * world_size
@@ -68,15 +64,12 @@ def join(backend: str, seconds: float) -> Ranks:
     return Ranks(rank, world_size, local_rank, backend, device, tuple(nodes))
 
 
-def measure(ranks: Ranks, mib: int, group: ProcessGroup | None = None) -> dict[str, float]:
+def measure(ranks: Ranks, mib: int, group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """All-reduce a float32 tensor within a group (None: everybody) for a second: {"mib", "milliseconds", "algorithm", "bus"} (GB/s).
 
     Raises:
         RuntimeError: the sum is wrong.
     """
-    import torch
-    import torch.distributed as dist
-
     size = dist.get_world_size(group)
     data = torch.full((mib * MIB // 4,), float(dist.get_rank(group) + 1), device=ranks.device)
     dist.all_reduce(data, group=group)
@@ -106,11 +99,8 @@ def measure(ranks: Ranks, mib: int, group: ProcessGroup | None = None) -> dict[s
     }
 
 
-def meet(ranks: Ranks, group: ProcessGroup | None = None) -> None:
+def meet(ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
     """Return on all ranks at the same time."""
-    import torch
-    import torch.distributed as dist
-
     here = torch.zeros(1, device=ranks.device)
     dist.all_reduce(here, group=group)
     here.item()
@@ -118,8 +108,6 @@ def meet(ranks: Ranks, group: ProcessGroup | None = None) -> None:
 
 def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
     """The bus bandwidth of every pair of neighbouring nodes, {"nodes", "bus"}: a slow node is in both of the slowest pairs. Collective."""
-    import torch.distributed as dist
-
     names = ranks.names
     pairs = [(names[i], names[(i + 1) % len(names)]) for i in range(len(names))]
     members = [[rank for rank, node in enumerate(ranks.nodes) if node in pair] for pair in pairs]
@@ -137,8 +125,6 @@ def neighbours(ranks: Ranks, mib: int) -> list[dict[str, Any]]:
 
 def gather(ranks: Ranks, value: Any) -> list[Any]:
     """Every rank's value. Collective."""
-    import torch.distributed as dist
-
     values: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(values, value)
     return values
@@ -173,28 +159,16 @@ def exchange(ranks: Ranks, folders: Sequence[str], token: str) -> list[str]:
             faults.append(f"{name}: {node} cannot write there: {error.strerror}")
     meet(ranks)
     for name in folders if mine else ():
-        unseen = _wait(lambda name=name: [other for other, path in paths[name].items() if _text(path) != other])  # type: ignore[misc]
-        if unseen := [other for other in unseen if other != node]:
+        deadline = time.monotonic() + SEEN_SECONDS
+        others = {other: path for other, path in paths[name].items() if other != node}
+        while (unseen := [other for other, path in others.items() if not path.exists()]) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if unseen:
             faults.append(f"{name}: {node} does not see what {', '.join(unseen)} wrote: not one folder, shared by the nodes")
     everyone = gather(ranks, faults)
     for name in folders if mine else ():
         paths[name][node].unlink(missing_ok=True)
     return list(dict.fromkeys(fault for told in everyone for fault in told))
-
-
-def _wait(unseen: Callable[[], list[str]]) -> list[str]:
-    """What is still unseen once everything is seen or patience ends."""
-    deadline = time.monotonic() + SEEN_SECONDS
-    while (left := unseen()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return left
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return None
 
 
 def all_reduce(argv: list[str]) -> int:
@@ -207,8 +181,6 @@ def all_reduce(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120, help="for the ranks to find each other")
     arguments = parser.parse_args(argv)
     ranks = join(arguments.backend, arguments.seconds)
-    import torch.distributed as dist
-
     result: dict[str, Any] = {"world_size": ranks.world_size, "nodes": ranks.names, "backend": ranks.backend}
     result["clocks"] = clocks(ranks, arguments.folder)
     result["shared"] = exchange(ranks, arguments.shared, f"{os.environ.get('MASTER_PORT', '0')}")
@@ -235,8 +207,6 @@ def check(device_name: str, size: int = SIZE, timed: int = TIMED, repeats: int =
     Raises:
         RuntimeError: the device fails.
     """
-    import torch
-
     device = torch.device(device_name)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((size, size // 2), (size // 2, size)))

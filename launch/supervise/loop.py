@@ -9,27 +9,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fem_common.errors import reason
 from fem_common.exits import Exit
 from launch.job import Job, launch_folder, write_json
-from launch.supervise import run_files
+from launch.supervise import policy, run_files
 from launch.supervise.classify import Observed, classify, fresh, is_lasting, last_step
 from launch.supervise.journal import Journal, cordon, cordon_file, cordoned
 from launch.supervise.place import Attempt, Place, PlaceError, Unreachable
-from launch.supervise.policy import (
-    KEEP_SECONDS,
-    MISPLACED_TIMES,
-    Decision,
-    Situation,
-    back_off,
-    decide,
-    describe,
-    failures_since_progress,
-    limits_of,
-    misplaced,
-    since_stop,
-)
+from launch.supervise.policy import KEEP_SECONDS, MISPLACED_TIMES, Decision, Situation, decide, describe
 from launch.supervise.run_files import Record, Sight, has_stepped, look, read
 from launch.supervise.watch import POLL_SECONDS, Signals, Watch, taken_away
 
@@ -46,7 +35,7 @@ class Supervisor:
     def __init__(self, job: Job, index: int, place: Place, signals: Signals, journal: Journal, *, show: bool) -> None:
         self.job, self.item, self.place, self.signals, self.journal, self.show = job, job.items[index], place, signals, journal, show
         self.directory = Path(self.item.directory)
-        self.limits = limits_of(job.profile.get("restarts") or {})
+        self.limits = policy.limits_of(job.profile.get("restarts") or {})
         self.records: list[Record] = []
 
     def run(self) -> int:
@@ -64,7 +53,7 @@ class Supervisor:
                     self.journal.state("stopped", trouble)
                     raise
                 self.journal.say(trouble)
-                self._wait(back_off(number, self.limits), trouble)
+                self._wait(policy.back_off(number, self.limits), trouble)
         raise AssertionError
 
     def _run(self, trouble: str | None) -> int:
@@ -83,8 +72,6 @@ class Supervisor:
                 code = self._decide(self._attempt())
             if code is not None:
                 return code
-
-    # --- one attempt -------------------------------------------------------------------------------------------------------------
 
     def _attempt(self) -> Observed:
         """Make an attempt: what was seen of it; its closed record is the last of ``records``."""
@@ -109,37 +96,33 @@ class Supervisor:
         self.journal.attempt = number
         try:
             nodes = self.place.nodes()
+            record = replace(record, nodes=nodes)
+            record.save()
+            self.journal.nodes = nodes
+            if unwanted := self._unwanted(nodes):
+                self.journal.say(f"{', '.join(unwanted)} of this allocation: cordoned or excluded")
+                return self._close(record, Observed(None, before, before), outcome="misplaced")
+            attempt = Attempt(number, folder, self.job, self.item, nodes, environment)
+            if faults := self._check(attempt):
+                return self._not_begun(record, before, faults=faults)
+            if self.signals.any:  # while the nodes were checked
+                outcome = "cancelled" if self._stop_wish() else "saved"
+                return self._close(record, Observed(0, before, before, told=True), outcome=outcome)
+            self._tell_start(attempt, before)
+            seen = Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(before, show=self.show)
         except PlaceError as error:
-            return self._refused(record, before, error)
-        record = replace(record, nodes=nodes)
-        record.save()
-        self.journal.nodes = nodes
-        if unwanted := self._unwanted(nodes):
-            self.journal.say(f"{', '.join(unwanted)} of this allocation: cordoned or excluded")
-            return self._close(record, Observed(None, before, before), outcome="misplaced")
-        attempt = Attempt(number, folder, self.job, self.item, nodes, environment)
-        try:
-            faults = self._check(attempt)
-        except PlaceError as error:
-            return self._refused(record, before, error)
-        if faults:
-            cancelled = self._stop_wish() is not None
-            taken = not cancelled and taken_away(self.place, self.signals)
-            return self._close(record, Observed(None, before, before, faults=faults, cancelled=cancelled, taken=taken))
-        if self.signals.any:  # while the nodes were checked
-            return self._close(record, Observed(0, before, before, told=True), outcome="saved" if not self._stop_wish() else "cancelled")
-        self._tell_start(attempt, before)
-        return self._close(record, Watch(attempt, self.place, self.signals, self.journal, self._stop_wish).run(show=self.show))
+            return self._not_begun(record, before, refused=str(error), queue=self.place.can_requeue)
+        return self._close(record, seen)
 
-    def _refused(self, record: Record, before: Sight, error: PlaceError) -> Observed:
-        """Close an attempt that could not be begun."""
-        cancelled, queue = self._stop_wish() is not None, self.place.can_requeue
+    def _not_begun(self, record: Record, before: Sight, **seen: Any) -> Observed:
+        """Close an attempt whose ranks were not started."""
+        cancelled = self._stop_wish() is not None
         taken = not cancelled and taken_away(self.place, self.signals)
-        return self._close(record, Observed(None, before, before, refused=str(error), cancelled=cancelled, taken=taken, queue=queue))
+        return self._close(record, Observed(None, before, before, cancelled=cancelled, taken=taken, **seen))
 
     def _unwanted(self, nodes: tuple[str, ...]) -> list[str]:
         """Those of the allocation's nodes that the item is not to run on, where a requeue can get others; not for ever."""
-        if not self.place.can_requeue or misplaced([record.end for record in self.records]) >= MISPLACED_TIMES:
+        if not self.place.can_requeue or policy.misplaced([record.end for record in self.records]) >= MISPLACED_TIMES:
             return []
         excluded = self._excluded()
         unwanted = [node for node in nodes if node in excluded]
@@ -195,8 +178,6 @@ class Supervisor:
         if event is not None:
             self.journal.event(event, about or ended, step=record.step_end)
 
-    # --- what then ---------------------------------------------------------------------------------------------------------------
-
     def _decide(self, seen: Observed | None, *, wait: bool = True) -> int | None:
         """Decide and do it: the exit code, or None to make another attempt."""
         stop = self._stop_wish()
@@ -215,8 +196,7 @@ class Supervisor:
         history = [record.end for record in self.records]
         decision = decide(history, self.limits, situation)
         self.records[-1] = self.records[-1].decided(decision)
-        recent = since_stop(history)
-        self.journal.failures = failures_since_progress(recent)
+        self.journal.failures = policy.failures_since_progress(policy.since_stop(history))
         self._cordon(decision, unhealthy)
         if decision.action == "finish":
             self.journal.state("finished")
@@ -279,7 +259,7 @@ class Supervisor:
         recent = self.records[stops[-1] + 1 :] if stops else self.records
         decided = [node for record in recent for node in (record.decision or {}).get("exclude") or ()]
         try:
-            away = list(cordoned(cordon_file(self.job)))
+            away = list(cordoned(cordon_file(self.job.profile, self.job.working_directory)))
         except OSError as error:
             self.journal.say(f"the cordon file cannot be read: {error}")
             away = []
@@ -287,14 +267,10 @@ class Supervisor:
 
     def _cordon(self, decision: Decision, unhealthy: Mapping[str, str]) -> None:
         """Tell all runs of nodes that failed: for good where the hardware has a fault, for hours where it may pass, else for some days."""
-        path = cordon_file(self.job)
+        path, failure = cordon_file(self.job.profile, self.job.working_directory), self.records[-1].failure
         for node, why in decision.cordon.items():
-            if node in unhealthy:
-                until = None if is_lasting(why) else time.time() + PASSING_SECONDS
-            else:
-                failure = self.records[-1].failure
-                passing = failure is not None and failure.exit == Exit.WRONG_INPUT
-                until = time.time() + (PASSING_SECONDS if passing else KEEP_SECONDS)
+            passing = node in unhealthy or (failure is not None and failure.exit == Exit.WRONG_INPUT)
+            until = None if node in unhealthy and is_lasting(why) else time.time() + (PASSING_SECONDS if passing else KEEP_SECONDS)
             try:
                 added = cordon(path, [node], why, self.directory, until)
             except OSError as error:
@@ -303,8 +279,6 @@ class Supervisor:
             if added:
                 self.journal.say(f"{node} is cordoned in {path}: {why}")
                 self.journal.event("cordoned", f"{node}: {why}", node=node)
-
-    # --- between attempts --------------------------------------------------------------------------------------------------------
 
     def _wait(self, seconds: float, reason: str) -> None:
         """Wait before the next attempt; a signal ends the wait. After a save that was only to start again, signals are done with."""

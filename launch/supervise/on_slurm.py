@@ -21,7 +21,7 @@ from launch.cluster.slurm import SlurmError, call, node_names
 from launch.job import last_lines, launch_folder
 from launch.node.checks import check_command, read_reports
 from launch.supervise.classify import cancelled, has_features, is_away, taken
-from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agent_command
+from launch.supervise.place import Attempt, Place, PlaceError, Unreachable, agent_command, started
 
 # What each node's task runs: the agent ignores the signals meant for ranks (an ignored signal stays ignored over exec); torchrun reads its
 # node's number from PET_NODE_RANK.
@@ -38,15 +38,11 @@ class SlurmPlace(Place):
     can_requeue = True
 
     def __init__(self, environ: Mapping[str, str], exclude: Sequence[str] = ()) -> None:
-        """environ: the batch script's; exclude: nodes that the profile excludes. Raises PlaceError where it is not that of a Slurm job."""
-        raw = environ.get("SLURM_JOB_ID")
-        if not raw:
-            raise PlaceError("SLURM_JOB_ID is not set: this is not a Slurm job")
+        """environ: the batch script's; exclude: nodes that the profile excludes."""
+        raw, array, task = environ["SLURM_JOB_ID"], environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         self._environ = dict(environ)
-        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         # The bare number of an array's last task is the whole array's as well: commands take ARRAY_TASK.
-        self._job = f"{array}_{task}" if array and task is not None else raw
-        self.job_id = self._job
+        self.job_id = self._job = f"{array}_{task}" if array and task is not None else raw
         self._number = int(raw)
         self.restart_count = int(environ.get("SLURM_RESTART_COUNT") or 0)
         self._own = tuple(exclude)
@@ -103,27 +99,15 @@ class SlurmPlace(Place):
         # The number is all that the step gets of a node: of nodes that are the job's own, all (192, where the profile takes 96 cores).
         whole = re.findall(r"(?:^|,)(\d+)", self._environ.get("SLURM_JOB_CPUS_PER_NODE") or "") if taken.get("exclusive") else []
         cpus = min(whole, key=int, default=self._environ.get("SLURM_CPUS_PER_TASK") or str(taken.get("cpus") or 1))
-        # --overlap --mem=0: beside another step, such as the guard, for which Slurm would let this one wait, or refuse it, otherwise.
-        srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--overlap"]
-        srun += ["--mem=0", f"--cpus-per-task={cpus}", "--mpi=none", "--export=ALL", "--input=none", *options]
+        srun = [*srun_words(nodes, name, cpus), *options]
         if int(self._environ.get("SLURM_JOB_NUM_NODES") or len(nodes)) != len(nodes):
             srun.append(f"--nodelist={','.join(nodes)}")
         own, prefix = container_parts(attempt)
         srun += [*own, *((profile.get("slurm") or {}).get("srun_options") or ())]
         words = ["bash", "-c", WRAPPER, "launch", *prefix, *command]
         which: dict[str, str] = {key: self._environ[key] for key in ("SLURM_JOB_ID", "SLURM_CONF") if key in self._environ}
-        log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with log.open("ab") as out:
-                process = subprocess.Popen(
-                    [*srun, *words],
-                    env=dict(attempt.environment) | which,
-                    cwd=attempt.job.working_directory,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    start_new_session=True,
-                )
+            process = started([*srun, *words], log, env=dict(attempt.environment) | which, cwd=attempt.job.working_directory)
         except OSError as error:
             raise PlaceError(f"srun cannot be started: {error.strerror or error}") from None
         return SlurmRunning(process, self._job, name, attempt)
@@ -305,12 +289,15 @@ class SlurmRunning:
 
 def beside(nodes: Sequence[str], name: str, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a module of ours once on each of the nodes, as a step that shares what the ranks have. Raises OSError."""
-    srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--overlap", "--mem=0"]
-    srun += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0", "--cpus-per-task=1", "--mpi=none", "--input=none", "--export=ALL"]
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            [*srun, sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+    where = [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0"]
+    return started([*srun_words(nodes, name, "1"), *where, sys.executable, "-m", *words], log)
+
+
+def srun_words(nodes: Sequence[str], name: str, cpus: str) -> list[str]:
+    """srun of one task a node, beside other steps, for which Slurm would let it wait, or refuse it, without --overlap --mem=0."""
+    number = len(nodes)
+    words = ["srun", f"--job-name={name}", f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
+    return [*words, "--overlap", "--mem=0", "--mpi=none", "--export=ALL", "--input=none"]
 
 
 def job_fields(job: str) -> dict[str, str]:

@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fem_common.errors import reason
 from launch.cluster.slurm import SlurmError, call
 from launch.job import Item, Job, read_json
+from launch.job.item_state import start_time
 from launch.node.checks import check_command, node_name, read_reports
 from launch.node.rank import die_with
 
@@ -164,43 +165,33 @@ class LocalPlace(Place):
         """Run the pre-flight check here; see `Place.check_nodes`."""
         folder, health = attempt.folder / "health", self.job.profile.get("health") or {}
         folder.mkdir(exist_ok=True)
-        began = time.time()
         command = check_command(self.job.profile, folder, python=self.job.python, folders=[attempt.item.directory])
+        log = attempt.folder / "logs" / "check.log"
         try:
-            with (attempt.folder / "logs" / "check.log").open("ab") as log:
-                subprocess.run(
-                    command,
-                    cwd=self.job.working_directory,
-                    env=attempt.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=float(health.get("timeout_seconds") or 180.0),
-                )
-        except subprocess.TimeoutExpired:
-            pass  # the missing report says it
+            check = started(command, log, cwd=self.job.working_directory, env=attempt.environment)
         except OSError as error:
             return {attempt.nodes[0]: [f"the check cannot be started: {reason(error)}"]}
-        return {node: list(report.faults) for node, report in read_reports(folder, attempt.nodes, began).items()}
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the missing report says it
+            check.wait(float(health.get("timeout_seconds") or 180.0))
+        check.kill()
+        return {node: report.faults for node, report in read_reports(folder, attempt.nodes).items()}
 
     def start(self, attempt: Attempt) -> LocalRanks:
         """Start torchrun, or the only rank. Raises PlaceError."""
         command = agent_command(attempt, head="127.0.0.1", port=free_port(), node_rank=0)
+        log, tied = attempt.folder / "logs" / "agents.log", functools.partial(_in_the_agent, os.getpid())
         try:
-            with (attempt.folder / "logs" / "agents.log").open("ab") as log:
-                agent = subprocess.Popen(
-                    command,
-                    cwd=self.job.working_directory,
-                    env=attempt.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=functools.partial(_in_the_agent, os.getpid()),
-                )
+            agent = started(command, log, cwd=self.job.working_directory, env=attempt.environment, preexec_fn=tied)
+            return LocalRanks(attempt, agent)
         except OSError as error:
             raise PlaceError(f"cannot start the ranks: {reason(error)}") from None
-        return LocalRanks(attempt, agent)
+
+
+def started(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """A command, started in a session of its own; what it says is added to a log. Raises OSError."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, **options)
 
 
 def _in_the_agent(supervisor: int) -> None:
@@ -227,21 +218,20 @@ class LocalRanks:
         left = processes(self.attempt.folder)
         if left and now - self._over_since < _GONE_SECONDS:
             if now - self._over_since > 10.0:  # launch.node.rank ends what its command leaves behind within that
-                _send(left, signal.SIGKILL)
+                send(left, signal.SIGKILL)
             return None
         return 128 - code if code < 0 else code
 
     def signal(self, number: int) -> None:
         """See `Running.signal`."""
-        keepers = (pid for pid in processes(self.attempt.folder) if _read(pid, "cmdline").split(b"\0")[1:3] == [b"-m", b"launch.node.rank"])
-        _send(list(keepers), number)
+        send(keepers(self.attempt.folder), number)
 
     def kill(self) -> None:
         """See `Running.kill`."""
         deadline = time.monotonic() + _GONE_SECONDS
         while time.monotonic() < deadline:
             left = processes(self.attempt.folder)
-            _send(left, signal.SIGKILL)
+            send(left, signal.SIGKILL)
             self._agent.poll()
             if not left:
                 return
@@ -252,16 +242,30 @@ def end_orphans(folders: Sequence[Path]) -> int:
     """End the processes that earlier attempts left on this machine when their supervisor was killed: how many there were."""
     mine = [folder for folder in folders if (read_json(folder / "attempt.json") or {}).get("host") == socket.gethostname()]
     left = [pid for folder in mine for pid in processes(folder)]
-    _send(left, signal.SIGKILL)
+    send(left, signal.SIGKILL)
     return len(left)
 
 
 def processes(folder: Path) -> list[int]:
     """The processes on this machine, zombies aside, that belong to the attempt of a folder."""
-    marker = os.fsencode(f"LAUNCH_ATTEMPT={folder}")
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
-    mine = (pid for pid in pids if marker in _read(pid, "environ").split(b"\0"))
-    return [pid for pid in mine if _read(pid, "stat").rpartition(b")")[2].split()[:1] != [b"Z"]]
+    mine = [pid for pid in _others() if os.fsencode(f"LAUNCH_ATTEMPT={folder}") in words_of(pid, "environ")]
+    return [pid for pid in mine if start_time(pid) is not None]
+
+
+def keepers(folder: Path) -> list[int]:
+    """The processes on this machine that keep a rank of the attempt of a folder."""
+    return [pid for pid in _others() if words_of(pid)[1:4] == [b"-m", b"launch.node.rank", os.fsencode(folder)]]
+
+
+def _others() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def words_of(pid: int, what: str = "cmdline") -> list[bytes]:
+    """The command line of a process, or its environment; empty where it cannot be seen."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{what}").read_bytes().split(b"\0")
+    return []
 
 
 def free_port() -> int:
@@ -271,14 +275,8 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _read(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
-
-
-def _send(pids: Sequence[int], number: int) -> None:
+def send(pids: Sequence[int], number: int) -> None:
+    """Send a signal to processes, those that are gone passed over."""
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -29,6 +29,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from fem_common.exits import Exit
@@ -142,12 +143,8 @@ def _is_wrong_input(recent: Sequence[End]) -> bool:
     last = recent[-1].failure
     if last is None or any(end.progress for end in recent):
         return False
-    hosts = {
-        end.failure.host
-        for end in recent
-        if end.failure is not None and end.failure.kind == "node" and end.failure.exit == Exit.WRONG_INPUT
-    }
-    return last.kind == "config" or (last.kind == "node" and last.exit == Exit.WRONG_INPUT and len(hosts) > 1)
+    of_nodes = [end.failure for end in recent if end.failure and end.failure.kind == "node" and end.failure.exit == Exit.WRONG_INPUT]
+    return last.kind == "config" or (last in of_nodes and len({failure.host for failure in of_nodes}) > 1)
 
 
 def _give_up(reason: str) -> Decision:
@@ -258,22 +255,13 @@ def failures_since_progress(recent: Sequence[End]) -> int:
 
 def saves_without_progress(recent: Sequence[End]) -> int:
     """How often in a row, the last time included, an attempt was saved at a signal and left no later checkpoint."""
-    count = 0
-    for end in reversed(recent):
-        if end.progress or end.outcome in FAILED:
-            break
-        count += end.outcome == "saved"
-    return count
+    idle = takewhile(lambda end: not end.progress and end.outcome not in FAILED, reversed(recent))
+    return sum(end.outcome == "saved" for end in idle)
 
 
 def misplaced(history: Sequence[End]) -> int:
     """How often in a row, the last time included, an excluded node was allocated."""
-    count = 0
-    for end in reversed(history):
-        if end.outcome != "misplaced" or end.stopped:
-            break
-        count += 1
-    return count
+    return len(list(takewhile(lambda end: end.outcome == "misplaced" and not end.stopped, reversed(history))))
 
 
 def repetitions(recent: Sequence[End], *, anywhere: bool = False) -> int:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fem_common import secrets
-from launch.job import Item, Job, attempts, launch_folder, read_json, write_json
+from launch.job import Item, Job, attempts, last_json_lines, launch_folder, read_json, write_json
 from launch.supervise.policy import Decision, End, Failure
 
 _CHECKPOINT = re.compile(r"step_(\d{8,})$")
-_TAIL = 1 << 14  # bytes; more than two lines of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -37,17 +36,18 @@ class Sight:
 def look(directory: Path) -> Sight:
     """How the run in a directory stands, by its own files."""
     progress = read(directory / "progress.json") or {}
-    metrics = directory / "metrics.jsonl"
-    steps = [step for step in (progress.get("step"), _last_step(metrics)) if isinstance(step, int)]
-    message = progress.get("message")
+    metrics, size, said = directory / "metrics.jsonl", 0, progress.get("step")
+    with suppress(OSError):
+        size = metrics.stat().st_size
+    last = next((line["step"] for line in last_json_lines(metrics) if isinstance(line.get("step"), int)), None)
     return Sight(
         state=progress.get("state"),
-        step=max(steps, default=None),
+        step=max((step for step in (said, last) if step is not None), default=None),
         checkpoint=newest_checkpoint(directory),
-        message=message if isinstance(message, str) else None,
+        message=progress.get("message"),
         writer=(progress.get("host"), progress.get("pid"), progress.get("time")),
-        metrics=_size(metrics),
-        said=progress.get("step") if isinstance(progress.get("step"), int) else None,
+        metrics=size,
+        said=said,
     )
 
 
@@ -59,11 +59,9 @@ def has_stepped(before: Sight, now: Sight) -> bool:
 
 def read(path: Path) -> dict[str, Any] | None:
     """A small JSON file's object; None where there is none, or where the file system does not answer for a moment."""
-    try:
-        value = read_json(path)
-    except OSError:
-        return None
-    return value if isinstance(value, dict) else None
+    with suppress(OSError):
+        return read_json(path)
+    return None
 
 
 def newest_checkpoint(directory: Path) -> int | None:
@@ -73,31 +71,6 @@ def newest_checkpoint(directory: Path) -> int | None:
     except OSError:
         return None
     return max((int(match[1]) for match in map(_CHECKPOINT.match, names) if match), default=None)
-
-
-def _last_step(metrics: Path) -> int | None:
-    """The step of the last whole line of a metrics file that has one."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, _size(metrics) - _TAIL))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            step = json.loads(line).get("step")
-        except (ValueError, AttributeError):
-            continue
-        if isinstance(step, int):
-            return step
-    return None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 # Variables of whoever started the supervisor that would mislead its ranks: another array's, another torchrun's.
@@ -155,21 +128,16 @@ class Record:
 
 def records(directory: Path) -> list[Record]:
     """An item's attempts, oldest first; a folder without a readable attempt.json (its supervisor died within a moment) is passed over."""
-    found = (_read(folder) for folder in attempts(directory))
-    return sorted((record for record in found if record is not None), key=lambda record: record.attempt)
+    return [record for folder in attempts(directory) if (record := _read(folder)) is not None]
 
 
 def _read(folder: Path) -> Record | None:
-    raw = read_json(folder / "attempt.json")
-    if not isinstance(raw, dict):
-        return None
+    raw = read_json(folder / "attempt.json") or {}
     known = {entry.name for entry in fields(Record)} - {"folder"}
     values = {name: value for name, value in raw.items() if name in known}
-    failure = values.get("failure")
     try:
-        values["failure"] = Failure(**failure) if failure else None
-        values["nodes"] = tuple(values["nodes"])
-        return Record(**values, folder=folder)
+        failure = Failure(**values["failure"]) if values.get("failure") else None
+        return Record(**{**values, "failure": failure, "nodes": tuple(values["nodes"])}, folder=folder)
     except (KeyError, TypeError):
         return None
 

@@ -19,7 +19,7 @@ from launch.node.logs import Source, Tail
 from launch.node.stacks import stopped_ranks
 from launch.supervise.classify import Observed
 from launch.supervise.journal import Journal
-from launch.supervise.place import Attempt, Place, PlaceError, Running
+from launch.supervise.place import Attempt, Place, Running
 from launch.supervise.run_files import Sight, has_stepped, look
 
 SAVE = signal.SIGUSR1  # the time limit is near, the job is preempted, or someone asked
@@ -66,26 +66,12 @@ def noted() -> Iterator[Signals]:
 _LONGEST_LOOK = 30.0  # seconds that may count between two looks: a machine that slept, or a job that was suspended, did not hang
 
 
-@dataclass(frozen=True)
-class Patience:
-    """The profile's ``watchdog``, in seconds; 0: for ever."""
-
-    start: float  # from the start to the first step
-    step: float  # from a step to the next, or to the end
-    save: float  # from a signal to the end
-
-    @classmethod
-    def of(cls, watchdog: Mapping[str, Any], *, steps: bool) -> Patience:
-        """From a profile's values; without ``steps`` (a command) only the time after a signal is watched."""
-        start, step, save = (60.0 * float(watchdog.get(f"{name}_minutes") or 0.0) for name in ("start", "step", "save"))
-        return cls(start if steps else 0.0, step if steps else 0.0, save)
-
-
 class Watchdog:
     """Watches one attempt."""
 
-    def __init__(self, patience: Patience, now: float) -> None:
-        self.patience = patience
+    def __init__(self, start: float, step: float, save: float, now: float) -> None:
+        """Seconds to the first step, from a step to the next or to the end, from a signal to the end; 0: for ever."""
+        self.start, self.step, self.save = start, step, save
         self._last_look = now
         self._waited = 0.0  # seconds since something moved
         self._mark: object = None
@@ -109,10 +95,10 @@ class Watchdog:
                 self._waited = 0.0
             self._mark = mark
         if self._told:
-            return self._verdict(self.patience.save, "not saved and ended within {} of the signal")
+            return self._verdict(self.save, "not saved and ended within {} of the signal")
         if not self._stepped:
-            return self._verdict(self.patience.start, "no first step within {} of the start")
-        return self._verdict(self.patience.step, f"no step for {{}} after step {step}")
+            return self._verdict(self.start, "no first step within {} of the start")
+        return self._verdict(self.step, f"no step for {{}} after step {step}")
 
     def _verdict(self, patience: float, text: str) -> str | None:
         return text.format(duration(patience)) if patience and self._waited >= patience else None
@@ -141,22 +127,9 @@ class Watch:
         self._told_at: float | None = None
         self._ended_at: float | None = None
 
-    def run(self, *, show: bool) -> Observed:
-        """Start the ranks and stay until they are gone; ``show``: print what rank 0 says."""
-        before = look(self._directory)
-        try:
-            running = self.place.start(self.attempt)
-        except PlaceError as error:
-            return Observed(
-                None,
-                before,
-                before,
-                told=self.signals.any,
-                refused=str(error),
-                cancelled=self._stop() is not None,
-                taken=taken_away(self.place, self.signals),
-                queue=self.place.can_requeue,
-            )
+    def run(self, before: Sight, *, show: bool) -> Observed:
+        """Start the ranks and stay until they are gone; ``show``: print what rank 0 says. Raises PlaceError where they do not start."""
+        running = self.place.start(self.attempt)
         try:
             code, hang, cut = self._stay(running, before, Tail(Source(rank_log(self.attempt.folder, 0), "rank 0")) if show else None)
         except BaseException:
@@ -180,9 +153,10 @@ class Watch:
 
     def _stay(self, running: Running, before: Sight, tail: Tail | None) -> tuple[int | None, str | None, bool]:
         """Until the ranks are gone: the exit code, why it was a hang, and whether there was no time to wait for the end."""
-        patience = Patience.of(self.attempt.job.profile.get("watchdog") or {}, steps=self._is_run)
+        profile: Mapping[str, Any] = self.attempt.job.profile.get("watchdog") or {}
+        start, step, save = (60.0 * float(profile.get(f"{name}_minutes") or 0.0) for name in ("start", "step", "save"))
         looked = time.monotonic()
-        watchdog = Watchdog(patience, looked)
+        watchdog = Watchdog(start if self._is_run else 0.0, step if self._is_run else 0.0, save, looked)
         while (code := running.poll()) is None:
             now = time.monotonic()
             if self._pass_on(running, watchdog, now):

@@ -32,7 +32,7 @@ from launch.job.render import render
 from launch.job.request import work_directory
 from launch.node.checks import Check, Report, read_reports
 from launch.node.hardware import last_line, probe_folder
-from launch.supervise.journal import cordon_path, cordoned
+from launch.supervise.journal import cordon_file, cordoned
 
 CLEAR = "\r\033[K"
 PYTHON = (3, 11)
@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the profile, as slurm.partition=x")
     parser.add_argument("--wait", type=float, default=300, metavar="S", help="longest wait in the queue, in seconds (default: %(default)g)")
     parser.add_argument("--directory", metavar="DIR", help="folder for the trial's files (default: the first of paths.shared, or runs)")
-    parser.add_argument("--keep", action="store_true", help="keep the trial's files where all is well, too")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -134,9 +133,6 @@ def described(profile: Profile) -> str:
     return f"{profile.scheduler}, {what}{container}"
 
 
-# --- from this host --------------------------------------------------------------------------------------------------------------
-
-
 def interpreters(profile: Profile) -> Iterator[Check]:
     """The ranks' interpreter, which needs torch, and the supervisor's. One inside a container is left to the trial."""
     ranks, host = profile.interpreters(sys.executable)
@@ -152,9 +148,8 @@ def interpreter(key: str, path: str, *, torch: bool) -> Check:
     try:
         done = subprocess.run([path, "-c", ASK], capture_output=True, text=True, timeout=LOOK_SECONDS, stdin=subprocess.DEVNULL)
     except OSError as error:
-        return Check(
-            "FAILED", key, f"{path} cannot be started here: {error.strerror}", f"{key}: the path of an interpreter, null for this one"
-        )
+        remedy = f"{key}: the path of an interpreter, null for this one"
+        return Check("FAILED", key, f"{path} cannot be started here: {error.strerror}", remedy)
     except subprocess.TimeoutExpired:
         return Check("FAILED", key, f"{path} gave no answer in {LOOK_SECONDS:.0f} s: its file system hangs")
     if done.returncode:
@@ -185,13 +180,10 @@ def queue_side(profile: Profile, arguments: argparse.Namespace) -> Iterator[Chec
     if profile.scheduler != "slurm":
         return
     yield from checks.of_slurm(profile, arguments.nodes)
-    file = cordon_path(profile.paths.cordon, work_directory())
+    file = cordon_file(profile.as_json(), work_directory())
     if away := cordoned(file):
-        told = "; ".join(f"{node} ({entry.reason})" for node, entry in list(away.items())[:LISTED])
+        told = "; ".join(f"{node} ({why})" for node, why in list(away.items())[:LISTED])
         yield Check("warning", "cordon", f"{len(away)} nodes: {told}", f"delete their lines in {file} once they are well")
-
-
-# --- the trial -------------------------------------------------------------------------------------------------------------------
 
 
 def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]:
@@ -216,7 +208,7 @@ def by_trial(profile: Profile, arguments: argparse.Namespace) -> Iterator[Check]
         well = all(check.level != "FAILED" for check in found)
         yield from found
     finally:
-        if well and not arguments.keep:
+        if well:
             shutil.rmtree(directory, ignore_errors=True)
         else:
             print(f"{'':<23} the trial's files: {directory}")

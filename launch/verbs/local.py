@@ -112,16 +112,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--nodes {request.nodes}: this is one machine; --processes says how many ranks")
     job = prepare(request, data=True)
     known = standings(job)
-    ready = [standing.index for standing in known if standing.kind == "idle"]
-    if not ready:
+    if not any(standing.kind == "idle" for standing in known):
         print(f"{job.name}: nothing to do: {counted(known)} ({job.directory}); to do it anew, or with other settings: --update")
         return 0
     if job.array:
-        for standing in known:
-            if standing.kind in ("active", "stopped"):
-                told = standing.where if standing.kind == "active" else standing.message
-                print(f"{job.items[standing.index].name}: left out: {told}", flush=True)
-        return run_items(job, ready, at_once=arguments.at_once)
+        return run_items(job, [standing.index for standing in known if standing.kind != "finished"], at_once=arguments.at_once)
     return _become_supervisor(job)
 
 

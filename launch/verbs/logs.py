@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import UserError
-from launch.job import Item, Job, attempts, launch_folder, read_json, read_json_lines
-from launch.job.item_state import find_job, is_resubmitted
+from launch.job import Item, Job, attempts, launch_folder, read_json
+from launch.job.item_state import OVER, find_job, is_resubmitted, state_of, submissions
 from launch.node.failures import Failure, failures
-from launch.node.logs import Follower, Line, Source, Tail, agent_sources, merged, rank_sources, slurm_source, supervisor_source
+from launch.node.logs import Follower, Line, Source, agent_sources, merged, rank_sources, slurm_source, supervisor_source
 
 FOLLOWERS = 8  # ranks that failed after the first are told of, one by one; the rest are counted
 LAST_LINES = 15  # of a rank that gave no traceback
@@ -43,7 +43,7 @@ def blame(item: Item, wanted: str | None = None) -> Iterator[str]:
             if wanted is None:
                 break
     stop = read_json(launch_folder(directory) / "stop.json")
-    if isinstance(stop, dict) and (told or stop.get("why") == "gave up"):
+    if stop and (told or stop.get("why") == "gave up"):
         message = stop.get("message") or "no reason given"
         if not any(message in text for text in told):
             yield f"{item.name}: {stop.get('why')}: {message}"
@@ -66,9 +66,8 @@ def _attempt(item: Item, attempt: Path) -> str | None:
     dumps = sorted((attempt / "dumps").glob("rank_*.txt"))
     if dumps:
         lines.append(f"  stacks of {len(dumps)} rank{'s' * (len(dumps) != 1)}: {attempt / 'dumps'}")
-    decision = record.get("decision")
-    if isinstance(decision, dict):
-        lines.append(f"  then: {decision.get('action')}: {decision.get('reason')}")
+    if decision := record.get("decision"):
+        lines.append(f"  then: {decision['action']}: {decision['reason']}")
     return "\n".join(lines)
 
 
@@ -78,7 +77,8 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
     word = "first" if all(failure.time >= first.time for failure in rest) else "most likely"
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first.time))
     yield f"  {word}: rank {first.rank} on {first.host} at {clock}: {first.message}"
-    said = first.traceback.splitlines() if first.traceback else _last_lines(attempt, first.rank)
+    last = Follower(lambda: rank_sources(attempt, {first.rank}), LAST_LINES)
+    said = first.traceback.splitlines() if first.traceback else [line.text for line in last.read()]
     yield from (f"    {line}" for line in said)
     for failure in rest[:FOLLOWERS]:
         who, later = f"rank {failure.rank} on {failure.host}", failure.time - first.time
@@ -87,20 +87,9 @@ def _first(attempt: Path, failed: list[Failure]) -> Iterator[str]:
         yield f"  and {len(rest) - FOLLOWERS} more"
 
 
-def _last_lines(attempt: Path, rank: int) -> list[str]:
-    """The end of a rank's log."""
-    lines: list[str] = []
-    for source in rank_sources(attempt, {rank}):
-        tail = Tail(source)
-        tail.skip_to_last(LAST_LINES)
-        lines += [line.text for line in tail.read()]
-    return lines
-
-
 FOLLOW_SECONDS = 0.5
 FOLLOW_LAST = 20  # lines that -f begins with
 SLURM_LINES = 15  # of Slurm's file, where nothing else says why
-OVER = ("finished", "stopped", "cancelled")  # a supervisor's states after which no line comes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until the run is over")
     parser.add_argument("--attempt", metavar="N|all", help="another attempt than the last; all: every one")
     parser.add_argument("--rank", metavar="R", help="these ranks alone: 3, or 0,8-15")
-    parser.add_argument("--item", metavar="I", type=int, help="of an array, this task alone")
     parser.add_argument("--errors", action="store_true", help="the rank that failed first, and why")
     parser.add_argument("--tail", metavar="N", type=int, help=f"only the last N lines (with -f: {FOLLOW_LAST})")
     parser.add_argument("--time", action="store_true", help="with the time of each line")
@@ -117,7 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the lines. Raises UserError where there is no such job, item, attempt or rank."""
-    job, items = _items(arguments.directory, arguments.item)
+    job, found = find_job(arguments.directory)
+    items = [job.items[index] for index in found]
     if arguments.tail is not None and arguments.tail < 1:
         raise UserError(f"--tail is {arguments.tail}; it must be at least 1")
     if arguments.errors:
@@ -133,24 +122,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.follow:
         _follow(job, items, Follower(find, arguments.tail or FOLLOW_LAST), arguments.time)
         return 0
-    if arguments.tail is not None:
-        lines: Iterable[Line] = Follower(find, arguments.tail).read()
-    else:
-        lines = merged(find())
-    printed = _print(lines, arguments.time)
-    if not printed:
+    lines = merged(find()) if arguments.tail is None else Follower(find, arguments.tail).read()
+    if not _print(lines, arguments.time):
         print(f"launch: {arguments.directory}: nothing was said yet", file=sys.stderr)
     return 0
-
-
-def _items(directory: str, index: int | None) -> tuple[Job, list[Item]]:
-    """The job, and the items that are meant."""
-    job, found = find_job(directory)
-    if index is None:
-        return job, [job.items[one] for one in found]
-    if index not in found:
-        raise UserError(f"--item {index}: {directory} has the items {found[0]} to {found[-1]}")
-    return job, [job.items[index]]
 
 
 def _ranks(text: str | None, world_size: int) -> set[int] | None:
@@ -192,10 +167,10 @@ def _sources(job: Job, item: Item, wanted: str | None, ranks: set[int] | None, *
 def _slurm_files(job: Job, item: Item) -> list[Path]:
     """The files of Slurm's jobs that ran, or are to run, the item."""
     directory = Path(item.directory)
-    records = [read_json(path / "attempt.json") for path in attempts(directory)] + [read_json(launch_folder(directory) / "state.json")]
+    records = [read_json(path / "attempt.json") or {} for path in attempts(directory)]
     task = f"_{job.items.index(item)}" if job.array else ""
-    sent = [{"job_id": f"{line.get('job_id')}{task}"} for line in read_json_lines(launch_folder(Path(job.directory)) / "submissions.jsonl")]
-    ids = dict.fromkeys(str(record["job_id"]) for record in [*sent, *records] if isinstance(record, dict) and record.get("job_id"))
+    sent = [f"{line['job_id']}{task}" for line in submissions(job)]
+    ids = dict.fromkeys([*sent, *(str(record.get("job_id")) for record in (*records, state_of(item.directory)))])
     folder = Path(job.profile.get("logs") or launch_folder(Path(job.directory)))
     return [path for job_id in ids if (path := folder / f"slurm-{job_id}.out").is_file()]
 
@@ -215,7 +190,7 @@ def _follow(job: Job, items: list[Item], follower: Follower, with_time: bool) ->
 
 def _is_over(job: Job, item: Item) -> bool:
     """Whether nothing more will come: its supervisor is done, and it was not submitted again since."""
-    state = read_json(launch_folder(Path(item.directory)) / "state.json") or {}
+    state = state_of(item.directory)
     return state.get("state") in OVER and not is_resubmitted(job, job.items.index(item), state)
 
 

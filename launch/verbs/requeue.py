@@ -16,8 +16,8 @@ from pathlib import Path
 from fem_common.errors import UserError
 from launch.cluster import slurm
 from launch.cluster.profile import from_json, load_profile
-from launch.job import Job, launch_folder, read_json
-from launch.job.item_state import Standing, counted, find_job, standings
+from launch.job import Job, launch_folder
+from launch.job.item_state import Standing, counted, find_job, standings, state_of
 from launch.job.plan import locked
 from launch.job.request import absolute
 from launch.job.snapshot import read_code
@@ -100,7 +100,7 @@ def restart(job: Job, active: Sequence[Standing], named: Sequence[str] = ()) -> 
 
 
 def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence[str]) -> str:
-    state = read_json(launch_folder(Path(job.items[standing.index].directory)) / "state.json") or {}
+    state = state_of(job.items[standing.index].directory)
     over = state.get("job_id") == job_id and state.get("state") in ("cancelled", "stopped")
     if standing.state == "COMPLETING" or (standing.state == "RUNNING" and over):
         return "is just ending; if it does not come back to the queue, give this command again"
@@ -108,9 +108,9 @@ def _restart_on_slurm(job: Job, standing: Standing, job_id: str, named: Sequence
         slurm.signal_batch([job_id], "USR1")
         return "saves and goes back to the queue"
     if "held" in standing.message.lower() or standing.state == "REQUEUE_HOLD":
-        slurm.release([job_id])
+        slurm.call("scontrol", "release", job_id)
         return "was held, and is released"
     away = list(dict.fromkeys([*((job.profile.get("slurm") or {}).get("exclude") or ()), *excluded(job, named)]))
-    slurm.exclude(job_id, away)
+    slurm.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(away)}")
     reason = f" ({standing.message})" if standing.message else ""
     return f"waits in the queue already{reason}, from now on for any node{' but ' + ', '.join(away) if away else ''}"

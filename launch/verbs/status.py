@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,12 @@ from typing import Any
 from fem_common.errors import UserError
 from fem_common.text import count, duration
 from launch.cluster import slurm
-from launch.job import Job, attempts, launch_folder, load_job, read_json
-from launch.job.item_state import AT_WORK, find_job, is_resubmitted, process_of, state_of, submissions
+from launch.job import Job, attempts, last_json_lines, launch_folder, load_job, read_json
+from launch.job.item_state import AT_WORK, OVER, find_job, is_resubmitted, process_of, state_of, submissions
 from launch.node.logs import started
 
-OVER = ("finished", "stopped", "cancelled")  # a supervisor's last states
 LAST_SUBMISSIONS = 5  # of a job are asked for
 _STEPPING = ("running", "running?", "saving", "saving?")  # states in which steps may be made
-_TAIL_BYTES = 1 << 16  # of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,11 @@ def _submitted(job: Job) -> list[str]:
 def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
     item = job.items[index]
     state = state_of(item.directory)
-    job_id, found = _queued(job, index, queue)
+    job_id = _queued(job, index, queue)
+    found = queue.states.get(job_id or "")
     stop = read_json(launch_folder(Path(item.directory)) / "stop.json")
-    stop = stop if isinstance(stop, dict) else None
     again = stop is None and state.get("state") in OVER and is_resubmitted(job, index, state)
-    word, message = _word(job, {} if again else state, stop, job_id, found, queue.silent)
+    word, message = _word(job, {} if again else state, stop, job_id, queue)
     active = bool(found and found.active) or (word in AT_WORK and found is None) or word.endswith("?")
     numbers = _numbers(Path(item.directory), active, word in _STEPPING, now) if job.kind == "run" else {}
     return Row(
@@ -135,27 +134,16 @@ def _row(job: Job, index: int, queue: Queue, now: float) -> Row:
     )
 
 
-def _queued(job: Job, index: int, queue: Queue) -> tuple[str | None, slurm.QueueState | None]:
-    """The item's job id and Slurm's word on it: an active one before the last one."""
-    found: tuple[str | None, slurm.QueueState | None] = (None, None)
-    for submitted in _submitted(job) if job.profile.get("scheduler") == "slurm" else ():
-        job_id = f"{submitted}_{index}" if job.array else submitted
-        state = queue.states.get(job_id)
-        if state is not None and not (found[1] and found[1].active and not state.active):
-            found = job_id, state
-    return found
+def _queued(job: Job, index: int, queue: Queue) -> str | None:
+    """The item's job id that Slurm knows: an active one before the last one."""
+    submitted = _submitted(job) if job.profile.get("scheduler") == "slurm" else []
+    known = [job_id for one in submitted if (job_id := f"{one}_{index}" if job.array else one) in queue.states]
+    return max(known, key=lambda job_id: (queue.states[job_id].active, known.index(job_id)), default=None)
 
 
-def _word(
-    job: Job,
-    state: Mapping[str, Any],
-    stop: Mapping[str, Any] | None,
-    job_id: str | None,
-    found: slurm.QueueState | None,
-    silent: str | None,
-) -> tuple[str, str]:
+def _word(job: Job, state: Mapping[str, Any], stop: Mapping[str, Any] | None, job_id: str | None, queue: Queue) -> tuple[str, str]:
     """The state in one word, and a message where there is a better one than the supervisor's."""
-    said = state.get("state")
+    said, found, silent = state.get("state"), queue.states.get(job_id or ""), queue.silent
     if said == "finished":
         return said, ""
     if found is not None and found.active:
@@ -192,49 +180,25 @@ def _in_queue(said: str | None, state: Mapping[str, Any], found: slurm.QueueStat
 
 def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[str, Any]:
     """What a run's own files say; the time left only where its last attempt makes steps and has made one."""
-    progress = read_json(directory / "progress.json")
-    progress = progress if isinstance(progress, dict) else {}
-    step, valid, written = _last_lines(directory / "metrics.jsonl")
-    age = now - written if active and written is not None else None
-    seconds = step.get("step_seconds")
+    progress: dict[str, Any] = read_json(directory / "progress.json") or {}
+    metrics = directory / "metrics.jsonl"
+    lines = list(last_json_lines(metrics))
+    step: dict[str, Any] = next((line for line in lines if "loss" in line), {})
+    written = metrics.stat().st_mtime if lines else None
     began = started(there[-1]) if (there := attempts(directory)) else 0.0
     stepped = stepping and written is not None and written > began
-    steps = [value for value in (progress.get("step"), step.get("step")) if isinstance(value, int)]
-    done, whole = max(steps, default=None), progress.get("steps")
-    left = max(0, whole - done) if isinstance(whole, int) and done is not None else None
+    steps = [value for value in (progress.get("step"), step.get("step")) if value is not None]
+    done, whole, seconds = max(steps, default=0), progress.get("steps"), step.get("step_seconds")
+    known = stepped and steps and whole is not None and seconds is not None
     return {
-        "step": done,
+        "step": done if steps else None,
         "steps": whole,
         "loss": step.get("loss"),
-        "valid_loss": valid.get("valid_loss"),
+        "valid_loss": next((line["valid_loss"] for line in lines if "valid_loss" in line), None),
         "tokens_per_second": step.get("tokens_per_second"),
-        "seconds_left": left * seconds if stepped and left is not None and isinstance(seconds, int | float) else None,
-        "step_age": age,
+        "seconds_left": max(0, whole - done) * seconds if known else None,
+        "step_age": now - written if active and written is not None else None,
     }
-
-
-def _last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None]:
-    """The last step's line, the last validation's, and when the file was written."""
-    try:
-        with path.open("rb") as file:
-            status = path.stat()
-            file.seek(max(0, status.st_size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
-        return {}, {}, None
-    step: dict[str, Any] = {}
-    valid: dict[str, Any] = {}
-    for raw in reversed(lines):
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            step = step or (line if "loss" in line else {})
-            valid = valid or (line if "valid_loss" in line else {})
-        if step and valid:
-            break
-    return step, valid, status.st_mtime
 
 
 ROOT = "runs"
@@ -276,25 +240,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _board(arguments: argparse.Namespace) -> tuple[str, bool]:
     """The text, and whether anything is active."""
-    now = time.time()
-    asked = bool(arguments.directories)
+    now, asked = time.time(), bool(arguments.directories)
     once: dict[Path, tuple[Job, set[int]]] = {}  # each job with all of its items that are asked for
     for job, items in (found for directory in arguments.directories or [ROOT] for found in _jobs(Path(directory), asked=asked)):
         once.setdefault(Path(job.directory).resolve(), (job, set()))[1].update(items)
     jobs = [(job, sorted(chosen)) for job, chosen in once.values()]
     queue = ask([job for job, _ in jobs])
-    found = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
-    hidden = 0
-    if not arguments.all and not arguments.directories:
-        shown = [
-            (job, rows) for job, rows in found if any(row.active or row.since is None or now - row.since < RECENT_SECONDS for row in rows)
-        ]
-        found, hidden = shown, len(found) - len(shown)
+    every = [(job, rows_of(job, queue, now, items)) for job, items in jobs]
+    recent = RECENT_SECONDS if not arguments.all and not asked else float("inf")
+    found = [(job, rows) for job, rows in every if any(row.active or now - (row.since or now) < recent for row in rows)]
+    hidden = len(every) - len(found)
     active = any(row.active for _, rows in found for row in rows)
     if arguments.json:
         return json.dumps([asdict(row) for _, rows in found for row in rows], indent=1), active
-    names = Counter(_head(job, rows).name for job, rows in found)
-    lines = [line for job, rows in found for line in _lines(job, rows, names, items=arguments.items)]
+    lines = list(_lines(found, items=arguments.items))
     text = _table([HEADER, *lines]) if lines else ["no job here that did not end more than a day ago" if hidden else "no job here yet"]
     if hidden:
         text.append(f"{hidden} that ended more than a day ago: --all")
@@ -315,46 +274,30 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
     if (directory / "launch" / "job.json").is_file():
         yield directory
         return
-    if depth == 0:
-        return
-    try:
+    inner = list[str]()
+    with suppress(OSError):
         inner = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and entry.name not in _NOT_ENTERED)
-    except OSError:
-        return
-    for name in inner:
+    for name in inner if depth else ():
         if not name.startswith("."):
             yield from _job_folders(directory / name, depth - 1)
 
 
-def _head(job: Job, rows: Sequence[Row]) -> Row:
-    """The row that stands for a job: its only one, or a summary of all."""
-    return rows[0] if len(rows) == 1 else summary(job, rows)
+def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterator[tuple[str, ...]]:
+    """A line a job, its only row or a summary of all, and its items'; of jobs of one name the directory instead."""
+    heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
+    names, here = Counter(head.name for head in heads), f"{Path.cwd()}/"
+    for head, (_, rows) in zip(heads, found, strict=True):
+        yield _cells(head, head.directory.removeprefix(here) if names[head.name] > 1 else head.name)
+        yield from (_cells(row, f"  {row.name}") for row in rows if items and len(rows) > 1)
 
 
-def _lines(job: Job, rows: Sequence[Row], names: Counter[str], *, items: bool) -> Iterator[tuple[str, ...]]:
-    """A job's lines; where other jobs have its name, too, its directory instead."""
-    head = _head(job, rows)
-    name, *cells = _cells(head)
-    yield (_place(head.directory) if names[name] > 1 else name, *cells)
-    if items and len(rows) > 1:
-        for row in rows:
-            name, *cells = _cells(row)
-            yield (f"  {name}", *cells)
-
-
-def _place(directory: str) -> str:
-    """A directory, relative to the working directory where it lies below it."""
-    path, here = Path(directory), Path.cwd()
-    return str(path.relative_to(here)) if path != here and path.is_relative_to(here) else directory
-
-
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, name: str) -> tuple[str, ...]:
     """A row as the table shows it."""
     attempt = "-" if row.attempt is None else str(row.attempt)
     steps = f"{row.step if row.step is not None else '-'}{f'/{row.steps}' if row.steps else ''}"
     loss = "-" if row.loss is None else f"{row.loss:.4f}"
     return (
-        row.name,
+        name,
         row.state,
         row.job_id or "-",
         f"{attempt} ({row.failures} failed)" if row.failures else attempt,

@@ -197,7 +197,7 @@ def send(job: Job, profile: Profile, items: Sequence[int], *, at_once: int | Non
     try:
         job_id = slurm.submit(script)
     except slurm.SlurmError as error:
-        kept = f" (keeping away from {', '.join(exclude)}: {cordon_file(job)}, --exclude)" if exclude else ""
+        kept = f" (keeping away from {', '.join(exclude)}: {cordon_file(job.profile, job.working_directory)}, --exclude)" if exclude else ""
         raise UserError(f"{error}{kept}") from None
     hidden = secrets.values(os.environ)
     command = shlex.join(["launch", *(secrets.hide(word, hidden) for word in sys.argv[1:])])
@@ -219,7 +219,7 @@ def array_words(items: Sequence[int], at_once: int | None) -> str:
 
 def excluded(job: Job, named: Sequence[str], *, ask: bool = True) -> list[str]:
     """The nodes to exclude besides the profile's: those named, and the cordoned ones that this cluster has (``ask`` False: all)."""
-    away = cordoned(cordon_file(job))
+    away = cordoned(cordon_file(job.profile, job.working_directory))
     known = slurm.node_names() if away and ask else set(away)
     return list(dict.fromkeys([*named, *sorted(set(away) & known)]))
 

@@ -69,8 +69,6 @@ def make_attempt(item: Path, number: int, started: float, **values: Any) -> Path
     return attempt
 
 
-# --- as a person asks for them --------------------------------------------------------------------------------------------------
-
 DEMO = str(ROOT / "configs" / "run" / "demo.yaml")
 LOCAL = "scheduler: local\nnodes: {gpus: 0, cpus: 1, processes: 2}\nhealth: {check: false}\n"
 SLURM = "scheduler: slurm\nnodes: {gpus: 2, cpus: 2}\nslurm: {partition: main, time: 1-12:00:00, exclude: [n9]}\n"

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import typing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +100,9 @@ def _flow(tree: dict[str, Any]) -> str:
 
 def job(root: Path, profile: Profile, **changes: Any) -> Job:
     """A job of two nodes whose supervisor is ``root/recorder``."""
-    directory = str(root / "run")
-    fields: dict[str, Any] = {
-        "name": "job",
-        "kind": "run",
-        "directory": directory,
-        "working_directory": str(root),
-        "code": f"{directory}/launch/code",
-        "python": str(root / "recorder"),
-        "nodes": 2,
-        "processes_per_node": profile.processes_per_node,
-        "torchrun": True,
-        "items": (Item(directory, ("-m", "pretrain", f"{directory}/launch/config.yaml"), "job"),),
-        "profile": profile.as_json(),
-        "profile_path": "profile.yaml",
-    }
-    made = Job(**{**fields, **changes})
+    directory, python, ranks = str(root / "run"), str(root / "recorder"), profile.processes_per_node
+    place, items = (directory, str(root), f"{directory}/launch/code", python), (Item(directory, ("-m", "pretrain", "c.yaml"), "job"),)
+    made = replace(Job("job", "run", *place, 2, ranks, True, items, profile.as_json(), "profile.yaml"), **changes)
     with contextlib.suppress(ValueError):  # what no path can be
         Path(made.code).mkdir(parents=True, exist_ok=True)
     return made

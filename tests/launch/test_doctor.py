@@ -28,26 +28,24 @@ from tests.launch.hostile import program
 from tests.wording import Wording
 
 LOCAL = "scheduler: local\nnodes: {gpus: 0, processes: 2}\nenvironment: {GLOO_SOCKET_IFNAME: lo}\n"
-Examine = Callable[..., tuple[int, dict[str, list[tuple[str, str]]]]]
+Said = dict[str, list[tuple[str, str]]]
+Examine = Callable[..., tuple[int, Said]]
+
+
+def examined(folder: Path, capsys: pytest.CaptureFixture[str], text: str, *options: str) -> tuple[int, Said]:
+    """`doctor` with a profile's text and options: the exit code, and what is said by name as (level, text)."""
+    (folder / "profile.yaml").write_text(text, encoding="utf-8")
+    code, said = main(["doctor", f"--cluster={folder / 'profile.yaml'}", f"--directory={folder / 'trials'}", *options]), Said()
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith(("ok ", "warning ", "FAILED ")):
+            said.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
+    return code, said
 
 
 @pytest.fixture
 def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Examine:
-    """`doctor` with a profile's text and options: the exit code, and what is said by name as (level, text)."""
-
-    def run(text: str, *options: str) -> tuple[int, dict[str, list[tuple[str, str]]]]:
-        (tmp_path / "profile.yaml").write_text(text, encoding="utf-8")
-        code = main(["doctor", f"--cluster={tmp_path / 'profile.yaml'}", f"--directory={tmp_path / 'trials'}", *options])
-        said: dict[str, list[tuple[str, str]]] = {}
-        for line in capsys.readouterr().out.splitlines():
-            if line.startswith(("ok ", "warning ", "FAILED ")):
-                said.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
-        return code, said
-
-    return run
-
-
-# --- a local profile -------------------------------------------------------------------------------------------------------------
+    """See `examined`, in the test's folder."""
+    return lambda text, *options: examined(tmp_path, capsys, text, *options)
 
 
 def test_all_is_well_here_and_the_trial_leaves_nothing(examine: Examine, tmp_path: Path) -> None:
@@ -91,9 +89,6 @@ def test_mistakes_are_one_line_and_no_trial_is_made(
     assert main(["doctor", "--cluster=x", "--fix"]) == main(["doctor", "--cluster=x", "--nodes=-1"]) == 2
 
 
-# --- ranks that measure ----------------------------------------------------------------------------------------------------------
-
-
 def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not_shared(tmp_path: Path) -> None:
     """Three ranks, each of which takes itself for a node; a link leads each of them to a folder of its own."""
     (tmp_path / "shared").mkdir()
@@ -120,8 +115,6 @@ def test_ranks_of_three_nodes_measure_each_other_and_find_the_folder_that_is_not
     assert 95 < result["clocks"]["ahead_at_most"] < 200 and set(result["clocks"]["skew"]) == {"n0", "n1", "n2"}
     assert not any(list((tmp_path / name).iterdir()) for name in ("shared", "own0", "own1", "own2")), "they clean up"
 
-
-# --- what is made of Slurm's answers ---------------------------------------------------------------------------------------------
 
 PROFILE = Profile(nodes=NodesProfile(gpus=8, cpus=96, memory="1800G"), slurm=SlurmProfile(partition="gpu", time="24:00:00"))
 PARTITION = {"PartitionName": "gpu", "State": "UP", "MaxTime": "2-00:00:00", "DefaultTime": "01:00:00", "TotalNodes": "4", "MaxNodes": "4"}
@@ -226,6 +219,6 @@ def test_bandwidth_and_nodes_in_words(wording: Wording) -> None:
         wording(found.text)
     facts: dict[str, Any] = {"gpus": ["NVIDIA H100 80GB HBM3 00000000:18:00.0"] * 8, "driver": "550.90.07", "tflops": [651.2, 660.9, None]}
     facts |= {"cpus": 192, "free_memory_gb": 1990.2, "memory_gb": 2015.0, "ports": {"mlx5_0/1": "ACTIVE", "mlx5_1/1": "DOWN"}}
-    (line,) = Report("n1", facts=facts).checks()
+    (line,) = Report(facts=facts, node="n1").checks()
     wording(line.text)
-    assert [check.level for check in Report("n1", ("a", "b"), ("c",)).checks()] == ["FAILED", "FAILED", "warning"]
+    assert [check.level for check in Report(["a", "b"], ["c"]).checks()] == ["FAILED", "FAILED", "warning"]

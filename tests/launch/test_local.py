@@ -12,7 +12,7 @@ import pytest
 from launch.verbs import local
 from tests.launch.hostile import program
 from tests.launch.supervised import clean_up, wait_for
-from tests.launch.training import STEPS, Training, finish, launch
+from tests.launch.training import STEPS, Training, finish
 from tests.pretrain.conftest import tiny_data
 
 __all__ = ["tiny_data"]
@@ -40,11 +40,6 @@ def test_a_killed_rank_leaves_no_trace_in_the_losses_and_a_finished_run_is_not_r
     assert "nothing to do: finished" in finish(run.local()) and len(run.attempts) == 2
     said = finish(run.local("train.seed=7"), code=2)
     assert said.startswith("launch: error: ") and "train.seed" in said and "--update" in said
-
-
-def test_a_command_that_is_refused_ends_with_2(tmp_path: Path) -> None:
-    said = finish(launch(tmp_path, "local", "--", "data_prep", "verify", tmp_path / "nothing"), code=2)
-    assert "data_prep: error: " in said and "the input is wrong" in said
 
 
 def test_the_profile_is_that_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

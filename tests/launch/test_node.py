@@ -19,6 +19,7 @@ from launch.node import checks, hardware, measure
 from launch.node.checks import check_command, node_name, read_report, read_reports
 from tests.launch import smi
 from tests.launch.hostile import program
+from tests.launch.supervised import alive, wait_for
 
 PROFILE: dict[str, Any] = {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 20, "matmul": False}}
 
@@ -33,27 +34,24 @@ def run(folder: Path, environment: dict[str, str], profile: dict[str, Any] = PRO
     return report
 
 
-Look = Callable[[Mapping[str, Sequence[object]]], checks.Findings]
+Look = Callable[[Mapping[str, Sequence[object]]], checks.Report]
 
 
 @pytest.fixture
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
     """The check of eight GPUs, within this process, on a node whose nvidia-smi answers so."""
 
-    def check(answers: Mapping[str, Sequence[object]]) -> checks.Findings:
+    def check(answers: Mapping[str, Sequence[object]]) -> checks.Report:
         monkeypatch.setattr(os, "environ", smi.install(tmp_path / "bin", answers))
         return checks.graphics(8, None, time.monotonic() + 60)
 
     return check
 
 
-# --- a node of eight GPUs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("older", [False, True])
 def test_a_sound_node_passes_with_newer_and_older_drivers(tmp_path: Path, older: bool) -> None:
     report = run(tmp_path, smi.install(tmp_path / "bin", smi.Node(older=older).answers()))
-    assert report.ok and report.warnings == ()
+    assert report.ok and report.warnings == []
     assert len(report.facts["gpus"]) == 8 and report.facts["gpus"][7] == "NVIDIA H100 80GB HBM3 00000000:DB:00.0"
     assert abs(report.time - time.time()) < 30
 
@@ -94,61 +92,40 @@ MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML lib
 LOST = "Unable to determine the device handle for GPU0000:5D:00.0: GPU is lost.  Reboot the system to recover this GPU\n"
 
 
-SMI: list[tuple[list[object], str]] = [
-    ([9, NO_DRIVER], "couldn't communicate with the NVIDIA driver"),
-    ([18, MISMATCH], "Driver/library version mismatch"),
-    ([15, LOST], "GPU0000:5D:00.0: GPU is lost"),
-    ([6, "No devices were found\n"], "0 GPUs are visible, the profile says 8"),
-    ([139, ""], "nvidia-smi failed with exit code 139"),
-]
-
-
 def test_an_nvidia_smi_that_fails_is_a_fault_in_its_own_words(look: Look) -> None:
-    for answer, said in SMI:
+    for answer, said in (
+        ([9, NO_DRIVER], "couldn't communicate with the NVIDIA driver"),
+        ([18, MISMATCH], "Driver/library version mismatch"),
+        ([15, LOST], "GPU0000:5D:00.0: GPU is lost"),
+        ([6, "No devices were found\n"], "0 GPUs are visible, the profile says 8"),
+        ([139, ""], "nvidia-smi failed with exit code 139"),
+    ):
         assert any(said in fault for fault in look({**smi.Node().answers(), smi.CORE: answer}).faults)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "container", "wanted"),
-    [({"numa": "node"}, {}, True), ({"numa": "none"}, {}, False), ({}, {}, False), ({"numa": "socket"}, {"runtime": "pyxis"}, False)],
-)
-def test_binding_ranks_takes_numactl(nodes: dict[str, Any], container: dict[str, Any], wanted: bool, tmp_path: Path) -> None:
-    """On the ranks' PATH; what a container has is not seen from outside it."""
-    profile, programs = {"nodes": nodes, "container": container}, tmp_path / "bin"
+def test_a_program_that_is_missing_is_a_fault_where_it_is_needed(tmp_path: Path) -> None:
+    """numactl on the ranks' PATH, to bind them; what a container has is not seen from outside it. nvidia-smi where there are GPUs."""
+    programs = tmp_path / "bin"
     programs.mkdir()
-    report = run(tmp_path, {**os.environ, "PATH": str(programs)}, profile)
-    faults = ["numactl: nodes.numa = node needs this program, and it is not on PATH: install it on the nodes, or set nodes.numa: none"]
-    assert list(report.faults) == (faults if wanted else [])
+    environment, numa = {**os.environ, "PATH": str(programs)}, {"nodes": {"numa": "node"}}
+    assert "nodes.numa = node needs this program" in run(tmp_path, environment, numa).faults[0]
+    for sound in ({"nodes": {"numa": "none", "gpus": 0}}, {}, {**numa, "container": {"runtime": "pyxis"}}):
+        assert run(tmp_path, environment, sound).ok
     (programs / "numactl").touch(0o755)
-    assert run(tmp_path, {**os.environ, "PATH": str(programs)}, profile).ok
-
-
-def test_no_nvidia_smi_is_a_fault_where_gpus_are_expected_and_nowhere_else(tmp_path: Path) -> None:
-    environment = {**os.environ, "PATH": str(tmp_path)}
+    assert run(tmp_path, environment, numa).ok
     assert "is the NVIDIA driver installed" in run(tmp_path, environment).faults[0]
-    assert run(tmp_path, environment, {"nodes": {"gpus": 0}}).ok
 
 
-def test_an_nvidia_smi_that_hangs_is_named_and_not_waited_for(tmp_path: Path) -> None:
+def test_an_nvidia_smi_that_hangs_is_named_and_ended_with_its_children(tmp_path: Path) -> None:
     environment = smi.install(tmp_path / "bin", {**smi.Node().answers(), smi.CORE: ["hang"]})
     began = time.monotonic()
     report = run(tmp_path, environment, {"nodes": {"gpus": 8}, "health": {"timeout_seconds": 2}})
     assert time.monotonic() - began < 10
     assert len(report.faults) == 1 and "did not answer" in report.faults[0]
     assert report.facts["cpus"] >= 1, "the other checks are not lost"
-
-
-def test_a_command_is_given_up_with_all_its_children() -> None:
     answer = hardware.ask(["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"], 0.5)
     assert answer.code is None
-    child = int(answer.output)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{child}/stat").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline, "its child lives on"
-        time.sleep(0.05)
-
-
-# --- whose GPUs, whose memory ----------------------------------------------------------------------------------------------------
+    wait_for(lambda: not alive(int(answer.output)), 5)
 
 
 def test_cuda_visible_devices_says_which_gpus_count() -> None:
@@ -162,20 +139,13 @@ def test_cuda_visible_devices_says_which_gpus_count() -> None:
         assert hardware.chosen(all_gpus, unknown) == all_gpus
 
 
-def test_memory_of_a_stranger_is_a_fault_that_names_him(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_stranger_is_a_fault_that_names_him_unless_it_is_released(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     node = smi.Node(changed={(2, "memory.used"): "71004"})
-    users = f"{node.value(2, 'uuid')}, 4711, /usr/bin/python3, 70996\n"
-    monkeypatch.setattr(checks, "RELEASE_SECONDS", 0.0)
-    found = look({**node.answers(), smi.USERS: [0, users]})
-    assert found.faults == ["GPU 2 (00000000:3A:00.0): 71004 MiB in use by pid 4711 (/usr/bin/python3, 70996 MiB)"]
-
-
-def test_memory_that_is_released_meanwhile_is_none(look: Look) -> None:
-    before, after = smi.Node(changed={(2, "memory.used"): "71004"}).answers()[smi.CORE], smi.Node().answers()[smi.CORE]
+    before, after = node.answers()[smi.CORE], smi.Node().answers()[smi.CORE]
     assert look({**smi.Node().answers(), smi.CORE: [0, before[1], after[1]]}).faults == []
-
-
-# --- a product on each GPU -------------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(checks, "RELEASE_SECONDS", 0.0)
+    found = look({**node.answers(), smi.USERS: [0, f"{node.value(2, 'uuid')}, 4711, /usr/bin/python3, 70996\n"]})
+    assert found.faults == ["GPU 2 (00000000:3A:00.0): 71004 MiB in use by pid 4711 (/usr/bin/python3, 70996 MiB)"]
 
 
 def interpreter(folder: Path, **answers: str) -> Path:
@@ -225,8 +195,6 @@ def test_the_product_is_right_on_a_sound_device_and_wrong_on_another() -> None:
         assert measure.check("cpu", **sizes)["wrong"] == 1
 
 
-# --- the kernel's log, folders, memory -------------------------------------------------------------------------------------------
-
 XIDS = [
     "[{at:.6f}] NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.",
     "[{at:.6f}] [ T1946] NVRM: Xid (PCI:0000:2b:00): 31, pid=1942, name=python, channel 0x2, intr 00000000. MMU Fault: ENGINE GRAPHICS",
@@ -236,7 +204,7 @@ XIDS = [
 ]
 
 
-def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(tmp_path: Path) -> None:
+def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = smi.install(tmp_path / "bin", smi.Node().answers())
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     lines = [line.format(at=max(0, uptime - 60)) for line in [*XIDS, XIDS[0]]]
@@ -246,13 +214,10 @@ def test_recent_errors_of_the_driver_are_faults_where_the_hardware_is_broken(tmp
     assert [fault.split(" ")[1] for fault in report.faults] == ["79", "48", "119"]
     assert [warning.split(" ")[1] for warning in report.warnings] == ["31", "63"]
     assert "GPU has fallen off the bus" in report.faults[0] and "PCI:0000:06:00" in report.faults[0]
-
-
-def test_errors_of_long_ago_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "dmesg", f"#!/bin/sh\necho '{XIDS[0].format(at=1000)}'\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS + 1) == []
-    assert [xid.number for xid in hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS - 1) or ()] == [79]
+    assert [number for number, _ in hardware.recent_xids(now=1000 + hardware.RECENT_SECONDS - 1)] == [79]
 
 
 def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_left_in_them(tmp_path: Path) -> None:
@@ -261,7 +226,7 @@ def test_folders_that_cannot_be_written_or_are_full_are_faults_and_nothing_is_le
         path.mkdir()
     profile = {"paths": {"shared": [str(good), str(odd), str(missing)]}}
     report = run(tmp_path, dict(os.environ), profile)
-    assert report.faults == (f"{missing}: cannot be written here: No such file or directory (is it mounted?)",)
+    assert report.faults == [f"{missing}: cannot be written here: No such file or directory (is it mounted?)"]
     assert list(good.iterdir()) == list(odd.iterdir()) == []
     report = run(tmp_path, dict(os.environ), {"health": {"free_disk_gb": 1e9}}, folders=[str(good)])
     assert [fault.split(":")[0] for fault in report.faults] == ["/tmp", str(good)]
@@ -275,40 +240,28 @@ def test_network_ports_that_are_down_are_told(tmp_path: Path) -> None:
     assert hardware.network_ports(tmp_path) == {"mlx5_0/1": "ACTIVE", "mlx5_1/1": "DOWN"}
 
 
-# --- reports ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_node_without_a_whole_report_has_that_as_its_fault(tmp_path: Path) -> None:
     run(tmp_path, dict(os.environ), {})
     whole = (tmp_path / "health" / f"{node_name()}.json").read_text()
     rng, folder = random.Random(1), tmp_path / "reports"
     folder.mkdir()
     texts = [whole[: rng.randrange(len(whole) - 2)] for _ in range(40)]
-    texts += [
-        "[]",
-        "null",
-        "3",
-        '"x"',
-        '{"node": 1}',
-        whole.replace('"faults": []', '"faults": 3'),
-        whole.replace('"time": ', '"time": "x'),
-    ]
+    texts += ["[]", "null", '{"node": 1}', whole.replace('"faults": []', '"faults": 3'), whole.replace('"time": ', '"time": "x')]
     for number, text in enumerate(texts):
         (folder / f"n{number}.json").write_text(text)
     (folder / "n0.log").write_text("slurmstepd: error: something\nbash: line 1: /venv/bin/python: No such file or directory\n\n")
     names = [*(f"n{number}" for number in range(len(texts))), "silent"]
     reports = read_reports(folder, names)
     assert list(reports) == names and not any(report.ok for report in reports.values())
-    assert reports["n0"].faults == ("did not answer the health check: bash: line 1: /venv/bin/python: No such file or directory",)
+    assert reports["n0"].faults == ["did not answer the health check: bash: line 1: /venv/bin/python: No such file or directory"]
     assert "it hangs" in reports["silent"].faults[0]
     (folder / "good.json").write_text(whole)
     assert read_reports(folder, ["good"])["good"].ok
 
 
-@pytest.mark.parametrize(("off", "said"), [(-60, "behind"), (-1, None), (0, None), (60, "ahead")])
-def test_a_clock_that_is_certainly_off_is_a_fault(tmp_path: Path, off: float, said: str | None) -> None:
-    report = {"node": "n", "faults": [], "warnings": [], "facts": {}, "time": time.time() + off}
-    (tmp_path / "n.json").write_text(json.dumps(report))
-    found = read_reports(tmp_path, ["n"], began=time.time() - 5, skew_seconds=2)["n"]
-    assert found.ok if said is None else f"s {said}, at least" in found.faults[0]
-    assert read_reports(tmp_path, ["n"], began=time.time() - 5)["n"].ok, "not asked for"
+def test_a_clock_that_is_certainly_off_is_a_fault(tmp_path: Path) -> None:
+    for off, said in ((-60, "behind"), (-1, None), (0, None), (60, "ahead")):
+        report = {"node": "n", "faults": [], "warnings": [], "facts": {}, "time": time.time() + off}
+        (tmp_path / "n.json").write_text(json.dumps(report))
+        found = read_reports(tmp_path, ["n"], began=time.time() - 5, skew_seconds=2)["n"]
+        assert found.ok if said is None else f"s {said}, at least" in found.faults[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -16,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from launch.job import Item, Job
+from launch.job import Item, Job, write_json
 from launch.supervise import __main__ as supervisor
 from launch.supervise import slurm_steps as guard
 from launch.supervise.on_slurm import PORTS, SlurmPlace, SlurmRunning, container_parts, rendezvous_port
 from launch.supervise.place import Attempt, PlaceError, Unreachable, address, agent_command
 from launch.supervise.watch import Signals
+from tests.launch.hostile import program
 from tests.launch.supervised import wait_for
 
 ITEM = Item("/shared/runs/a", ("-m", "pretrain", "/shared/runs/a/launch/config.yaml"), "a")
@@ -35,18 +35,12 @@ def attempt(**profile: Any) -> Attempt:
     return Attempt(1, Path("/shared/runs/a/attempts/0001"), replace(JOB, profile=profile), ITEM, ("n1", "n2"), ENVIRONMENT)
 
 
-@pytest.mark.parametrize(
-    ("environ", "job"),
-    [
-        ({"SLURM_JOB_ID": "12"}, "12"),
-        # The last task of array 12 has the array's own number: a bare 12 would be all of its tasks.
-        ({"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}, "12_0"),
-        ({"SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}, "12_3"),
-    ],
-)
-def test_a_task_of_an_array_is_named_as_such(environ: dict[str, str], job: str) -> None:
-    place = SlurmPlace(environ)
-    assert place.job_id == job and place.restart_count == int(environ.get("SLURM_RESTART_COUNT", 0)) and place.can_requeue
+def test_a_task_of_an_array_is_named_as_such() -> None:
+    """The last task of array 12 has the array's own number: a bare 12 would be all of its tasks."""
+    for number, task, job in (("12", {}, "12"), ("12", {"SLURM_ARRAY_TASK_ID": "0"}, "12_0"), ("13", {"SLURM_ARRAY_TASK_ID": "3"}, "12_3")):
+        array = {"SLURM_ARRAY_JOB_ID": "12"} if task else {}
+        place = SlurmPlace({"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": "2", **array, **task})
+        assert (place.job_id, place.restart_count) == (job, 2)
 
 
 def test_a_port_that_is_taken_is_passed_over() -> None:
@@ -60,13 +54,9 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
 
 def test_a_head_node_is_named_by_what_resolves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster's names need not be in any name service: Slurm knows addresses."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        '#!/bin/sh\n[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it NodeHostName=x" || exit 1\n'
-    )
-    scontrol.chmod(0o755)
+    known = '[ "$*" = "show node no.such.name.invalid" ] && echo "   NodeAddr=address-of-it NodeHostName=x"'
+    program(tmp_path / "scontrol", f"#!/bin/sh\n{known}\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert address("no.such.name.invalid") == "address-of-it"
     assert address("other.name.invalid") == "other.name.invalid"  # Slurm knows none
     assert address("localhost") == "localhost"
     words = agent_command(attempt(), head="no.such.name.invalid", port=1, node_rank=None)
@@ -81,63 +71,45 @@ def test_pyxis_takes_options_of_srun() -> None:
     assert words == INSIDE
 
 
-@pytest.mark.parametrize("gpus", [0, 8])
-def test_apptainer_goes_before_the_command(gpus: int) -> None:
+def test_apptainer_goes_before_the_command() -> None:
     container = {"runtime": "apptainer", "image": "a.sif", "mounts": ["/data:/data:ro"], "options": ["--cleanenv"]}
-    options, words = container_parts(attempt(container=container, nodes={"gpus": gpus}, environment={"NCCL_DEBUG": "WARN"}))
-    assert options == [] and words[:2] == ["apptainer", "exec"] and words[-5:] == ["--cleanenv", "a.sif", *INSIDE]
-    assert ("--nv" in words) == bool(gpus)
+    for gpus in (0, 8):
+        options, words = container_parts(attempt(container=container, nodes={"gpus": gpus}, environment={"NCCL_DEBUG": "WARN"}))
+        assert options == [] and words[:2] == ["apptainer", "exec"] and words[-5:] == ["--cleanenv", "a.sif", *INSIDE]
+        assert ("--nv" in words) == bool(gpus)
     binds = [after for word, after in zip(words, words[1:], strict=False) if word == "--bind"]
     assert binds == ["/data:/data:ro", "/shared/runs/a:/shared/runs/a", "/project/work:/project/work"]
 
 
-RUNNING = {"JobState": "RUNNING", "Reason": "None", "Restarts": "1", "ExitCode": "0:0"}
+# JobState, Reason, Restarts, ExitCode; whether the batch script was killed.
+KILLED = """\
+RUNNING    None             1 0:0  yes
+COMPLETING JobLaunchFailure 1 0:9  yes
+FAILED     NonZeroExitCode  1 0:9  yes
+COMPLETING TimeLimit        1 0:0  yes
+COMPLETING None             1 1:0  it ended by itself, and badly
+COMPLETING None             1 0:0  scancel
+CANCELLED  None             1 0:15 scancel
+COMPLETING None             2 0:0  requeued by someone else
+"""
 
 
-@pytest.mark.parametrize(
-    ("job", "killed"),
-    [
-        ({}, True),
-        ({"JobState": "COMPLETING", "Reason": "JobLaunchFailure", "ExitCode": "0:9"}, True),
-        ({"JobState": "FAILED", "Reason": "NonZeroExitCode", "ExitCode": "0:9"}, True),
-        ({"JobState": "COMPLETING", "Reason": "TimeLimit"}, True),
-        ({"JobState": "COMPLETING", "ExitCode": "1:0"}, False),  # it ended by itself, and badly
-        ({"JobState": "COMPLETING"}, False),  # scancel
-        ({"JobState": "CANCELLED", "ExitCode": "0:15"}, False),
-        ({"JobState": "COMPLETING", "Restarts": "2"}, False),  # requeued by someone else
-    ],
-)
-def test_the_guard_tells_a_kill_from_other_ends(job: dict[str, str], killed: bool) -> None:
-    assert guard.killed({**RUNNING, **job}, "1") == killed
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "own"),
-    [
-        ("state.json", {"state": "running"}, False),
-        ("state.json", {"state": "requeued"}, False),  # it says so before it asks Slurm
-        ("state.json", {"state": "stopped"}, True),
-        ("stop.json", {}, True),
-    ],
-)
-def test_the_guard_heeds_what_the_item_says(tmp_path: Path, name: str, content: dict[str, str], own: bool) -> None:
+def test_the_guard_tells_a_kill_from_other_ends_and_waits_for_it(tmp_path: Path) -> None:
+    for line in KILLED.splitlines():
+        *words, why = line.split(maxsplit=4)
+        fields = dict(zip(("JobState", "Reason", "Restarts", "ExitCode"), words, strict=True))
+        assert guard.killed(fields, "1") == (why == "yes"), line
+    path = tmp_path / "launch" / "state.json"
     assert not guard.of_its_own_will(tmp_path)
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / name).write_text(json.dumps(content))
-    assert guard.of_its_own_will(tmp_path) == own
-
-
-def test_the_guard_waits_for_the_end_of_a_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    for state, own in (("running", False), ("requeued", False), ("stopped", True)):  # "requeued" it says before it asks Slurm
+        write_json(path, {"state": state})
+        assert guard.of_its_own_will(tmp_path) == own
+    path.rename(path.with_name("stop.json"))
+    assert guard.of_its_own_will(tmp_path)
+    with subprocess.Popen(["sleep", "0.5"]) as process:
         started = time.monotonic()
-        killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {process.pid}"])
         guard.wait_for_end(process.pid)
-        assert time.monotonic() - started > 0.4 and process.wait() == -9
-        killer.wait()
-    guard.wait_for_end(process.pid)
-
-
-# --- with stand-ins for Slurm's commands, first on PATH -----------------------------------------------------------------------------
+        assert time.monotonic() - started > 0.4
 
 
 class Commands:
@@ -149,9 +121,7 @@ class Commands:
 
     def put(self, name: str, script: str) -> None:
         """A command: a line of bash."""
-        path = self.folder / name
-        path.write_text(f'#!/bin/bash\necho "$@" >> "{self.folder}/{name}.calls"\n{script}\n')
-        path.chmod(0o755)
+        program(self.folder / name, f'#!/bin/bash\necho "$@" >> "{self.folder}/{name}.calls"\n{script}\n')
 
     def calls(self, name: str) -> list[str]:
         """The arguments of each call."""
@@ -192,9 +162,7 @@ def test_a_check_that_srun_cannot_start_is_no_nodes_fault(commands: Commands, tm
     place, attempt = SlurmPlace({"SLURM_JOB_ID": "7"}), here(tmp_path, health={"timeout_seconds": 20})
     with pytest.raises(PlaceError, match="the nodes cannot be checked: srun: .*Invalid credential"):
         place.check_nodes(attempt)
-    report = {"node": "n1", "ok": True, "faults": [], "warnings": [], "facts": {}, "time": time.time()}
-    (tmp_path / "health").mkdir(exist_ok=True)
-    (tmp_path / "health" / "n1.json").write_text(json.dumps(report))
+    write_json(tmp_path / "health" / "n1.json", {"node": "n1", "faults": [], "warnings": [], "facts": {}, "time": time.time()})
     faults = place.check_nodes(attempt)
     assert not faults["n1"] and "did not answer" in faults["n2"][0]
 
@@ -234,8 +202,7 @@ def test_a_lock_that_is_left_held_stops_no_run(
     """Held by an earlier start of this very job: the run goes on. By another job: back to the queue, and never an error of the user's."""
     commands.put("scontrol", f"[[ $* == *job* ]] && echo '{SHOWN}'; exit 0")
     monkeypatch.setattr(supervisor, "LOCK_SECONDS", 0.5)
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "state.json").write_text(json.dumps({"job_id": owner}))
+    write_json(tmp_path / "launch" / "state.json", {"job_id": owner})
     item, place = replace(ITEM, directory=str(tmp_path)), SlurmPlace({"SLURM_JOB_ID": "7"})
     with (tmp_path / "launch" / "supervisor.lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

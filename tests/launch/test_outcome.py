@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.job import rank_log, write_json
-from launch.node.failures import Findings, all_told, failures, first_failure, kind_of, wrong_on
+from launch.node.failures import Cause, Findings, all_told, failures, first_failure, kind_of, wrong_on
 from launch.node.hardware import Gpu
 from launch.supervise.classify import Observed, cancelled, classify, has_features, is_away, is_lasting, last_step, taken
 from launch.supervise.journal import cordon, cordoned
@@ -19,8 +18,6 @@ from launch.supervise.run_files import Sight, has_stepped, look
 from tests.launch.folders import RESET, record, trace
 
 WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600042 ms."
-
-# --- what a rank's words mean ----------------------------------------------------------------------------------------------------
 
 CHAIN = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
 NCCL = (
@@ -49,22 +46,22 @@ LOGS: list[tuple[str, str | None, str | None]] = [
 ]
 
 
-def seen(text: str) -> Findings:
-    """Findings after a text, a second a line."""
+def cause_of(text: str, by: str | None = None) -> Cause | None:
+    """The cause that a text tells of, a second a line."""
     findings = Findings()
     for number, line in enumerate(text.splitlines()):
         findings.see(line, 100.0 + number)
-    return findings
+    return findings.cause(by)
 
 
 def test_the_error_of_a_log() -> None:
     for text, by, expected in LOGS:
-        cause = seen(text).cause(by)
+        cause = cause_of(text, by)
         assert (cause and cause.message) == expected or (cause and expected and cause.message.endswith(expected)), text[:200]
-    cause = seen(trace("A: 1") + CHAIN + trace("B: 2")).cause(None)
+    cause = cause_of(trace("A: 1") + CHAIN + trace("B: 2"))
     assert cause and cause.traceback and "A: 1" in cause.traceback and cause.traceback.endswith("B: 2") and cause.time == 100.0
     deep = "Traceback (most recent call last):\n" + '  File "é.py", line 1, in f\n' * 2000 + "RecursionError: deep"
-    long = seen(deep).cause(None)
+    long = cause_of(deep)
     assert long and long.traceback and len(long.traceback.encode()) <= 8192 and long.traceback.endswith("RecursionError: deep")
 
 
@@ -84,8 +81,6 @@ def test_the_kind_of_a_failure() -> None:
     ]
     assert [kind_of(*row[:3]) for row in kinds] == [row[3] for row in kinds]
 
-
-# --- which rank failed first -----------------------------------------------------------------------------------------------------
 
 TOLD = {"SIGTERM": 1000.0}
 OWN: list[dict[str, Any]] = [
@@ -135,10 +130,8 @@ def test_of_several_causes_the_earliest_is_first_and_one_that_vanished_before_th
 
 
 def test_an_abort_after_an_exception_is_the_exception(tmp_path: Path) -> None:
-    for exit_code, by, expected in (
-        (134, "SIGABRT", ("E: boo", "exit", None)),
-        (139, "SIGSEGV", ("E: boo (SIGSEGV)", "signal", "SIGSEGV")),
-    ):
+    abort, crash = ("E: boo", "exit", None), ("E: boo (SIGSEGV)", "signal", "SIGSEGV")
+    for exit_code, by, expected in ((134, "SIGABRT", abort), (139, "SIGSEGV", crash)):
         record(tmp_path, 0, 2000.0, exit=exit_code, signal=by, error="E: boo", traceback=trace("E: boo"))
         (first,) = failures(tmp_path)
         assert (first.message, first.kind, first.signal) == expected
@@ -167,8 +160,6 @@ def test_the_input_is_wrong_on_hosts_where_ranks_said_so_if_others_did_not(tmp_p
         record(tmp_path, rank, 2000.0, exit=2)
         assert wrong_on(tmp_path) == hosts
 
-
-# --- the outcome -----------------------------------------------------------------------------------------------------------------
 
 BEFORE = Sight("failed", 45, 40, None, ("n1", 1, 1.0), 900, 45)
 NOW = replace(BEFORE, state="running", writer=("n1", 2, 2.0))
@@ -250,8 +241,6 @@ def test_lines_that_an_earlier_attempt_left_are_no_steps_of_this_one(tmp_path: P
     assert has_stepped(before, look(tmp_path))
 
 
-# --- Slurm's words, a node's faults, the cordon file -----------------------------------------------------------------------------
-
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "Restarts": "1", "ExitCode": "0:0", "PreemptTime": "None"}
 ENDING = {"JobState": "COMPLETING"}
 PREEMPTED = {"PreemptTime": "2026-01-01T00:00:00"}
@@ -286,9 +275,9 @@ def test_what_slurm_says() -> None:
 
 
 SOUND = Gpu(3, "GPU-1", "H100", "0000:3B:00.0", "550", memory_total=80000, memory_used=0, ecc_uncorrected=0, temperature=40)
+BROKEN: list[dict[str, Any]] = [{"ecc_uncorrected": 2}, {"row_pending": True}, {"row_failure": True}, {"recovery": "Reset"}]
 LASTING = [
-    *(gpu.faults()[0] for gpu in (replace(SOUND, ecc_uncorrected=2), replace(SOUND, row_pending=True), replace(SOUND, row_failure=True))),
-    *replace(SOUND, recovery="Reset").faults(),
+    *(replace(SOUND, **broken).faults()[0] for broken in BROKEN),
     "Xid 79 (PCI:0000:3b:00) 4 minutes ago: GPU has fallen off the bus.",
     "7 GPUs are visible, the profile says 8",
     "nvidia-smi: Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.",
@@ -311,19 +300,10 @@ def test_a_fault_of_the_hardware_stays() -> None:
 def test_the_cordon_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cordon.jsonl"
     assert cordoned(path) == {}
-    assert cordon(path, ["n1", "n2", "n1"], "ECC errors", tmp_path / "run") == ["n1", "n2"]
+    assert cordon(path, ["n1", "n2", "n1"], "ECC", tmp_path / "run") == ["n1", "n2"]
     assert cordon(path, ["n2", "n3"], "again", "other", until=1.0) == ["n3"]
-    assert {node: entry.reason for node, entry in cordoned(path, now=0.5).items()} == {
-        "n1": "ECC errors",
-        "n2": "ECC errors",
-        "n3": "again",
-    }
-    assert list(cordoned(path)) == ["n1", "n2"]  # an entry ends
-    assert cordon(path, ["n3"], "third", "run") == ["n3"] and cordoned(path)["n3"].reason == "third"
-    lines = path.read_text().splitlines()
-    assert json.loads(lines[0])["run"] == str(tmp_path / "run") and json.loads(lines[0])["until"] is None
-    path.write_text("\n".join(lines[1:]) + "\n")  # a person deletes a line
-    assert list(cordoned(path)) == ["n2", "n3"]
+    assert cordoned(path, now=0.5) == {"n1": "ECC", "n2": "ECC", "n3": "again"} and list(cordoned(path)) == ["n1", "n2"]  # an entry ends
+    assert cordon(path, ["n3"], "third", "run") == ["n3"] and cordoned(path)["n3"] == "third"
     for slip in ("", "n1", "[]", "{}", '{"node": 3}', '{"node": ""}', '{"node": "n1"', "\x00"):
         path.write_text(f'{slip}\n{{"node": "n2", "until": "soon", "time": null}}\n{slip}\n')
         assert list(cordoned(path)) == ["n2"]

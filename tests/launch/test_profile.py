@@ -70,11 +70,6 @@ def test_a_profile_may_write_over_another_from_beside_it_or_a_shipped_one(path: 
     assert load_profile("slurm_generic", ["slurm.time=7"]).slurm.time == "7"
 
 
-@pytest.mark.parametrize("slurm", ["{time: 7}", "{time: 00:06:01}", "{time: 0-1, signal_seconds: 3539}", "{time: unlimited}", "{}"])
-def test_a_time_limit_that_leaves_time_is_taken(slurm: str, path: Path) -> None:
-    given(path, f"slurm: {slurm}")
-
-
 MISTAKES = """\
 nodes: {gpuss: 1}
 notify: {events: [begun]}
@@ -193,5 +188,7 @@ def test_what_follows_from_values(path: Path, monkeypatch: pytest.MonkeyPatch) -
 TIMES = {"30": 1800, "30:15": 1815, "12:00:00": 43200, "2-12": 216000, "2-12:30": 217800, "1-00:00:01": 86401, "UNLIMITED": float("inf")}
 
 
-def test_time_limits_are_read_as_slurm_writes_them() -> None:
+def test_time_limits_are_read_as_slurm_writes_them_and_taken_where_they_leave_time(path: Path) -> None:
     assert {limit: profile_values.seconds(limit) for limit in TIMES} == TIMES
+    for slurm in ("{time: 7}", "{time: 00:06:01}", "{time: 0-1, signal_seconds: 3539}", "{time: unlimited}", "{}"):
+        given(path, f"slurm: {slurm}")

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from launch.job import rank_log, rank_record
-from launch.node import rank as keeper
 from launch.node import stacks
 from launch.node.failures import Findings
 from launch.node.logs import Scribe
@@ -55,15 +54,8 @@ class Kept:
         path = self.attempt / name
         return path.read_text(errors="replace") if path.exists() else ""
 
-    @property
-    def log(self) -> str:
-        """The rank's log, stamps and all."""
-        return self.file("logs/rank_00003.log")
-
-    @property
-    def dump(self) -> str:
-        """The rank's stacks."""
-        return self.file("dumps/rank_00003.txt")
+    log = property(lambda self: self.file("logs/rank_00003.log"))  # stamps and all
+    dump = property(lambda self: self.file("dumps/rank_00003.txt"))  # its stacks
 
     def says(self, text: str) -> None:
         """Wait until the log has a text."""
@@ -104,9 +96,6 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
         kept.process.communicate()
 
 
-# --- how it ends -----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_keeper_ends_as_the_command_does(keep: Keep, tmp_path: Path) -> None:
     ends = {"exit 0": 0, "exit 1": 1, "exit 2": 2, "exit 75": 75, "kill -KILL $$": 137, "kill -TERM $$": 143, "kill -INT $$": 130}
     ends["kill -40 $$"] = 168  # a real-time signal, for which Python has no name
@@ -136,16 +125,6 @@ def test_the_error_is_the_last_tracebacks_last_line_and_a_running_rank_has_a_rec
     running.says("up")
     record = running.record
     assert record["ended"] is None and record["exit"] is None and record["host"] == "node7" and alive(record["child"])
-
-
-def test_a_wrong_command_line_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["folder"], ["folder", "true"], ["folder", "--"]):
-        assert keeper.main(words) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("launch.node.rank: error: usage:") and said.count("\n") == 1
-
-
-# --- what it says ----------------------------------------------------------------------------------------------------------------
 
 
 def fed(data: bytes, chunks: random.Random, tmp_path: Path, *hidden: str) -> str:
@@ -196,9 +175,6 @@ def test_a_full_disk_does_not_stop_the_command_and_an_unfinished_line_is_seen(ke
     unfinished = keep("import sys, time; sys.stdout.write('waiting for the others ...'); sys.stdout.flush(); time.sleep(60)")
     assert full.wait() == 0 and (tmp_path / "done").exists() and full.record["lines_lost"] == 9000
     unfinished.says("waiting for the others ...")
-
-
-# --- signals ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_signals_reach_a_command_that_is_ready_and_do_not_end_one_that_is_not(keep: Keep, tmp_path: Path) -> None:
@@ -259,9 +235,6 @@ def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) ->
     assert kept.record["last_line"] == "left"
 
 
-# --- stacks ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Path) -> None:
     """One that has a handler, one that has none, and one that is stopped."""
     go = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.05)"
@@ -286,7 +259,8 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
     assert kept.wait() == 0 and "went on ***" in kept.log and "in waits_for_peers" in kept.log
 
 
-def test_nccls_flight_recorder_is_asked_and_has_its_folders(keep: Keep) -> None:
+def test_nccls_flight_recorder_is_asked_and_set_up_where_nobody_did_and_there_may_be_gpus(keep: Keep, tmp_path: Path) -> None:
+    """torch warns of the older names of its variables in every rank's log."""
     code = """
 import os, time
 prefix = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
@@ -303,16 +277,8 @@ open(prefix + os.environ["RANK"], "w").write("recorded")
     kept.process.send_signal(signal.SIGUSR2)
     assert kept.wait() == 0 and not path.exists()
     assert kept.file("flight/rank_3") == "recorded" and "flight recorder writes" in kept.dump
-
-
-def test_variables_of_the_recorder_are_set_where_nobody_did_and_there_may_be_gpus(keep: Keep, tmp_path: Path) -> None:
-    """torch warns of the older names in every rank's log."""
-    names = ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
-    code = f"import os; print([os.environ.get(name) for name in {names}])"
-    kept = {visible: keep(code, CUDA_VISIBLE_DEVICES=visible) for visible in ("0,1", "", "-1")}
-    code = "import os; print(os.environ['TORCH_FR_DUMP_TEMP_FILE'], os.environ['PYTHONUNBUFFERED'], os.environ['TORCH_FR_BUFFER_SIZE'])"
-    own = keep(code, TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "mine" / "fr_"), PYTHONUNBUFFERED="0")
-    for visible, one in kept.items():
-        assert one.wait() == 0
-        assert texts(one.log) == [str(["2000", f"{one.attempt}/flight/rank_"] if visible == "0,1" else [None, None])]
-    assert own.wait() == 0 and texts(own.log) == [f"{tmp_path}/mine/fr_ 0 2000"] and (tmp_path / "mine").is_dir()
+    show = 'echo "$TORCH_FR_DUMP_TEMP_FILE $TORCH_FR_BUFFER_SIZE $TORCH_NCCL_TRACE_BUFFER_SIZE $TORCH_NCCL_DEBUG_INFO_TEMP_FILE"'
+    own = keep("bash", "-c", show, TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "mine" / "fr_"), CUDA_VISIBLE_DEVICES="-1")
+    old = keep("bash", "-c", show, CUDA_VISIBLE_DEVICES="0,1")
+    assert own.wait() == old.wait() == 0 and texts(own.log) == [f"{tmp_path}/mine/fr_ 2000  "] and (tmp_path / "mine").is_dir()
+    assert texts(old.log) == [f"{old.attempt}/flight/rank_ 2000 2000 {old.attempt}/flight/rank_"]

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,26 +85,19 @@ def root(tmp_path: Path) -> Path:
     return hostile.make_root(tmp_path)
 
 
-# --- nothing injected runs -------------------------------------------------------------------------------------------------------
-
-
-def of_profile(root: Path, key: str, shape: str, text: str) -> Iterator[str]:
+def of_profile(root: Path, key: str, shape: str, text: str) -> str:
     """The script of a profile with the text at the key, which has a recorder for its supervisor where the key does not say another."""
     (root / "profile.yaml").write_text(hostile.profile_text(key, shape, text), encoding="utf-8")
-
-    def make() -> str:
-        profile = load_profile(root / "profile.yaml", [] if key in ("python", "host_python") else [f"host_python={root}/recorder"])
-        return render(hostile.job(root, profile, python=profile.interpreters("none")[0]), profile)
-
-    if (script := rendered(make)) is not None:
-        yield script
+    profile = load_profile(root / "profile.yaml", [] if key in ("python", "host_python") else [f"host_python={root}/recorder"])
+    return render(hostile.job(root, profile, python=profile.interpreters("none")[0]), profile)
 
 
 def test_text_of_a_profile_arrives_unchanged_or_is_refused(root: Path) -> None:
     """Every key by itself with every text: found by walking the dataclasses, so that a key to come is tested too."""
     known = set[str]()
     for key, shape in KEYS:
-        accepted = [(text, script) for text in hostile.as_taken_by(key) for script in of_profile(root, key, shape, text)]
+        made = [(text, rendered(lambda: of_profile(root, key, shape, text))) for text in hostile.as_taken_by(key)]  # noqa: B023
+        accepted = [(text, script) for text, script in made if script is not None]
         assert len(accepted) == len(hostile.TEXTS) if key in ("environment", "notify.command") else accepted or key in ENUMERATED, key
         for text, script in accepted:
             if script in known:
@@ -166,8 +159,6 @@ def test_text_of_a_job_arrives_unchanged_or_is_refused(field: str, root: Path) -
         with pytest.raises(UserError, match="cannot be passed to a program"):
             render(hostile.job(root, profile, **{field: f"{root}/{text}"}), profile)
 
-
-# --- what the script says and does -----------------------------------------------------------------------------------------------
 
 FULL = """
 nodes: {gpus: 4, cpus: 12, memory: 500G, gres: "gpu:h100:4"}

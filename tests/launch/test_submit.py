@@ -1,7 +1,4 @@
-"""What a command line becomes, and what is in a directory already. pretrain itself resolves; nothing is submitted to a queue here.
-
-Long, because a run, a command, a sweep and an array go through the same steps.
-"""
+"""What a command line becomes, and what is in a directory already. pretrain itself resolves; nothing is submitted to a queue here."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -44,9 +40,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PWD", str(tmp_path))
     (tmp_path / "local.yaml").write_text(LOCAL)
     (tmp_path / "slurm.yaml").write_text(SLURM)
-
-
-# --- requests --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_resolved_by_pretrain_and_goes_where_it_is_told(tmp_path: Path) -> None:
@@ -99,9 +92,6 @@ def test_no_secret_becomes_a_word_of_a_job_or_a_line_of_its_notes(tmp_path: Path
     assert line["command"] == "launch submit --name 'a b' --set 'x=***' 'no secret'"
 
 
-# --- what is in the directory already --------------------------------------------------------------------------------------------
-
-
 def test_the_same_again_keeps_the_snapshot_and_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     prepare(run(DEMO, "train.steps=401"))  # one that never began binds nobody: Slurm refused it, say
     job = begin(run(DEMO))
@@ -142,16 +132,14 @@ def test_an_older_code_reads_the_settings_of_its_run() -> None:
 
 def test_commands_are_compared_and_an_array_starts_what_is_left() -> None:
     begin(command("data_prep", "status", "a", directory="d"))
-    changed: tuple[tuple[tuple[str, ...], dict[str, Any], str], ...] = (
-        (("status", "b"), {}, "has the job `data_prep status a`, not `data_prep status b`"),
-        (("status", "a"), {"tasks": 2}, "array is False, not True"),
-    )
-    for words, options, told in changed:
-        with pytest.raises(UserError, match=told):
-            prepare(command("data_prep", *words, directory="d", **options))
     begin(command("data_prep", "run", directory="e", tasks=5))
-    with pytest.raises(UserError, match="5 tasks, not 3"):
-        prepare(command("data_prep", "run", directory="e", tasks=3))
+    for request, told in (
+        (command("data_prep", "status", "b", directory="d"), "has the job `data_prep status a`, not `data_prep status b`"),
+        (command("data_prep", "status", "a", directory="d", tasks=2), "array is False, not True"),
+        (command("data_prep", "run", directory="e", tasks=3), "5 tasks, not 3"),
+    ):
+        with pytest.raises(UserError, match=told):
+            prepare(request)
     job, _ = find_job("e")
     finish(job, 0, 3)
     write_json(launch_folder(Path(job.items[4].directory)) / "stop.json", {"why": "cancelled"})
@@ -205,9 +193,6 @@ def test_a_supervisor_on_this_machine_is_seen_while_it_is_that_very_process() ->
     write_json(path, state)
     wait_for(lambda: standings(job)[0].kind == "idle")  # of a zombie, too
     child.wait()
-
-
-# --- sweeps ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_sweeps_runs_are_resolved_one_by_one_and_keep_their_places(tmp_path: Path) -> None:
@@ -273,8 +258,6 @@ def test_names_of_runs_differ_and_are_folders_and_array_words_say_the_items() ->
     assert first_difference({"a": [1]}, {"a": [1, 2]}) == ("a", [1], [1, 2]) and first_difference({"a": 1}, {"a": True}) == ("a", 1, True)
 
 
-# --- the verbs -------------------------------------------------------------------------------------------------------------------
-
 MISTAKES = """\
 submit --cluster slurm.yaml -- data_prep status a
 submit DEMO --cluster slurm.yaml
@@ -321,6 +304,8 @@ def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path) -> None:
     told = ("2 nodes x 2 processes = 4", "n9, n8, n7", "afterok:12", "144 GPU hours", "#SBATCH --exclude=n9,n8,n7", "#SBATCH --nodes=2")
     for words_of_it in (*told, "sbatch --parsable", "#!/bin/bash\n", "pretrain's plan is not known yet: data.train.0.prefix"):
         assert words_of_it in done.stdout, done.stdout
+    words = ["sweep", DEMO, "--cluster", "local.yaml", "--grid", "train.seed=1,2", "--directory", "s", "--at-once", "2"]
+    assert launch(*words, "--dry-run").stdout.count("idle") == 2 and sorted(tmp_path.rglob("*")) == before
 
 
 def test_dependencies_in_words() -> None:
@@ -341,12 +326,13 @@ def test_dependencies_in_words() -> None:
 
 def test_a_requeue_tells_what_becomes_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     job = prepare(command("data_prep", "status", "a", profile="slurm.yaml"))
+    folder = launch_folder(Path(job.directory))
     for state, supervisor in (("COMPLETING", "cancelled"), ("COMPLETING", "requeued"), ("RUNNING", "cancelled")):
-        write_json(launch_folder(Path(job.directory)) / "state.json", {"state": supervisor, "job_id": "12"})
-        write_json(launch_folder(Path(job.directory)) / "stop.json", {"why": "cancelled"})
+        write_json(folder / "state.json", {"state": supervisor, "job_id": "12"})
+        write_json(folder / "stop.json", {"why": "cancelled"})
         restart(job, [Standing(0, "active", "12", state)])
         assert f"job 12 ({state}) is just ending; if it does not come back" in capsys.readouterr().out
-        assert not (launch_folder(Path(job.directory)) / "stop.json").exists()
+        assert not (folder / "stop.json").exists()
 
 
 def test_a_run_that_saves_in_order_to_end_goes_on_when_it_is_requeued(tmp_path: Path) -> None:
@@ -395,8 +381,3 @@ def test_tasks_on_this_machine_end_together(number: signal.Signals) -> None:
         finally:
             process.kill()
     started(1, 2, 0)
-
-
-def test_a_sweep_on_this_machine_says_what_it_would_do(tmp_path: Path) -> None:
-    words = ("sweep", DEMO, "--cluster", "local.yaml", "--grid", "train.seed=1,2", "--directory", "s", "--at-once", "2")
-    assert launch(*words, "--dry-run").stdout.count("idle") == 2 and not (tmp_path / "s").exists()

@@ -20,7 +20,7 @@ import pytest
 from fem_common.exits import Exit
 from launch.job import write_json
 from launch.supervise.place import processes
-from launch.supervise.watch import Patience, Watchdog, noted
+from launch.supervise.watch import Watchdog, noted
 from tests.launch.supervised import Case, alive, clean_up, end, wait_for
 from tests.wording import Wording
 
@@ -48,10 +48,8 @@ def test_crashes_are_survived_from_the_last_checkpoint(tmp_path: Path, wording: 
     code, said = case.run("--show", environment={"MY_TOKEN": "canary-canary"})
     assert code == 0 and case.outcomes == ["failed", "failed", "finished"], said
     tell(case, wording)
-    assert [(one["failure"]["rank"], one["failure"]["step"], one["failure"]["exit"]) for one in case.attempts[:2]] == [
-        (0, 5, 137),
-        (0, 8, 1),
-    ]
+    failed = [one["failure"] for one in case.attempts[:2]]
+    assert [(failure["rank"], failure["step"], failure["exit"]) for failure in failed] == [(0, 5, 137), (0, 8, 1)]
     assert [(one["checkpoint_start"], one["checkpoint_end"]) for one in case.attempts] == [(None, 3), (3, 3), (3, 10)]
     # The first failure left a checkpoint, so that the next wait was twice as long, and no longer.
     decisions = [(one["decision"]["action"], one["decision"]["delay_seconds"]) for one in case.attempts]
@@ -227,20 +225,20 @@ def test_a_folder_that_cannot_be_written_and_one_without_a_job_are_told(tmp_path
 
 def test_the_watchdog() -> None:
     """By a clock that the test turns: seconds, what moves, whether a step was done; the verdict."""
-    rows: list[tuple[Patience, list[tuple[float, int, bool]], str | None]] = [
+    rows: list[tuple[tuple[int, int, int], list[tuple[float, int, bool]], str | None]] = [
         # A look counts 30 s at most: a machine that slept did not hang.
-        (Patience(100, 10, 20), [(95, 0, False), (125, 0, False), (155, 0, False)], None),
-        (Patience(100, 10, 20), [(95 + 30 * n, 0, False) for n in range(5)], "no first step within 1.66667 minutes of the start"),
-        (Patience(100, 10, 20), [(5 * n, n, True) for n in range(1, 50)], None),
-        (Patience(100, 10, 20), [(5, 1, True), (14, 1, True), (15, 1, True)], "no step for 10 s after step 1"),
-        (Patience(100, 100, 20), [(1, 1, True), (9000, 1, True)], None),
-        (Patience(0, 0, 0), [(30 * n, 1, n > 50) for n in range(1, 100)], None),
+        ((100, 10, 20), [(95, 0, False), (125, 0, False), (155, 0, False)], None),
+        ((100, 10, 20), [(95 + 30 * n, 0, False) for n in range(5)], "no first step within 1.66667 minutes of the start"),
+        ((100, 10, 20), [(5 * n, n, True) for n in range(1, 50)], None),
+        ((100, 10, 20), [(5, 1, True), (14, 1, True), (15, 1, True)], "no step for 10 s after step 1"),
+        ((100, 100, 20), [(1, 1, True), (9000, 1, True)], None),
+        ((0, 0, 0), [(30 * n, 1, n > 50) for n in range(1, 100)], None),
     ]
     for patience, looks, expected in rows:
-        dog = Watchdog(patience, 0.0)
+        dog = Watchdog(*patience, 0.0)
         verdicts = [dog.look(now, step, stepped=stepped, step=step) for now, step, stepped in looks]
         assert verdicts == [None] * (len(looks) - 1) + [expected], looks
-    dog = Watchdog(Patience(100, 10, 20), 0.0)
+    dog = Watchdog(100, 10, 20, 0.0)
     dog.look(1, 1, stepped=True, step=1)
     for now, step, expected in ((12, 1, None), (20, 2, None), (22, 2, "not saved and ended within 20 s of the signal")):
         dog.tell()  # only the end counts from now on; told again, the time goes on, and a step more is no end

@@ -48,8 +48,8 @@ MessageTimeout={message_timeout}
 MinJobAge=3600
 GresTypes=gpu
 {nodes}
-PartitionName=main Nodes=ALL Default=YES PriorityTier=10 DefMemPerCPU=100 GraceTime={shape.grace_seconds} MaxTime={shape.max_time}
-PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF DefMemPerCPU=100 MaxTime={shape.max_time}
+PartitionName=main Nodes=ALL Default=YES PriorityTier=10 DefMemPerCPU=100 GraceTime={shape.grace_seconds}
+PartitionName=urgent Nodes=ALL PriorityTier=100 PreemptMode=OFF DefMemPerCPU=100
 """
 # Nodes, and srun on them, listen on the loopback alone. srun elsewhere takes slurm.conf and is called back on any address.
 SLURMD = """\
@@ -67,7 +67,6 @@ class Shape:
     memory_mb: int
     grace_seconds: int
     slurmd_timeout: int
-    max_time: str
 
 
 def write(root: Path, nodes: tuple[str, ...], shape: Shape, ports: list[int]) -> None:

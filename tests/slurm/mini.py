@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +25,7 @@ from tests.slurm import configuration, processes
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "scontrol", "sinfo", "srun", "scancel", "unshare", "mount", "hostname")
 SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # what it makes below its root
 LONGEST_ROOT = 50  # a unix socket's path has at most 107 characters, and slurmstepd's is <root>/spool/nodeN/nodeN_JOB.STEP
 PORTS = range(61000, 65400, 8)  # first ports of the blocks; above the ports that Linux gives away by itself
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -34,33 +34,18 @@ NODE = 'set -e; hostname "$1"; mount --bind "$0/etc/hosts" /etc/hosts; mount --b
 
 
 class MiniSlurm:
-    """A Slurm of ``nodes`` nodes, node1 to nodeN, each with ``cpus`` CPUs, ``gpus`` GPUs and ``memory_mb`` MiB as Slurm believes.
+    """A Slurm of ``nodes`` nodes (7 at most), node1 to nodeN, each with ``cpus`` CPUs and ``gpus`` GPUs, as Slurm believes.
 
     Partition ``main`` (default) is preempted by ``urgent``: its jobs get the signal of their ``--signal``, ``grace_seconds`` to end,
-    and are requeued. ``slurmd_timeout``: seconds of silence that Slurm allows a node; it is DOWN 10 to 15 s later.
-    ``max_time``: the partitions' MaxTime. ``root``: a folder for everything; without it a new one below the temporary folder. Use it by
-    ``with``, or call ``start`` and ``stop``. It ends with the process that started it, even if that is killed.
+    and are requeued. ``slurmd_timeout``: seconds of silence that Slurm allows a node; it is DOWN 10 to 15 s later. Use it by ``with``, or
+    call ``start`` and ``stop``. It ends with the process that started it, even if that is killed.
     """
 
-    def __init__(
-        self,
-        nodes: int = 2,
-        cpus: int = 8,
-        gpus: int = 8,
-        memory_mb: int = 16000,
-        grace_seconds: int = 10,
-        root: Path | str | None = None,
-        slurmd_timeout: int = 10,
-        max_time: str = "INFINITE",
-    ) -> None:
-        if not 1 <= nodes <= 7:
-            raise ValueError(f"nodes={nodes}: 1 to 7")
+    def __init__(self, nodes: int = 2, cpus: int = 8, gpus: int = 8, grace_seconds: int = 10, slurmd_timeout: int = 10) -> None:
         self.nodes = tuple(f"node{number}" for number in range(1, nodes + 1))
-        self.shape = configuration.Shape(cpus, gpus, memory_mb, grace_seconds, slurmd_timeout, max_time)
-        self.root = _new_root() if root is None else Path(root).resolve()
-        if len(str(self.root)) > LONGEST_ROOT or re.search(r"[\s\\#\"']", str(self.root)):
-            raise ValueError(f"root {self.root}: at most {LONGEST_ROOT} characters, no blanks, quotes, # or backslashes")
-        self._own_root = root is None or not self.root.exists()
+        self.shape = configuration.Shape(cpus, gpus, 16000, grace_seconds, slurmd_timeout)
+        inside = tempfile.gettempdir()
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir=inside if len(inside) < LONGEST_ROOT - 15 else "/tmp")).resolve()
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH_"))}
         self.environment["SLURM_CONF"] = str(self.root / "etc" / "slurm.conf")
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -86,8 +71,6 @@ class MiniSlurm:
             tried = subprocess.run(trial, capture_output=True, text=True, check=False)
         return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else None
 
-    # --- life --------------------------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -99,20 +82,13 @@ class MiniSlurm:
         """Start everything; returns when all nodes are ready for jobs.
 
         Raises:
-            RuntimeError: this machine cannot run it (``unavailable``), ``root`` is in use, or a daemon ended.
+            RuntimeError: a daemon ended; `unavailable` says whether this machine can run them.
             TimeoutError: the nodes are not ready after a minute.
         """
-        reason = self.unavailable()
-        if reason:
-            self.stop()
-            raise RuntimeError(reason)
-        used = [folder for folder in processes.FOLDERS if (self.root / folder).exists()]
-        if used:
-            raise RuntimeError(f"{self.root} has {', '.join(used)} already: a MiniSlurm runs there, or was there; name another root")
         self._claim, ports = _claim_ports(1 + len(self.nodes))
-        for folder in (*processes.FOLDERS, *(f"{kind}/{name}" for kind in ("nodes", "spool") for name in (*self.nodes, "control"))):
+        for folder in (*FOLDERS, *(f"{kind}/{name}" for kind in ("nodes", "spool") for name in (*self.nodes, "control"))):
             (self.root / folder).mkdir(parents=True)
-        script = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(self.root), "whole" if self._own_root else "inside"]
+        script = [sys.executable, "-I", processes.__file__, str(os.getpid()), str(self.root)]
         self._watcher = subprocess.Popen(script, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/")
         try:
             configuration.write(self.root, self.nodes, self.shape, ports)
@@ -162,31 +138,21 @@ class MiniSlurm:
                 daemon.kill()
                 daemon.wait()
             self._daemons.clear()
-            processes.remove(self.root, self._own_root)
             self._watcher.kill()
             self._watcher.wait()
             self._watcher = None
-        elif self._own_root:  # it never ran
-            with suppress(OSError):
-                self.root.rmdir()
+        shutil.rmtree(self.root, ignore_errors=True)
         if self._claim:
             self._claim.close()
             self._claim = None
 
-    # --- commands ----------------------------------------------------------------------------------------------------------------
-
     def run(
-        self,
-        *argv: str | Path,
-        check: bool = True,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | str | None = None,
-        timeout: float = 60,
+        self, *argv: str | Path, check: bool = True, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """A command in this cluster's environment, ``env`` added to it; raises CalledProcessError, which shows what it wrote."""
         command = [str(word) for word in argv]
         wanted = {**self.environment, **(env or {})}
-        done = subprocess.run(command, env=wanted, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=wanted, cwd=cwd, timeout=60, capture_output=True, text=True, check=False)
         if check and done.returncode:
             error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
             error.add_note(f"stdout: {done.stdout.strip()}\nstderr: {done.stderr.strip()}")
@@ -235,22 +201,10 @@ class MiniSlurm:
             tails += [f"--- {path.name}", *text] if text else []
         return "\n".join(tails)
 
-    # --- nodes and processes -----------------------------------------------------------------------------------------------------
-
-    def pids(self, job_id: int | str, node: str | None = None) -> list[int]:
-        """Living processes of a job (on one node), as this machine numbers them; slurmstepd is none of them.
-
-        A job is RUNNING some time before it has any.
-        """
-        wanted = f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode()
-        found = processes.by_node(self.root)
-        return [
-            pid
-            for name, pids in found.items()
-            if name in ((node,) if node else self.nodes)
-            for pid in pids
-            if wanted in processes.environment(pid)
-        ]
+    def pids(self, job_id: int | str) -> list[int]:
+        """Living processes of a job, as this machine numbers them, not slurmstepd; a job is RUNNING some time before it has any."""
+        wanted, found = f"SLURM_JOB_ID={self.job(job_id)['JobId']}".encode(), processes.by_node(self.root)
+        return [pid for name in self.nodes for pid in found.get(name, ()) if wanted in processes.environment(pid)]
 
     def batch_pid(self, job_id: int | str, timeout: float = 10) -> int:
         """The process of the job's batch script; a job that has not ended gets ``timeout`` seconds to have one.
@@ -270,18 +224,12 @@ class MiniSlurm:
 
     def kill_node(self, name: str) -> None:
         """Power loss: slurmd and everything that runs on the node is gone at once. Its connections are reset, as at a reboot."""
-        processes.end(self.root, self._node(name))
-        if name in self._daemons:
-            self._daemons.pop(name).wait()
+        processes.end(self.root, name)
+        self._daemons.pop(name).wait()
 
     def freeze_node(self, name: str) -> None:
         """The node hangs: nothing on it moves, its connections stay open."""
-        processes.freeze(self.root, self._node(name))
-
-    def _node(self, name: str) -> str:
-        if name not in self.nodes:
-            raise ValueError(f"no node {name}: {', '.join(self.nodes)}")
-        return name
+        processes.freeze(self.root, name)
 
     def _ready(self, name: str) -> bool:
         """Whether the node takes jobs, and its slurmd is known to slurmctld."""
@@ -294,12 +242,6 @@ class MiniSlurm:
 def _program(name: str) -> str | None:
     """Where a program is; daemons are often in folders that a user's PATH lacks."""
     return shutil.which(name, path=SEARCH)
-
-
-def _new_root() -> Path:
-    """A new folder with a short name."""
-    inside = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="slurm-", dir=inside if len(inside) < LONGEST_ROOT - 15 else "/tmp")).resolve()
 
 
 def _claim_ports(count: int) -> tuple[socket.socket, list[int]]:

@@ -16,8 +16,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-FOLDERS = ("dev", "etc", "log", "nodes", "run", "spool", "state")  # what a MiniSlurm makes below its root
-
 
 def by_node(root: Path) -> dict[str, list[int]]:
     """Node name (``control`` for munged and slurmctld) -> pids of its living processes, oldest number first."""
@@ -124,21 +122,13 @@ def _stat(pid: int) -> list[str]:
     return ["", ""]
 
 
-def remove(root: Path, whole: bool) -> None:
-    """Delete what a MiniSlurm has made below ``root``; ``whole``: ``root``, too."""
-    for folder in FOLDERS:
-        shutil.rmtree(root / folder, ignore_errors=True)
-    if whole:
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def watch(owner: int, root: Path, whole: bool) -> None:
+def watch(owner: int, root: Path) -> None:
     """Wait for the end of the process ``owner``, then end and remove the MiniSlurm at ``root``."""
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(owner)], [], [])
     end(root)
-    remove(root, whole)
+    shutil.rmtree(root, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "whole")
+    watch(int(sys.argv[1]), Path(sys.argv[2]))

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.__main__ import main
 from launch.cluster import trial as doctor_trial
 from tests.launch import smi
+from tests.launch.test_doctor import Said, examined
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.mini import MiniSlurm
 
 PROFILE = "scheduler: slurm\nnodes: {gpus: 0, cpus: 2}\nslurm: {partition: main}\nenvironment: {GLOO_SOCKET_IFNAME: lo}\n"
-Said = dict[str, list[tuple[str, str]]]
 Examine = Callable[..., tuple[int, Said]]
 
 
@@ -26,27 +25,20 @@ def examine(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
     def run(on: MiniSlurm, *options: str) -> tuple[int, Said]:
         monkeypatch.setenv("SLURM_CONF", on.environment["SLURM_CONF"])
-        (tmp_path / "profile.yaml").write_text(PROFILE, encoding="utf-8")
-        code = main(["doctor", f"--cluster={tmp_path / 'profile.yaml'}", f"--directory={tmp_path / 'trials'}", *options])
-        said: Said = {}
-        for line in capsys.readouterr().out.splitlines():
-            if line.startswith(("ok ", "warning ", "FAILED ")):
-                said.setdefault(line[9:23].strip(), []).append((line[:8].strip(), line[24:]))
-        return code, said
+        return examined(tmp_path, capsys, PROFILE, *options)
 
     return run
 
 
 @contextmanager
-def hidden(cluster: MiniSlurm, folder: Path, *nodes: str) -> Iterator[None]:
-    """The folder is another one on these nodes, as where a file system is not mounted."""
-    for node in nodes:
-        cluster.run("srun", f"--nodelist={node}", "mount", "-t", "tmpfs", "none", folder)
+def hidden(cluster: MiniSlurm, folder: Path) -> Iterator[None]:
+    """The folder is another one on the nodes, as where a file system is not mounted."""
+    on_all = ("srun", "--nodes=2")
+    cluster.run(*on_all, "mount", "-t", "tmpfs", "none", folder)
     try:
         yield
     finally:
-        for node in nodes:
-            cluster.run("srun", f"--nodelist={node}", "umount", folder)
+        cluster.run(*on_all, "umount", folder)
 
 
 def queued(cluster: MiniSlurm) -> list[str]:
@@ -70,20 +62,14 @@ def test_a_sound_cluster_passes_and_nothing_is_left(examine: Examine, cluster: M
 
 
 def test_what_slurm_would_refuse_is_said_without_a_job(examine: Examine, cluster: MiniSlurm) -> None:
-    code, said = examine(cluster, "--nodes=0", "--set=slurm.partition=mian")
-    assert code == 1 and failed(said) == ["partition"] and "no partition mian" in said["partition"][0][1]
-    code, said = examine(cluster, "--nodes=0", "--set=nodes.gpus=16", "--set=nodes.cpus=1")
-    assert code == 1 and failed(said) == ["nodes"] and "takes 16 GPUs a node; the nodes have 8" in said["nodes"][0][1]
-    code, said = examine(cluster, "--nodes=3")
-    assert code == 1 and failed(said) == ["nodes"] and said["trial"][0][0] == "warning"
-    code, said = examine(cluster, "--nodes=1", "--set=slurm.constraint=h100")
-    assert code == 1 and failed(said) == ["sbatch"] and "feature" in said["sbatch"][0][1].lower()
-    cluster.run("scontrol", "update", "PartitionName=urgent", "MaxTime=1:00:00")
-    try:
-        code, said = examine(cluster, "--nodes=0", "--set=slurm.partition=urgent", "--set=slurm.time=2:00:00")
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=urgent", "MaxTime=INFINITE")
-    assert code == 1 and failed(said) == ["time limit"] and "more than partition urgent gives: 01:00:00" in said["time limit"][0][1]
+    for options, name, told in (
+        (["--nodes=0", "--set=slurm.partition=mian"], "partition", "no partition mian"),
+        (["--nodes=0", "--set=nodes.gpus=16", "--set=nodes.cpus=1"], "nodes", "takes 16 gpus a node; the nodes have 8"),
+        (["--nodes=3"], "nodes", "3 wanted"),
+        (["--nodes=1", "--set=slurm.constraint=h100"], "sbatch", "feature"),
+    ):
+        code, said = examine(cluster, *options)
+        assert code == 1 and failed(said) == [name] and told in said[name][0][1].lower(), said
 
 
 def test_a_full_queue_is_not_waited_for(examine: Examine, cluster: MiniSlurm, tmp_path: Path) -> None:
@@ -112,7 +98,7 @@ def test_a_folder_that_the_nodes_do_not_see_is_named(
 ) -> None:
     monkeypatch.setattr(doctor_trial, "END_SECONDS", 2.0)
     (tmp_path / "trials").mkdir()
-    with hidden(cluster, tmp_path / "trials", "node1", "node2"):
+    with hidden(cluster, tmp_path / "trials"):
         code, said = examine(cluster)
     assert code == 1 and failed(said) == ["trial"]
     assert f"ended without a word in {tmp_path / 'trials'}" in said["trial"][0][1] and "do not see that folder" in said["trial"][0][1]
