@@ -15,7 +15,7 @@ CHECKPOINT = "a run directory (its newest good checkpoint), or a step_NNNNNNNN"
 def main(arguments: list[str] | None = None) -> int:
     """Runs one verb; returns the exit code; 1 also of a damaged checkpoint."""
     given = _parser().parse_args(arguments)
-    return run("tools.checkpoint", lambda: given.run(given), kept="no checkpoint was written")
+    return run("tools.checkpoint", lambda: given.run(given) is False, kept="no checkpoint was written")
 
 
 def _parser() -> Parser:
@@ -60,7 +60,7 @@ def _parser() -> Parser:
 # Each imports its module when it is called: torch and Megatron-core take seconds, which --help and a wrong argument need not wait.
 
 
-def _convert(given: argparse.Namespace) -> int:
+def _convert(given: argparse.Namespace) -> None:
     if given.plain_optimizer and given.engine != "megatron":
         raise ConfigError(f"--plain-optimizer is one of Megatron's; leave it out for --engine {given.engine}")
     from fem_megatron.megatron.platform import import_megatron
@@ -69,22 +69,18 @@ def _convert(given: argparse.Namespace) -> int:
     from tools.checkpoint.convert import convert
 
     convert(given.checkpoint, given.engine, given.out, plain=given.plain_optimizer)
-    return 0
 
 
-def _show(given: argparse.Namespace) -> int:
-    from tools.checkpoint.show import described
+def _show(given: argparse.Namespace) -> bool:
+    from tools.checkpoint.show import show
 
-    lines, undamaged = described(given.checkpoint)
-    for title, text in lines:
-        print(f"{title:<11} {text}")
-    return 0 if undamaged else 1
+    return show(given.checkpoint)
 
 
-def _verify(given: argparse.Namespace) -> int:
-    from tools.checkpoint.verify import verify
+def _verify(given: argparse.Namespace) -> bool:
+    from tools.checkpoint.show import verify
 
-    return 0 if verify(given.checkpoint) else 1
+    return verify(given.checkpoint)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""The verb ``show``: what a checkpoint holds, read from its manifest and the index of its tensors; no tensor is read."""
+"""The verbs ``show`` and ``verify``: what a checkpoint holds, by its manifest and the index of its tensors; whether it is undamaged.
+
+``show`` reads no tensor; ``verify`` reads files whole and compares them with their sizes, hashes and checksums. Neither builds a model.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +16,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import gib
-from pretrain.checkpoint.reader import MANIFEST, Found, damage, find, read_metadata
+from pretrain.checkpoint.reader import MANIFEST, Found, damage, damaged_tensors, find, newest_first, read_metadata
+
+WORD_SECONDS = 10.0  # between lines that say how far it is
 
 
-def described(checkpoint: Path) -> tuple[list[tuple[str, str]], bool]:
-    """(title, text) of every line, and whether the checkpoint is undamaged (a run directory: its newest that is).
+def show(checkpoint: Path) -> bool:
+    """Prints what a checkpoint holds (a run directory: its newest that is undamaged); whether it is undamaged.
 
     Raises:
         ConfigError: there is none, or its manifest cannot be read. StorageError: a file system failed.
     """
     with files_told():
         found, wrong = _found(checkpoint)
-        return _lines(found, wrong), wrong is None
+        lines = _lines(found, wrong)
+    for title, text in lines:
+        print(f"{title:<11} {text}")
+    return wrong is None
 
 
 def _found(checkpoint: Path) -> tuple[Found, str | None]:
@@ -96,3 +106,37 @@ def _sizes(step: Path) -> tuple[str, str]:
         types = ", ".join(sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors}))
         texts.append(f"{gib(size)}: {len(tensors)} tensors, {numbers:,} numbers, {types}" if tensors else "none")
     return texts[0], texts[1]
+
+
+def verify(checkpoint: Path) -> bool:
+    """Whether a step's folder, or every one of a run directory, is undamaged; says so on stdout, each fault in a line.
+
+    Raises:
+        ConfigError: there is no checkpoint. StorageError: a file system failed.
+    """
+    with files_told():
+        inner = checkpoint / "checkpoints"
+        steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(inner if inner.is_dir() else checkpoint)
+        if not steps:
+            raise ConfigError(f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
+        return [_verified(step) for step in steps].count(False) == 0
+
+
+def _verified(step: Path) -> bool:
+    files = [path for path in step.iterdir() if path.is_file()]
+    total, read, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal read, told
+        read += count
+        if time.monotonic() - told > WORD_SECONDS:
+            told = time.monotonic()
+            print(f"{step}: {read / 2**30:.1f} of {total / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+
+    wrong = damage(step)
+    faults = [wrong] if wrong else list(damaged_tensors(step, advance))
+    for fault in faults:
+        print(f"{step}: damaged: {fault}")
+    if not faults:
+        print(f"{step}: undamaged, {len(files)} files of {total / 2**20:,.1f} MiB", flush=True)
+    return not faults

@@ -41,7 +41,7 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
     width = max(1.0, fem.last_step / 40)
     curves = (("transformer", "Transformer", transformer, TRANSFORMER, "s", (0, (4, 1.5))), ("fem", "FEM-softmax", fem, FEM, "o", "-"))
     for key, name, history, colour, marker, style in curves:
-        steps, losses = _series(history)
+        steps, losses = np.array(list(history.losses().items())).T
         above.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.8)
         label = f"{name}, training (smoothed; faint: each step)"
         above.plot(steps, smooth(losses, width), color=colour, linewidth=1.9, linestyle=style, label=label)
@@ -69,38 +69,16 @@ def draw(fem: History, transformer: History, found: dict[str, Any], file: Path) 
     save(figure, file)
 
 
-def _series(history: History) -> tuple[np.ndarray, np.ndarray]:
-    losses = history.losses()
-    return np.array(list(losses)), np.array(list(losses.values()))
-
-
 def _mark(above: Any, below: Any, found: dict[str, Any]) -> None:
     """The unigram entropy, what is asked for, and the stop."""
     run, entropy = found["run"], found["unigram"]["heldout_entropy"]
-    right = run["steps"]
+    look = {"textcoords": "offset points", "fontsize": 9, "color": QUIET, "ha": "right"}
     above.axhline(entropy, color=QUIET, linewidth=1.1, linestyle=":")
-    above.annotate(
-        f"unigram entropy of the held-out text {entropy:.2f}",
-        (right, entropy),
-        xytext=(0, 4),
-        textcoords="offset points",
-        fontsize=9,
-        color=QUIET,
-        ha="right",
-    )
+    above.annotate(f"unigram entropy of the held-out text {entropy:.2f}", (run["steps"], entropy), xytext=(0, 4), **look)
     for axes in (above, below):
         axes.axvline(run["stopped_at"], color=QUIET, linewidth=1.2)
-    above.annotate(
-        f"FEM stopped by SIGTERM at step {run['stopped_at']}\n(TP 2 × PP 2, 4 ranks), resumed at DP 2",
-        (run["stopped_at"], 0.03),
-        xycoords=("data", "axes fraction"),
-        xytext=(-6, 0),
-        textcoords="offset points",
-        fontsize=9,
-        color=QUIET,
-        ha="right",
-        va="bottom",
-    )
+    stop = f"FEM stopped by SIGTERM at step {run['stopped_at']}\n(TP 2 × PP 2, 4 ranks), resumed at DP 2"
+    above.annotate(stop, (run["stopped_at"], 0.03), xycoords=("data", "axes fraction"), xytext=(-6, 0), va="bottom", **look)
 
 
 def _difference(axes: Any, fem: History, transformer: History, width: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fem_common.text import aligned
 from tools.demo.shell import DemoError
 
 
@@ -144,13 +145,8 @@ def table(found: dict[str, Any]) -> str:
     alone = found["unigram"]
     rows.append(("unigram (held-out text's own)", f"{alone['heldout_entropy']:.3f}", f"{alone['bits_per_byte']:.3f}", "", "", ""))
     rows.append(("unigram (from training text)", f"{alone['train_cross_entropy']:.3f}", "", "", "", ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
-    lines.insert(2, "-" * len(lines[0]))
-    return "\n".join(line.rstrip() for line in [*lines, "", *notes(found)])
+    lines = aligned(rows, left=(0,))
+    return "\n".join([*lines[:2], "-" * max(map(len, lines)), *lines[2:], "", *notes(found)])
 
 
 def notes(found: dict[str, Any]) -> list[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from fem_common.errors import Fault
 
@@ -99,24 +101,20 @@ class Shell:
             )
         except OSError as error:
             raise DemoError(f"{what}: {command[0]} cannot be started: {error.strerror}") from None
-        reader = threading.Thread(target=_show, args=(process, tell), daemon=True)
+        reader, end = threading.Thread(target=_show, args=(process, tell), daemon=True), time.monotonic() + limit
         reader.start()
         try:
-            self._wait(process, what, limit, watch)
+            while process.poll() is None:
+                if time.monotonic() > end:
+                    raise DemoError(f"{what}: the command above was ended: it took more than {limit:.0f} s")
+                if watch is not None:
+                    watch(process.pid)
+                time.sleep(POLL_SECONDS)
         finally:
             _end(process)
             reader.join(timeout=5.0)
         if process.returncode:
             raise DemoError(f"{what}: the command above left with exit code {process.returncode}")
-
-    def _wait(self, process: subprocess.Popen[str], what: str, limit: float, watch: Callable[[int], None] | None) -> None:
-        end = time.monotonic() + limit
-        while process.poll() is None:
-            if time.monotonic() > end:
-                raise DemoError(f"{what}: the command above was ended: it took more than {limit:.0f} s")
-            if watch is not None:
-                watch(process.pid)
-            time.sleep(POLL_SECONDS)
 
 
 def printed(command: Sequence[str]) -> str:
@@ -124,28 +122,18 @@ def printed(command: Sequence[str]) -> str:
     return " ".join(word if re.fullmatch(r"[\w./:=,@%+-]+", word) else shlex.quote(word) for word in command)
 
 
-def children(pid: int) -> list[int]:
-    """Process ids whose parent is ``pid``: what ``pkill -P`` would find (from /proc: procps need not be installed)."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # The command's name stands in parentheses and may hold anything; the state and the parent follow it.
-                parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-            except (OSError, IndexError, ValueError):
-                continue  # it ended meanwhile
-            if parent == pid:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
 def terminate_children(pid: int) -> None:
     """SIGTERM to the direct children of a process we started, and to nothing else."""
-    for child in children(pid):
-        try:
-            os.kill(child, signal.SIGTERM)
-        except ProcessLookupError:
-            continue
+    for child in _children(pid):
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return []
 
 
 def _show(process: subprocess.Popen[str], tell: Callable[[str], object]) -> None:
@@ -162,9 +150,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(timeout=GRACE_SECONDS)
     except subprocess.TimeoutExpired:
-        for pid in [*children(process.pid), process.pid]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for child in _children(process.pid):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
         process.wait()

@@ -13,6 +13,7 @@ from pathlib import Path
 from fem_common import cli
 from fem_common.errors import ConfigError
 from fem_common.exits import Exit
+from fem_common.text import aligned
 
 from . import catalogue
 from .catalogue import find_tasks, harness_version
@@ -98,8 +99,7 @@ def _command(given: argparse.Namespace) -> int:
         return 0
     if given.limit is not None:
         print(f"--limit {given.limit}: these are not the tasks' scores", file=sys.stderr)
-    options = run.Options(given.device, given.dtype, given.tokenizer, given.batch_size)
-    runner = run.Runner(out, tasks, settings, options, sys.stderr)
+    runner = run.Runner(out, tasks, settings, given, sys.stderr)
     runner.run(plan)
     for line in runner.skipped:
         print(f"skipped: {line}", file=sys.stderr)
@@ -150,9 +150,8 @@ def listing(suite: Suite) -> str:
         shots = "as the task says" if task.fewshot is None else str(task.fewshot)
         chance = "a part" if task.subtask_chance else "" if task.chance is None else f"{task.chance:g}"
         rows.append((task.label, task.task, "" if task.kind == "heldout" else shots, task.metric, chance, task.rescale))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     title = f"{suite.name}: {suite.title}\n" if suite.title else f"{suite.name}\n"
-    return title + "".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows)
+    return title + "".join(f"{line}\n" for line in aligned(rows))
 
 
 if __name__ == "__main__":

@@ -205,15 +205,6 @@ GATED = {"Idavidrein/gpqa": "accept its terms at https://huggingface.co/datasets
 PUNKT, PUNKT_NAME = "tokenizers/punkt_tab", "punkt_tab"
 
 
-@dataclass(frozen=True)
-class Missing:
-    """Something that tasks need and this machine has not. why: empty where it is simply not there."""
-
-    what: str
-    tasks: tuple[str, ...]
-    why: str
-
-
 def settle(online: bool, cache: Path | None) -> None:
     """Sets the environment of the libraries that load data; call it before they are imported.
 
@@ -247,10 +238,10 @@ def require(tasks: Tasks, command: str, stream: TextIO) -> None:
     absent = missing(tasks, stream)
     if not absent:
         return
-    width = max(len(item.what) for item in absent)
-    for item in absent:
-        stream.write(f"missing  {item.what:<{width}}  for {listed(item.tasks)}{f': {item.why}' if item.why else ''}\n")
-    gated = [f" ({path} is gated: {how})" for path, how in GATED.items() if any(item.what.startswith(path) for item in absent)]
+    width = max(len(what) for what, *_ in absent)
+    for what, names, why in absent:
+        stream.write(f"missing  {what:<{width}}  for {listed(names)}{f': {why}' if why else ''}\n")
+    gated = [f" ({path} is gated: {how})" for path, how in GATED.items() if any(what.startswith(path) for what, *_ in absent)]
     if os.environ["HF_HUB_OFFLINE"] == "0":
         raise ConfigError(f"{len(absent)} of what the suite needs could not be downloaded: the list above says what{''.join(gated)}")
     raise ConfigError(
@@ -265,69 +256,60 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(given[:most]) + (f" and {len(given) - most} more" if len(given) > most else "")
 
 
-def missing(tasks: Tasks, stream: TextIO) -> list[Missing]:
-    """What cannot be loaded, in the suite's order, one entry a data set; online, what could not be downloaded, with a line a data set.
+def missing(tasks: Tasks, stream: TextIO) -> list[tuple[str, list[str], str]]:
+    """(what cannot be loaded, the tasks that need it, why, empty where it is simply not there), in the suite's order.
+
+    One entry for all configurations of a data set with one reason. Online: what could not be downloaded, with a line a data set.
 
     Raises:
         ConfigError: online, and the network does not answer.
     """
-    import datasets
-
-    found, online = [], os.environ["HF_HUB_OFFLINE"] == "0"
-    with quiet():
-        for data, names in data_sets(tasks).items():
-            if data.path in LOCAL_FORMATS:
-                gone = [file for file in local_files(data) if not Path(file).is_file()]
-                if gone:
-                    found.append(Missing(f"the file {gone[0]}", names, "a relative path starts at the working directory"))
-                continue
-            if online:
-                stream.write(f"fetching {data}\n")
-                stream.flush()
-            try:
-                load(data)
-            except ConnectionError as error:
-                if online:
-                    raise ConfigError(f"{data}: the network does not answer: {error}") from None
-                found.append(Missing(str(data), names, ""))
-            except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
-                gated = "gated" in str(error)
-                found.append(Missing(str(data), names, "no access" if gated else ""))
-            except Exception as error:  # the library raises what it likes; the task would fail on it later
-                text = " ".join(str(error).split())
-                found.append(Missing(str(data), names, "" if text.startswith("Couldn't find cache") else text[:160]))
-        found += missing_sentences(tasks)
-    return merged(found)
-
-
-def merged(found: list[Missing]) -> list[Missing]:
-    """One entry for all configurations of a data set that are missing for the same reason."""
-    entries: dict[tuple[str, str], list[Missing]] = {}
-    for item in found:
-        entries.setdefault((item.what.split(" (")[0], item.why), []).append(item)
-    result = []
-    for (what, why), items in entries.items():
-        configurations = [item.what.partition(" (")[2].rstrip(")") for item in items]
-        suffix = f" ({listed(configurations)})" if all(configurations) else ""
-        result.append(Missing(what + suffix, tuple(dict.fromkeys(name for item in items for name in item.tasks)), why))
-    return result
-
-
-def data_sets(tasks: Tasks) -> dict[DataSet, tuple[str, ...]]:
-    """Data set -> the suite's tasks that load it."""
     wanted: dict[DataSet, dict[str, None]] = {}
     for name, leaves in tasks.leaves.items():
         for leaf in leaves:
             if leaf.data is not None:
                 wanted.setdefault(leaf.data, {})[name] = None
-    return {data: tuple(names) for data, names in wanted.items()}
+    found: dict[tuple[str, str], dict[str | None, dict[str, None]]] = {}
+    with quiet():
+        for data, names in wanted.items():
+            if data.path in LOCAL_FORMATS:
+                gone = [file for file in local_files(data) if not Path(file).is_file()]
+                if gone:
+                    key = f"the file {gone[0]}", "a relative path starts at the working directory"
+                    found.setdefault(key, {}).setdefault(None, {}).update(names)
+            elif (why := why_not_loaded(data, stream)) is not None:
+                found.setdefault((data.path, why), {}).setdefault(data.config, {}).update(names)
+        sentences = {name: None for name, leaves in tasks.leaves.items() if any(leaf.folder.name == "ifeval" for leaf in leaves)}
+        if sentences and not sentences_counted():
+            found[f"nltk's {PUNKT_NAME}", ""] = {None: sentences}
+    entries = []
+    for (what, why), configurations in found.items():
+        named = [name for name in configurations if name is not None]
+        suffix = f" ({listed(named)})" if len(named) == len(configurations) else ""
+        entries.append((what + suffix, list({name: None for names in configurations.values() for name in names}), why))
+    return entries
 
 
-def load(data: DataSet) -> Any:
-    """The data set as the harness loads it."""
+def why_not_loaded(data: DataSet, stream: TextIO) -> str | None:
+    """Why the library cannot load a data set, empty where it is not in the cache; None: it can. Raises ConfigError as ``missing``."""
     import datasets
 
-    return datasets.load_dataset(path=data.path, name=data.config, **json.loads(data.options))
+    online = os.environ["HF_HUB_OFFLINE"] == "0"
+    if online:
+        stream.write(f"fetching {data}\n")
+        stream.flush()
+    try:
+        datasets.load_dataset(path=data.path, name=data.config, **json.loads(data.options))
+    except ConnectionError as error:
+        if online:
+            raise ConfigError(f"{data}: the network does not answer: {error}") from None
+        return ""
+    except (FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+        return "no access" if "gated" in str(error) else ""
+    except Exception as error:  # the library raises what it likes; the task would fail on it later
+        text = " ".join(str(error).split())
+        return "" if text.startswith("Couldn't find cache") else text[:160]
+    return None
 
 
 def local_files(data: DataSet) -> list[str]:
@@ -337,19 +319,16 @@ def local_files(data: DataSet) -> list[str]:
     return [str(file) for entry in named for file in (entry if isinstance(entry, list) else [entry]) if "*" not in str(file)]
 
 
-def missing_sentences(tasks: Tasks) -> list[Missing]:
-    """What nltk needs to count sentences, which IFEval's checks do; their module downloads it at import, so it is looked for before."""
-    names = tuple(name for name, leaves in tasks.leaves.items() if any(leaf.folder.name == "ifeval" for leaf in leaves))
-    if not names:
-        return []
+def sentences_counted() -> bool:
+    """Whether nltk has what it needs to count sentences, which IFEval's checks do; their module downloads it at import."""
     import nltk
 
     try:
         nltk.data.find(PUNKT)
     except LookupError:
-        if os.environ["HF_HUB_OFFLINE"] == "1" or not nltk.download(PUNKT_NAME, download_dir=os.environ.get("NLTK_DATA"), quiet=True):
-            return [Missing(f"nltk's {PUNKT_NAME}", names, "")]
-    return []
+        online = os.environ["HF_HUB_OFFLINE"] == "0"
+        return online and bool(nltk.download(PUNKT_NAME, download_dir=os.environ.get("NLTK_DATA"), quiet=True))
+    return True
 
 
 @contextlib.contextmanager

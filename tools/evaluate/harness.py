@@ -29,6 +29,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from fem_common.errors import ConfigError
 from fem_common.files import locked
+from fem_common.progress import Progress
 
 from .catalogue import Tasks, harness_version, quiet
 from .perplexity import training_length
@@ -42,16 +43,16 @@ class NotANumber(ValueError):
 class Answers:
     """Answers by request, in ``path``. identity: of the model, the task and the settings; a file of another identity is begun anew.
 
-    truncated: keys of the requests whose beginning did not fit into the context. told: called after each answer.
+    truncated: keys of the requests whose beginning did not fit into the context. progress: of the requests that were not answered before.
 
     Raises InUse on entering where another process writes the file.
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: dict[str, Any], progress: Progress | None = None) -> None:
         self.path, self.identity = path, identity
+        self.progress = progress or Progress(0, "requests", quiet=True)
         self.known: dict[str, Any] = {}
         self.truncated: set[str] = set()
-        self.told: Callable[[], None] = lambda: None
         self._held = ExitStack()
         self._file: BinaryIO
 
@@ -101,7 +102,7 @@ class Answers:
         if not sampled(arguments):
             self.known[key] = answer
             self._write(json.dumps([key, answer, key in self.truncated]).encode())
-        self.told()
+        self.progress.advance()
 
     def remove(self) -> None:
         """All is in the result."""
@@ -119,16 +120,7 @@ def sampled(arguments: Any) -> bool:
 
 
 BOOTSTRAPS = 1000  # draws of a standard error that has no formula
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """Of what is random in a task: the order of GPQA's choices, which examples are shown, a sampled answer. Defaults: the harness's own."""
-
-    choices: int = 0
-    numpy: int = 1234
-    torch: int = 1234
-    examples: int = 1234
+SEED = 1234  # the harness's own, but of the order of choices, which is 0
 
 
 class Adaptor(HFLM):
@@ -162,11 +154,10 @@ class Adaptor(HFLM):
                 prefix_token_id=opened.tokenizer.eos_token_id if ours else None,
             )
         self.answers: Answers
-        self.begun: Callable[[int, int], None] = lambda known, total: None
 
-    def keep_in(self, answers: Answers, begun: Callable[[int, int], None]) -> None:
-        """From now on answers are kept there; begun(known, total) is called when requests are asked."""
-        self.answers, self.begun = answers, begun
+    def keep_in(self, answers: Answers) -> None:
+        """From now on answers are kept there."""
+        self.answers = answers
         self.set_cache_hook(answers)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -198,7 +189,7 @@ class Adaptor(HFLM):
         """The answers that are kept, and the model's to all else."""
         found = [self.answers.known.get(request_key(kind, request.args)) for request in requests]
         waiting = [request for request, answer in zip(requests, found, strict=True) if answer is None]
-        self.begun(len(requests) - len(waiting), len(requests))
+        self.answers.progress.total = (self.answers.progress.total or 0) + len(waiting)
         fresh = iter(ask(waiting, disable_tqdm=True) if waiting else [])
         return [next(fresh) if answer is None else answer for answer in found]
 
@@ -233,21 +224,24 @@ class Asked:
     requests: int
 
 
-def ask(adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, seeds: Seeds, answers: Answers) -> Asked:
+def ask(adaptor: Adaptor, tasks: Tasks, column: SuiteTask, limit: int | None, seed: int | None, answers: Answers) -> Asked:
     """Asks the model one task, all parts of a group at once. limit: the first so many examples of each part.
+
+    seed: of the order of choices, of which examples are shown and of sampled answers; None: the harness's own.
 
     Raises whatever the harness, the task's code or the model does.
     """
-    random.seed(seeds.choices)
-    np.random.seed(seeds.numpy)
-    torch.manual_seed(seeds.torch)
+    random.seed(seed or 0)
+    others = SEED if seed is None else seed
+    np.random.seed(others)
+    torch.manual_seed(others)
     with quiet():
         datasets.disable_caching()  # what a task makes of its data depends on the seeds, which the library's cache does not know
         loaded = tasks.manager.load([column.task])
         for task in loaded["tasks"].values():
             if column.fewshot is not None or task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=column.fewshot or 0)
-            task.set_fewshot_seed(seed=seeds.examples)
+            task.set_fewshot_seed(seed=others)
         found = evaluate(adaptor, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
     assert found is not None
     leaves = [leaf.name for leaf in tasks.leaves[column.task]]

@@ -108,7 +108,7 @@ class Sums:
 
     def done(self) -> Sums:
         """The same, with the last document in it."""
-        closed = Sums(**asdict(self))
+        closed = replace(self)
         closed._close()
         return closed
 
@@ -132,10 +132,6 @@ class Sums:
             return None
         squares = self.nats_squared - 2 * self.mean * self.nats_times_tokens + self.mean**2 * self.tokens_squared
         return math.sqrt(self.documents / (self.documents - 1) * max(squares, 0.0)) / self.tokens
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, floats to the last bit."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -298,7 +294,7 @@ class Kept:
         self.sums[key] = sums
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"format": FORMAT, "sums": {name: value.as_json() for name, value in self.sums.items()}}
+            content = {"format": FORMAT, "sums": {name: asdict(value) for name, value in self.sums.items()}}
             write_whole(self.path, json.dumps(content).encode())
 
     def remove(self) -> None:

@@ -34,7 +34,6 @@ from fem_common import cli
 from fem_common.errors import CommandError, ConfigError, StorageError, UserError, files_told
 from fem_common.files import json_bytes, write_whole
 from fem_common.progress import Progress
-from fem_common.text import count, duration
 
 from .heldout import Kept, Settings, Sums, Text, Window, batched, check_vocabulary, open_text, windows
 from .suite import SuiteTask
@@ -72,7 +71,8 @@ def measure(
     eod = text.eod_of(opened.tokenizer)
     size = batch_size or _batch_size(settings.context, vocabulary(opened))
     cut = windows(text.sections(settings.per_document, eod), settings.context, settings.stride)
-    line, before, saved = Progress(None, "", stream=stream), sums.position, time.monotonic()
+    before, saved = sums.position, time.monotonic()
+    line = Progress(len(text.ids) - before, "tokens", f"{text.prefix.name} @{settings.context}", stream=stream)
     try:
         for batch in batched((window for window in cut if window.end >= sums.position), size):
             after = replace(sums)  # so that an interruption finds whole batches
@@ -82,8 +82,7 @@ def measure(
             if time.monotonic() - saved > SAVE_SECONDS:
                 kept.keep(key, sums)
                 saved = time.monotonic()
-            if line.due:
-                line.show(_progress(text, settings, sums.position, before, line.elapsed))
+            line.update(sums.position - before)
     finally:
         line.close()
         kept.keep(key, sums)
@@ -98,7 +97,11 @@ def _losses(opened: OpenModel, text: Text, batch: Sequence[Window]) -> list[npt.
     read, wanted = np.zeros((len(batch), longest), dtype=np.int64), []
     for row, window in enumerate(batch):
         ids = text.ids[window.begin : window.end + 1].astype(np.int64)
-        _check_tokens(text, ids, window.begin, vocabulary(opened))
+        if len(wrong := np.flatnonzero((ids >= vocabulary(opened)) | (ids < 0))):
+            raise ConfigError(
+                f"data {text.prefix} has the token {ids[wrong[0]]} at {window.begin + int(wrong[0])}, but the model knows "
+                f"{vocabulary(opened)}: name data of its own tokenizer with --data PREFIX"
+            )
         read[row, : len(window)] = ids[:-1]
         wanted.append(ids[window.first - window.begin :])
     device = next(opened.model.parameters()).device
@@ -122,16 +125,6 @@ def _losses(opened: OpenModel, text: Text, batch: Sequence[Window]) -> list[npt.
     return found
 
 
-def _check_tokens(text: Text, ids: npt.NDArray[np.int64], begin: int, vocab_size: int) -> None:
-    wrong = np.flatnonzero((ids >= vocab_size) | (ids < 0))
-    if len(wrong):
-        place = int(wrong[0])
-        raise ConfigError(
-            f"data {text.prefix} has the token {ids[place]} at {begin + place}, but the model knows {vocab_size}: name data of its own "
-            "tokenizer with --data PREFIX"
-        )
-
-
 def vocabulary(opened: OpenModel) -> int:
     """Ids that the model knows."""
     return int(opened.model.get_input_embeddings().weight.shape[0])
@@ -140,12 +133,6 @@ def vocabulary(opened: OpenModel) -> int:
 def _batch_size(context: int, vocab_size: int) -> int:
     """Windows a call: enough to keep a device busy, few enough for their logits."""
     return max(1, min(_TOKENS_A_BATCH // context, _LOGITS_BYTES // (4 * context * vocab_size)))
-
-
-def _progress(text: Text, settings: Settings, position: int, before: int, seconds: float) -> str:
-    rate, left = (position - before) / seconds, len(text.ids) - position
-    name = f"{text.prefix.name} @{settings.context}"
-    return f"{name}: {position / len(text.ids):.1%} · {count(rate)} tokens/s · {duration(left / max(rate, 1e-9))} left"
 
 
 def heldout_result(
@@ -172,7 +159,8 @@ def heldout_result(
     settings = [Settings(context, task.stride or context, per_document) for context in contexts]
     for one in settings:
         _check(opened, one)
-    texts = [open_text(prefix).first(task.max_tokens) for prefix in ([Path(task.data)] if task.data else heldout_data(opened))]
+    prefixes = [Path(task.data)] if task.data else heldout_data(opened.manifest, opened.name)
+    texts = [open_text(prefix).first(task.max_tokens) for prefix in prefixes]
     for text in texts:
         check_vocabulary(text, vocabulary(opened), opened.tokenizer)
     kept = Kept(None if out is None else out / f".{task.name or task.task}.partial.json")
@@ -208,17 +196,8 @@ def heldout_result(
     }
 
 
-def heldout_data(opened: OpenModel) -> list[Path]:
+def heldout_data(manifest: Mapping[str, Any], name: str) -> list[Path]:
     """Prefixes of the validation data of the run that a model is from: what its checkpoint, or an export's training.json, says.
-
-    Raises:
-        ConfigError: nothing says, or the run has none.
-    """
-    return prefixes_of(opened.manifest, opened.name)
-
-
-def prefixes_of(manifest: Mapping[str, Any], name: str) -> list[Path]:
-    """``heldout_data`` by what is kept beside a model's weights alone.
 
     Raises:
         ConfigError: nothing says, or the run has none.
@@ -237,7 +216,7 @@ def data_digest(path: Path, column: SuiteTask) -> str | None:
     None where they are not here or nothing tells which they are: who asks the model is told what is wrong.
     """
     try:
-        prefixes = [Path(column.data)] if column.data else prefixes_of(_manifest(path), path.name)
+        prefixes = [Path(column.data)] if column.data else heldout_data(_manifest(path), path.name)
         return sha256_json([open_text(prefix).identity() for prefix in prefixes])[:16]
     except (ConfigError, StorageError, OSError):
         return None
@@ -344,7 +323,7 @@ def _command(given: argparse.Namespace) -> None:
     dtype = None if given.dtype is None else getattr(torch, given.dtype)
     opened = open_model(given.model, dtype=dtype, device=given.device, tokenizer=given.tokenizer)
     stem = Path(given.data).name if given.data else "valid"
-    print(f"{opened.name}: {given.data or ', '.join(map(str, heldout_data(opened)))}")
+    print(f"{opened.name}: {given.data or ', '.join(map(str, heldout_data(opened.manifest, opened.name)))}")
     print(f"{'context':>8} {'stride':>8} {'nats/token':>11} {'stderr':>8} {'bits/byte':>10} {'tokens':>12}")
     for context in sorted(set(given.context)) or [training_length(opened)]:
         task = SuiteTask(

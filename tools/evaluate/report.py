@@ -20,14 +20,16 @@ from fem_common import cli
 from fem_common.errors import files_told
 from fem_common.files import write_whole
 from fem_common.plot import png
+from fem_common.text import aligned
 
 from .results import Score, read
 from .suite import Suite, load_suite
-from .table import Table, build, heldout, printed
+from .table import Point, Table, build, heldout, printed
 
 MISSING = "–"
 NAME_WIDTH = 28
 HEADING = 12  # of a model over its column, on a terminal
+AVERAGE = "Leaderboard average, rescaled"
 
 
 def number(score: Score | None, places: int = 3) -> str:
@@ -88,14 +90,14 @@ def _heldout(table: Table) -> list[str]:
         rows = []
         for model, points in by_model.items():
             at = {point.context: point for point in points}
-            cells = [number(at[length].nats) + _bits(at[length].bits_per_byte) if length in at else MISSING for length in lengths]
+            cells = [_loss(at[length]) if length in at else MISSING for length in lengths]
             rows.append([_escaped(model), *cells])
         blocks += [f"## Held-out loss: {text}", "By context length; nats a token (bits a byte).", _grid_markdown(heads, rows)]
     return blocks
 
 
-def _bits(value: float | None) -> str:
-    return "" if value is None else f" ({printed(value)})"
+def _loss(point: Point) -> str:
+    return number(point.nats) + ("" if point.bits_per_byte is None else f" ({printed(point.bits_per_byte)})")
 
 
 def _columns(table: Table) -> str:
@@ -128,16 +130,42 @@ def _escaped(text: str) -> str:
 
 def console(table: Table, width: int = 120) -> str:
     """Tasks down, models across, as many models side by side as fit, then the next ones; best of a row marked ``*``."""
-    labels = {column.name: f"{column.label} ({column.asked})" for column in table.columns}
-    left = min(44, max(len(text) for text in [*labels.values(), "Leaderboard average, rescaled"]))
+    grid = _grid(table)
+    left = min(44, max(len(AVERAGE), *(len(row[0]) for row in grid)))
     names = [_short(row.model, NAME_WIDTH) for row in table.rows]
-    widths = [max(HEADING, len(name), *(len(cell) for cell in _cells(table, index))) for index, name in enumerate(names)]
-    blocks = []
-    for first, last in pairwise(_breaks(widths, width - left)):
-        blocks.append("\n".join(_block(table, range(first, last), labels, names, widths, left)))
+    widths = [max(HEADING, len(name), *(len(row[place]) for row in grid)) for place, name in enumerate(names, 1)]
+    # The column beside each number is for the star, so headings end one place before it.
+    heads = [f"{f'{name} ' if len(name) < wide else name:>{wide}}" for name, wide in zip(names, widths, strict=True)]
+    grid = [[f"{_short(table.suite, left):<{left}}", *heads], *([_short(row[0], left), *row[1:]] for row in grid)]
+    blocks = [
+        "\n".join(aligned([[row[0], *row[first + 1 : last + 1]] for row in grid], (0,)))
+        for first, last in pairwise(_breaks(widths, width - left))
+    ]
     told = "± one standard error; * best" if len(table.rows) > 1 else "± one standard error"
     notes = [textwrap.fill(note, width) for note in (told, *table.notes)]
     return "\n\n".join([*blocks, "\n".join(notes)]) + "\n"
+
+
+def _grid(table: Table) -> list[list[str]]:
+    """Rows of cells for a terminal, those of one model in one column: groups, tasks, the average, ranks."""
+    empty = [""] * len(table.rows)
+    grid: list[list[str]] = []
+    group = ""
+    for column in table.columns:
+        if column.group != group:
+            group = column.group
+            grid += [["", *empty], [group, *empty]] if group else [["", *empty]]
+        found = [row.results.get(column.name) for row in table.rows]
+        cells = [number(result.score if result else None).replace(" ", "") for result in found]
+        stars = ["*" if mark == 1 else " " for mark in table.marks(column)]
+        grid.append([f"{column.label} ({column.asked})", *(cell + star for cell, star in zip(cells, stars, strict=True))])
+    if any(row.average for row in table.rows):
+        grid += [["", *empty], [AVERAGE, *(number(row.average, 2).replace(" ", "") + " " for row in table.rows)]]
+    if table.ranked:
+        found_ranks = [ranks or (math.nan, 0) for ranks in table.summary()]
+        grid += [["", *empty], ["average rank", *(f"{printed(rank, 2)} " for rank, _ in found_ranks)]]
+        grid.append([f"first, of {len(table.ranked)}", *(f"{first} " for _, first in found_ranks)])
+    return grid
 
 
 def _breaks(widths: Sequence[int], room: int) -> list[int]:
@@ -151,42 +179,6 @@ def _breaks(widths: Sequence[int], room: int) -> list[int]:
     return [*starts, len(widths)]
 
 
-def _cells(table: Table, index: int) -> list[str]:
-    """One model's column on a terminal, a cell a task."""
-    cells = []
-    row = table.rows[index]
-    for column in table.columns:
-        result = row.results.get(column.name)
-        best = "*" if table.marks(column)[index] == 1 else " "
-        cells.append(number(result.score if result else None).replace(" ", "") + best)
-    return cells
-
-
-def _block(table: Table, models: range, labels: dict[str, str], names: list[str], widths: list[int], left: int) -> list[str]:
-    def line(first: str, cells: Sequence[str]) -> str:
-        return (
-            _short(first, left).ljust(left) + "".join("  " + cell.rjust(widths[m]) for m, cell in zip(models, cells, strict=True))
-        ).rstrip()
-
-    # The column beside each number is for the star, so headings end one place before it.
-    lines = [line(table.suite, [names[m] + " " if len(names[m]) < widths[m] else names[m] for m in models])]
-    columns = {m: _cells(table, m) for m in models}
-    group = ""
-    for place, column in enumerate(table.columns):
-        if column.group != group:
-            group = column.group
-            lines += ["", group] if group else [""]
-        lines.append(line(labels[column.name], [columns[m][place] for m in models]))
-    if any(row.average for row in table.rows):
-        lines += ["", line("Leaderboard average, rescaled", [number(table.rows[m].average, 2).replace(" ", "") + " " for m in models])]
-    if table.ranked:
-        found = table.summary()
-        told = [found[m] or (math.nan, 0) for m in models]
-        lines += ["", line("average rank", [f"{printed(rank, 2)} " for rank, _ in told])]
-        lines += [line(f"first, of {len(table.ranked)}", [f"{first} " for _, first in told])]
-    return lines
-
-
 def _short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 9] + "…" + text[-8:]
 
@@ -198,7 +190,7 @@ def as_json(table: Table) -> dict[str, Any]:
     return {
         "format": 1,
         "suite": table.suite,
-        "columns": [{**{key: getattr(c, key) for key in c.__dataclass_fields__}, "ranked": c in table.ranked} for c in table.columns],
+        "columns": [{**vars(column), "ranked": column in table.ranked} for column in table.columns],
         "models": [
             {
                 "model": row.model,
@@ -208,10 +200,10 @@ def as_json(table: Table) -> dict[str, Any]:
                 "leaderboard_average": _score(row.average),
                 "results": {
                     c.name: {
-                        **_full(row.results[c.name].score),
+                        **vars(row.results[c.name].score),
                         "rank": ranks[c.name][index] if c in table.ranked else None,
                         "rescaled": _score(row.rescaled.get(c.name)),
-                        "subtasks": {name: _full(part) for name, part in row.results[c.name].subtasks.items()},
+                        "subtasks": {name: vars(part) for name, part in row.results[c.name].subtasks.items()},
                         "raw": row.results[c.name].raw,
                     }
                     for c in table.columns
@@ -226,10 +218,6 @@ def as_json(table: Table) -> dict[str, Any]:
 
 def _score(score: Score | None) -> dict[str, float | None] | None:
     return None if score is None else {"value": score.value, "stderr": score.stderr}
-
-
-def _full(score: Score) -> dict[str, float | int | None]:
-    return {"value": score.value, "stderr": score.stderr, "n": score.n, "chance": score.chance}
 
 
 def report(out: Path, suite: Suite | None, folders: Sequence[Path] = ()) -> None:

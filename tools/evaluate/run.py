@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 import traceback
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from fem_common.errors import CommandError, ConfigError, StorageError
 from fem_common.progress import Progress
-from fem_common.text import duration
 
 from . import results
 from .catalogue import Tasks
@@ -56,16 +56,6 @@ class Plan:
     done: int
 
 
-@dataclass(frozen=True)
-class Options:
-    """How models are opened and asked. batch_size: None: chosen by the device."""
-
-    device: str
-    dtype: str | None
-    tokenizer: Path | None
-    batch_size: int | None
-
-
 def plan(suite: Suite, models: list[Model], out: Path, settings: Settings, tasks: Tasks | None, retry: bool) -> Plan:
     """What of the suite has no result. retry: a result that does not fit is asked again.
 
@@ -101,9 +91,12 @@ def asked_together(suite: Suite) -> list[tuple[SuiteTask, ...]]:
 
 
 class Runner:
-    """Does a plan's jobs. failed: lines of what went wrong; skipped: of what this machine cannot be asked."""
+    """Does a plan's jobs. options: the command line's device, dtype, tokenizer and batch_size.
 
-    def __init__(self, out: Path, tasks: Tasks | None, settings: Settings, options: Options, stream: TextIO) -> None:
+    failed: lines of what went wrong; skipped: of what this machine cannot be asked.
+    """
+
+    def __init__(self, out: Path, tasks: Tasks | None, settings: Settings, options: Namespace, stream: TextIO) -> None:
         self.out, self.tasks, self.settings, self.options, self.stream = out, tasks, settings, options, stream
         self.failed: list[str] = []
         self.skipped: list[str] = []
@@ -168,28 +161,22 @@ class Runner:
         if contents and job.columns[0].kind == "harness":
             self._answers(job).remove()
 
-    def _answers(self, job: Job) -> Answers:
+    def _answers(self, job: Job, count: str = "") -> Answers:
         """Kept beside the results, hidden; one file a task, whatever columns are made of it."""
-        folder = self.out / job.model.name / ".answers"
-        return Answers(folder / f"{job.columns[0].name}.jsonl", {"model_key": job.model.key, **job.settings})
+        file = self.out / job.model.name / ".answers" / f"{job.columns[0].name}.jsonl"
+        progress = Progress(0, "requests", f"{count} {job.title}", stream=self.stream)
+        return Answers(file, {"model_key": job.model.key, **job.settings}, progress)
 
     def _harness(self, job: Job, count: str) -> list[dict[str, Any]]:
-        from .harness import Adaptor, Seeds, ask
+        from .harness import Adaptor, ask
 
         assert self.tasks is not None
         if self._adaptor is None:
             small = self._opened.model.device.type == "cpu"
             self._adaptor = Adaptor(self._opened, self.options.batch_size or (CPU_BATCH if small else "auto"), self.settings.max_length)
-        seed = self.settings.seed
-        with self._answers(job) as answers:
-            line = _Line(self.stream, f"{count} {job.title}")
-            answers.told = line.step
-            self._adaptor.keep_in(answers, line.begin)
-            try:
-                seeds = Seeds() if seed is None else Seeds(seed, seed, seed, seed)
-                asked = ask(self._adaptor, self.tasks, job.columns[0], self.settings.limit, seeds, answers)
-            finally:
-                line.close()
+        with self._answers(job, count) as answers, answers.progress:
+            self._adaptor.keep_in(answers)
+            asked = ask(self._adaptor, self.tasks, job.columns[0], self.settings.limit, self.settings.seed, answers)
         return [results.harness_result(column, asked) for column in job.columns]
 
     def _heldout(self, job: Job) -> list[dict[str, Any]]:
@@ -198,7 +185,8 @@ class Runner:
         (column,) = job.columns
         if column.data is None:
             try:
-                absent = [prefix for prefix in heldout_data(self._opened) if not prefix.with_name(f"{prefix.name}.idx").is_file()]
+                prefixes = heldout_data(self._opened.manifest, self._opened.name)
+                absent = [prefix for prefix in prefixes if not prefix.with_name(f"{prefix.name}.idx").is_file()]
                 why = f"its run's validation data, {absent[0]}, is not here" if absent else ""
             except ConfigError as error:
                 why = str(error)
@@ -217,27 +205,3 @@ def _cut(content: dict[str, Any]) -> str:
     """Of a result: how many prompts did not fit into the context."""
     cut = content.get("truncated")
     return f" ({cut} of {content['requests']} prompts were longer than the context and lost their beginning)" if cut else ""
-
-
-class _Line:
-    """Requests answered, and the time left of this task at the pace so far."""
-
-    def __init__(self, stream: TextIO, title: str) -> None:
-        self._line, self._title = Progress(None, "", stream=stream), title
-        self._known = self._fresh = self._total = 0
-
-    def begin(self, known: int, total: int) -> None:
-        """More requests: so many of them are answered already."""
-        self._known, self._total = self._known + known, self._total + total
-
-    def step(self) -> None:
-        """One more is answered."""
-        self._fresh += 1
-        if self._line.due:
-            done = self._known + self._fresh
-            left = duration(self._line.elapsed / self._fresh * max(self._total - done, 0))
-            self._line.show(f"{self._title}: {done:,} of {self._total:,} requests · {left} left")
-
-    def close(self) -> None:
-        """Clears the line."""
-        self._line.close()

@@ -6,8 +6,8 @@ import contextlib
 import json
 import sys
 import time
+from argparse import Namespace
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,21 +18,10 @@ from fem_common.errors import ConfigError
 from fem_megatron.megatron import platform
 from pretrain.plan.run_plan import decoding_state_bytes
 from tools.hf.open_model import OpenModel, open_model, quiet_transformers
-from tools.hf.tokenizer import first_line
-
-from .__main__ import Settings
+from tools.hf.tokenizer import SPECIAL_IDS, first_line
 
 BETWEEN = "-" * 20  # a line between the texts of several prompts
 COMPILING_STEPS = 2  # the first decoding steps, during which torch compiles
-
-
-class ToStdout(TextStreamer):
-    """transformers' streamer: whole words, so that no character comes in pieces. Adds no line of its own."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Writes what is certain."""
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
 
 class Clock(StoppingCriteria):
@@ -64,7 +53,7 @@ class Answer:
     costs: dict[str, Any] = field(default_factory=dict)
 
 
-def run(path: Path, prompts: list[str], settings: Settings) -> int:
+def run(prompts: list[str], settings: Namespace) -> int:
     """Opens the model, writes text (or JSON) to stdout and costs to stderr; 0, or 130 where Ctrl-C ended it, the text so far kept.
 
     Raises:
@@ -72,7 +61,7 @@ def run(path: Path, prompts: list[str], settings: Settings) -> int:
     """
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     try:
-        opened = open_model(path, dtype=dtype, device=settings.device, tokenizer=settings.tokenizer)
+        opened = open_model(settings.model, dtype=dtype, device=settings.device, tokenizer=settings.tokenizer)
     except ValueError as error:  # ConfigError: a checkpoint whose parts do not fit together
         raise ConfigError(str(error)) from error
     ids = encode(opened, prompts, settings)
@@ -81,9 +70,7 @@ def run(path: Path, prompts: list[str], settings: Settings) -> int:
     if settings.json:
         json.dump(as_json(opened, answer, settings), sys.stdout, ensure_ascii=False)
         sys.stdout.write("\n")
-    elif len(prompts) == 1 and settings.beams == 1:
-        sys.stdout.write("\n")  # the text has been streamed
-    else:
+    elif len(prompts) > 1 or settings.beams > 1:  # else the text has been streamed
         sys.stdout.write(f"\n{BETWEEN}\n".join(answer.texts) + "\n")
     sys.stdout.flush()
     for line in told(opened, answer, settings):
@@ -91,7 +78,7 @@ def run(path: Path, prompts: list[str], settings: Settings) -> int:
     return 130 if answer.interrupted else 0
 
 
-def encode(opened: OpenModel, prompts: list[str], settings: Settings) -> list[list[int]]:
+def encode(opened: OpenModel, prompts: list[str], settings: Namespace) -> list[list[int]]:
     """Each prompt's tokens. Raises ConfigError: no tokenizer, a prompt without tokens or with too many, a model that sees what follows."""
     if opened.tokenizer is None:
         raise ConfigError(f"{opened.source} has {opened.no_tokenizer}")
@@ -109,24 +96,24 @@ def encode(opened: OpenModel, prompts: list[str], settings: Settings) -> list[li
     return rows
 
 
-def plain(model: Any) -> None:
-    """Leaves of a folder's own generation settings its special tokens alone: a penalty there would bend the greedy choice, too."""
-    theirs = model.generation_config
-    model.generation_config = GenerationConfig(
-        bos_token_id=theirs.bos_token_id, eos_token_id=theirs.eos_token_id, pad_token_id=theirs.pad_token_id
-    )
+def asked(settings: Namespace) -> dict[str, Any]:
+    """As ``generate`` takes them; a folder's own generation settings count for nothing but its special tokens."""
+    how = {"do_sample": settings.draws, **{name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "max_new_tokens")}}
+    more = {"cache_implementation": "static"} if settings.compile else {}
+    return {**how, **more, "num_beams": settings.beams, "use_cache": not settings.no_cache}
 
 
-def generate(opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Settings) -> Answer:
+def generate(opened: OpenModel, prompts: list[str], rows: list[list[int]], settings: Namespace) -> Answer:
     """The continuations. A single prompt's text is written as it comes, unless JSON is asked for, or beams, which may change it yet."""
     tokenizer, model = opened.tokenizer, opened.model
     assert tokenizer is not None
-    plain(model)
-    end = model.generation_config.eos_token_id
+    theirs = model.generation_config  # a penalty there would bend the greedy choice, too
+    model.generation_config = GenerationConfig(**{name: getattr(theirs, name) for name in SPECIAL_IDS})
+    end = theirs.eos_token_id
     ends = set(end) if isinstance(end, list) else {end}
     pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     ids, mask = left_padded(rows, pad)
-    streamer = ToStdout(tokenizer, skip_special_tokens=True) if len(rows) == 1 and settings.beams == 1 and not settings.json else None
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(rows) == 1 and settings.beams == 1 and not settings.json else None
     torch.manual_seed(settings.seed)
     clock = Clock()
     answer = Answer(prompts, [], [len(row) for row in rows], [], clock)
@@ -139,7 +126,7 @@ def generate(opened: OpenModel, prompts: list[str], rows: list[list[int]], setti
                 stopping_criteria=[clock],
                 streamer=streamer,
                 return_dict_in_generate=True,
-                **settings.for_generate(),
+                **asked(settings),
                 **more,
             )
         found, answer.cache = done.sequences, getattr(done, "past_key_values", None)
@@ -165,7 +152,7 @@ def left_padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 
 @contextlib.contextmanager
-def compiled_on(device: torch.device, settings: Settings) -> Any:
+def compiled_on(device: torch.device, settings: Namespace) -> Any:
     """What ``generate`` takes besides, so that its decoding step is compiled on this device, too. Raises ConfigError where it cannot be."""
     if not settings.compile:
         yield {}
@@ -183,7 +170,7 @@ def compiled_on(device: torch.device, settings: Settings) -> Any:
 # --- what it cost ----------------------------------------------------------------------------------------------------------------
 
 
-def costs(opened: OpenModel, answer: Answer, settings: Settings) -> dict[str, Any]:
+def costs(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
     """Seconds, tokens and bytes; numbers that are not known are None."""
     times, new = answer.clock.times, sum(map(len, answer.rows))
     skipped = min(COMPILING_STEPS if settings.compile else 0, max(0, len(times) - 1))
@@ -216,7 +203,7 @@ def layer_bytes(layer: Any) -> int:
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
 
 
-def told(opened: OpenModel, answer: Answer, settings: Settings) -> list[str]:
+def told(opened: OpenModel, answer: Answer, settings: Namespace) -> list[str]:
     """The costs as lines for a reader."""
     cost = answer.costs
     size = sum(weight.numel() for weight in opened.model.parameters())
@@ -241,7 +228,7 @@ def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:,.1f} tokens/s" if seconds else "no time at all"
 
 
-def as_json(opened: OpenModel, answer: Answer, settings: Settings) -> dict[str, Any]:
+def as_json(opened: OpenModel, answer: Answer, settings: Namespace) -> dict[str, Any]:
     """All of it for machines."""
     results = [
         {"prompt": prompt, "text": text, "new_tokens": row}

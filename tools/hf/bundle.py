@@ -122,7 +122,7 @@ def flatten(module: str, text: str) -> tuple[str, frozenset[str]]:
     edits: Edits = {}
     wanted: set[str] = set()
     tree = ast.parse(text)
-    for node in _statements(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in OURS for alias in node.names):
             raise BundleError(f"{module}, line {node.lineno}: only `from ... import ...` has a flat form")
         if isinstance(node, ast.ImportFrom) and (source := _absolute(module, node)).split(".")[0] in OURS:
@@ -168,32 +168,17 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 def _outside_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     """Imports of outside packages, besides torch and transformers, that are in no ``try``."""
-    for child in _inner(node):
+    for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom) and _outside(child):
             yield child
         elif not isinstance(child, ast.Try):
             yield from _outside_imports(child)
 
 
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements inside, at any depth."""
-    for child in _inner(node):
-        yield child
-        yield from _statements(child)
-
-
-def _inner(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements, handlers and cases right inside a module, class, function or statement; no expressions, which import nothing."""
-    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-        inside = getattr(node, field, None)
-        if isinstance(inside, list):
-            yield from inside
-
-
 @functools.cache
 def _outside_names(text: str) -> frozenset[str]:
     """The outside packages, besides torch and transformers, that a file imports anywhere."""
-    return frozenset(name for node in _statements(ast.parse(text)) for name in _outside(node))
+    return frozenset(name for node in ast.walk(ast.parse(text)) for name in _outside(node))
 
 
 def _outside(node: ast.AST) -> set[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fem_megatron.config import ModelConfig
 
 from .folder import UNREAD
-from .recipes import Store, made_of, to_fem
+from .recipes import Made, Tensors, to_fem
 from .stock import to_stock, why_not_stock
 
 LOGITS = "logits"
@@ -129,9 +129,9 @@ def difference(where: str, a: Tensor, b: Tensor) -> Difference:
 # --- weights ---------------------------------------------------------------------------------------------------------------------
 
 
-def exported(store: Store, model: ModelConfig) -> Store:
+def exported(weights: Tensors, model: ModelConfig) -> Tensors:
     """A checkpoint's tensors as its export names and cuts them."""
-    return made_of(store, to_stock(model) if why_not_stock(model) is None else to_fem(model))
+    return Made(weights, to_stock(model) if why_not_stock(model) is None else to_fem(model))
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ class Weights:
         return sorted(far, key=lambda found: layer_of(place_of_weight(found.where)))
 
 
-def compare_weights(a: Store, b: Store, *, tied: bool) -> Weights:
+def compare_weights(a: Tensors, b: Tensors, *, tied: bool) -> Weights:
     """Tensor by tensor, two at a time; ``tied``: an output layer that only one of them stores is the other's embedding."""
     shared = [name for name in a.shapes if name in b.shapes]
     alone = ([name for name in one.shapes if name not in other.shapes] for one, other in ((a, b), (b, a)))
     only_a, only_b = ([name for name in names if not (tied and name == "lm_head.weight")] for names in alone)
-    return Weights([difference(name, a.get(name), b.get(name)) for name in shared], only_a, only_b)
+    return Weights([difference(name, *(one.read([name])[name] for one in (a, b))) for name in shared], only_a, only_b)
 
 
 # --- activations and logits ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -61,6 +62,15 @@ class Folder:
         except Exception as error:  # also of a type of numbers that torch does not have
             raise ConfigError(f"{self.tensors[name].file}: {name} cannot be read ({error}): fetch the file again") from error
         return tensor
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, by name."""
+        return {name: stored.shape for name, stored in self.tensors.items()}
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors of these names, as ``get`` gives them."""
+        return {name: self.get(name) for name in names}
 
     def training(self) -> dict[str, Any]:
         """What an export keeps of the checkpoint's manifest; {} where there is nothing. Raises ConfigError where it is no JSON."""

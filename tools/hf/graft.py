@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from fem_common.errors import ConfigError
+from fem_common.text import aligned
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionShape
@@ -34,6 +35,7 @@ from pretrain.plan.run_plan import model_weights
 from .recipes import padded
 
 PACKED = "in_proj.weight"
+Fill = Callable[[Tensor, list[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Origin:
 
     sources: tuple[str, ...]
     copied: int
-    fill: Callable[[Tensor, list[Tensor]], Tensor]
+    fill: Fill
     parts: tuple[str, ...] = ()
     taken: frozenset[str] = frozenset()
 
@@ -88,7 +90,9 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
     embedding, output, norm = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
     for name in {embedding, output, norm} & want.keys():
         theirs = name if name in have else embedding
-        origins[name] = Origin((theirs,), want[name].size, _rows_of(want[name].shape[0]), taken=frozenset({theirs}))
+        # All rows, and zeros below them where the vocabulary is padded further.
+        fill: Fill = lambda _, tensors, rows=want[name].shape[0]: padded(tensors[0][:rows], rows)  # type: ignore[misc]  # noqa: E731
+        origins[name] = Origin((theirs,), want[name].size, fill, taken=frozenset({theirs}))
     for layer, (ours, block) in enumerate(zip(source.blocks(), target.blocks(), strict=True)):
         found = _renamed(_mixer(ours.mixer, block.mixer), "mixer.")
         if ours.mlp is not None and block.mlp is not None:
@@ -102,20 +106,8 @@ def graft(source: ModelConfig, target: ModelConfig) -> Graft:
 # --- the table -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: the tensors of one name in several layers that have one origin."""
-
-    name: str
-    layers: str
-    status: str
-    parts: tuple[str, ...]
-    parameters: int
-    copied: int
-
-
-def rows(plan: Graft) -> list[Row]:
-    """The plan by name and origin, in the order of the model."""
+def described(plan: Graft) -> dict[str, Any]:
+    """The table for programs: an entry for the tensors of one name in several layers that have one origin, in the order of the model."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[str, int, int]]] = {}
     for name, weight in model_weights(plan.target).items():
         origin = plan.origins.get(name)
@@ -125,48 +117,23 @@ def rows(plan: Graft) -> list[Row]:
         parts = origin.parts if origin is not None and status == "partly" else ()
         entry = (layer[1] if layer else "", weight.size, 0 if origin is None else origin.copied)
         groups.setdefault((general, status, parts), []).append(entry)
-    return [
-        Row(
-            name, _ranges([int(layer) for layer, _, _ in found if layer]), status, parts, sum(e[1] for e in found), sum(e[2] for e in found)
-        )
-        for (name, status, parts), found in groups.items()
-    ]
+    tensors: list[dict[str, Any]] = []
+    for (name, status, parts), found in groups.items():
+        layers, sizes, copied = zip(*found, strict=True)
+        about = {"name": name, "layers": _ranges([int(layer) for layer in layers if layer]), "status": status, "parts": list(parts)}
+        tensors.append({**about, "parameters": sum(sizes), "copied": sum(copied)})
+    sums = {key: sum(tensor[key] for tensor in tensors) for key in ("parameters", "copied")}
+    return {"format": 1, "tensors": tensors, **sums, "left_behind": _generalised(plan.left)}
 
 
-def table(plan: Graft) -> list[str]:
-    """The plan as lines of text: every tensor, what of it is copied, how many numbers; the sums; what of the source is left behind."""
-    found = rows(plan)
+def table(found: dict[str, Any]) -> list[str]:
+    """What ``described`` says as lines of text: every tensor, what of it is copied, how many numbers; the sums; what is left behind."""
     cells = [("tensor", "layers", "", "parameters", "copied")]
-    for row in found:
-        status = f"{row.status}: {', '.join(row.parts)}" if row.parts else row.status
-        cells.append((row.name, row.layers, status, f"{row.parameters:,}", f"{row.copied:,}"))
-    total, copied = sum(row.parameters for row in found), sum(row.copied for row in found)
-    cells.append(("all", "", f"{100 * copied / total:.1f}% copied", f"{total:,}", f"{copied:,}"))
-    widths = [max(len(row[column]) for row in cells) for column in range(5)]
-    lines = [
-        "  ".join(
-            [
-                *(cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)),
-                row[3].rjust(widths[3]),
-                row[4].rjust(widths[4]),
-            ]
-        )
-        for row in cells
-    ]
-    return [*lines, f"left behind of the folder's: {'; '.join(_generalised(plan.left)) or 'nothing'}"]
-
-
-def described(plan: Graft) -> dict[str, Any]:
-    """The table for programs."""
-    found = rows(plan)
-    total, copied = sum(row.parameters for row in found), sum(row.copied for row in found)
-    return {
-        "format": 1,
-        "tensors": [vars(row) | {"parts": list(row.parts)} for row in found],
-        "parameters": total,
-        "copied": copied,
-        "left_behind": _generalised(plan.left),
-    }
+    total = f"{100 * found['copied'] / found['parameters']:.1f}% copied"
+    for row in (*found["tensors"], {"name": "all", "layers": "", "status": total, "parts": (), **found}):
+        status = f"{row['status']}: {', '.join(row['parts'])}" if row["parts"] else row["status"]
+        cells.append((row["name"], row["layers"], status, f"{row['parameters']:,}", f"{row['copied']:,}"))
+    return [*aligned(cells, (0, 1, 2)), f"left behind of the folder's: {'; '.join(found['left_behind']) or 'nothing'}"]
 
 
 def _generalised(names: tuple[str, ...]) -> list[str]:
@@ -199,7 +166,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def _mixer(source: Shape, target: Shape) -> Origins:
     if source == target:
-        return _same(source)
+        return {name: _whole(name, weight.size) for name, weight in source.weights().items()}
     assert isinstance(source, AttentionShape)
     want = target.weights()
     origins: Origins = {}
@@ -272,7 +239,7 @@ def _heads(packed: Tensor, shape: AttentionShape, groups: int | None = None) -> 
     return {"q": grouped[:, :each].flatten(0, 1), "k": k, "v": v}
 
 
-def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Callable[[Tensor, list[Tensor]], Tensor]:
+def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str]) -> Fill:
     """The start's slices of ``fitting`` replaced by the source's heads."""
 
     def fill(start: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -286,7 +253,7 @@ def _repacked(source: AttentionShape, packing: Packing, fitting: dict[str, str])
     return fill
 
 
-def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ...]) -> Callable[[Tensor, list[Tensor]], Tensor]:
+def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ...]) -> Fill:
     each = target.heads // target.groups
     place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}
 
@@ -300,17 +267,8 @@ def _regroup(source: AttentionShape, target: AttentionShape, kept: tuple[str, ..
     return fill
 
 
-def _rows_of(count: int) -> Callable[[Tensor, list[Tensor]], Tensor]:
-    """All rows, to ``count`` by zeros where the vocabulary is padded further."""
-    return lambda _, tensors: padded(tensors[0][:count], count)
-
-
 def _whole(name: str, size: int) -> Origin:
     return Origin((name,), size, lambda _, tensors: tensors[0], taken=frozenset(_all_of(name)))
-
-
-def _same(shape: Shape) -> Origins:
-    return {name: _whole(name, weight.size) for name, weight in shape.weights().items()}
 
 
 def _renamed(origins: Origins, prefix: str) -> Origins:

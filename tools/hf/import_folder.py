@@ -38,7 +38,7 @@ from .export import beside, refuse_occupied
 from .folder import CONFIG, GENERATION, PICKLES, TRAINING, Folder, has_tokenizer, is_folder, json_object, read_folder
 from .graft import Graft, check_target, described, graft, table
 from .open_model import check_there, quiet_transformers
-from .recipes import Recipes, first_of, from_fem, to_fem
+from .recipes import Made, Recipes, first_of, from_fem, made, to_fem
 from .stock import StockError, from_stock, model_of, read_stock, to_stock
 from .tokenizer import SPECIAL_IDS, Tokenizer
 
@@ -76,11 +76,6 @@ class Source:
         told = {name: getattr(read, name) if generation.get(name) is None else generation[name] for name in SPECIAL_IDS}
         return Inherited(read.max_position_embeddings, {name: ids for name, ids in told.items() if _all_in(ids, entries)})
 
-    def weight(self, name: str) -> Tensor:
-        """One whole weight by its name in the checkpoint, in its stored type; maybe a view into a mapped file."""
-        recipe = self.recipes[name]
-        return recipe.make([self.folder.get(source) for source in recipe.sources])
-
 
 def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | None, settings: list[str], overwrite: bool) -> None:
     """Writes the folder ``hf_dir`` as a checkpoint to ``out``, complete or not at all; says on stdout what it wrote.
@@ -115,11 +110,12 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
             tokenizer.copy_to(folder / "tokenizer")
         (folder / MODEL).write_text(model_yaml(config.model, hf_dir), encoding="utf-8")
         if plan:
-            told = {"from": str(hf_dir), "seed": config.train.seed, **described(plan)}
+            copied = described(plan)
+            told = {"from": str(hf_dir), "seed": config.train.seed, **copied}
             (folder / "grafted.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     for line in notes:
         print(f"tools.hf: note: {line}", file=sys.stderr)
-    for line in table(plan) if plan else []:
+    for line in table(copied) if plan else []:
         print(line)
     print(f"wrote {out / step.name}: {'-'.join(dict.fromkeys(mixer_names(config.model)))}, {parameters:,} parameters, {types}")
     print(f"start from it: python -m pretrain RUN.yaml model={out / MODEL} checkpoint.load={out}")
@@ -302,22 +298,22 @@ def _kept(source: Source) -> Kept:
 
 def _weights(source: Source, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Name -> weight, each in memory of its own."""
-    for name in source.recipes:
-        yield name, _owned(source.weight(name), dtype)
+    for name, weight in made(source.folder, source.recipes):
+        yield name, _owned(weight, dtype)
 
 
 def _grafted(source: Source, config: RunConfig, plan: Graft, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Name -> weight of the target: as training starts it, in the type of the folder's embedding, with what the plan copies."""
     from fem_megatron.megatron.model import start
 
-    model, kind = config.model, STORED[source.folder.tensors["model.embed_tokens.weight"].dtype]
+    model, kind, held = config.model, STORED[source.folder.tensors["model.embed_tokens.weight"].dtype], Made(source.folder, source.recipes)
     for name, weight in model_weights(model).items():
         origin = plan.origins.get(name)
         if origin is None or origin.copied < weight.size:
             fresh = start(name, weight.shape, starts_from(model, weight), config.train.seed).to(DTYPES[dtype] if dtype else kind)
         else:
             fresh = torch.empty(weight.shape, dtype=kind)  # all of it is copied
-        yield name, fresh if origin is None else _owned(origin.fill(fresh, [source.weight(part) for part in origin.sources]), dtype)
+        yield name, fresh if origin is None else _owned(origin.fill(fresh, list(held.read(origin.sources).values())), dtype)
 
 
 def _owned(tensor: Tensor, dtype: str | None) -> Tensor:

@@ -198,15 +198,13 @@ def training_card(config: RunConfig, found: Found, loss: float | None, manifests
 
 def data_text(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> str:
     """Every source by the last two parts of its path, its share of the blend, and its tokens where they are known."""
-    total = sum(source.weight for source in sources) or 1.0
-    return "; ".join(_source_text(source, source.weight / total, len(sources) > 1, manifests) for source in sources)
-
-
-def _source_text(source: Source, share: float, blended: bool, manifests: dict[str, Manifest]) -> str:
-    split = _split(source, manifests)
-    told = [f"{100 * share:.4g}% of the blend"] if blended else []
-    told += [f"{split['tokens']:,} tokens"] if split else []
-    return f"`{'/'.join(Path(source.prefix).parts[-2:])}`" + (f" ({', '.join(told)})" if told else "")
+    total, texts = sum(source.weight for source in sources) or 1.0, []
+    for source in sources:
+        split = _split(source, manifests)
+        told = [f"{100 * source.weight / total:.4g}% of the blend"] if len(sources) > 1 else []
+        told += [f"{split['tokens']:,} tokens"] if split else []
+        texts.append(f"`{'/'.join(Path(source.prefix).parts[-2:])}`" + (f" ({', '.join(told)})" if told else ""))
+    return "; ".join(texts)
 
 
 def _bytes_per_token(sources: tuple[Source, ...], manifests: dict[str, Manifest]) -> float | None:

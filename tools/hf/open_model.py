@@ -31,7 +31,7 @@ from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP, check_shapes, hf_config
 from .folder import CONFIG, TOKENIZER_FILES, UNREAD, Folder, has_tokenizer, is_folder, read_folder
 from .modeling_fem import FemLMForCausalLM
-from .recipes import VOCABULARY, Recipes, Store, first_of, made, to_fem
+from .recipes import VOCABULARY, Recipes, Tensors, first_of, made, to_fem
 from .stock import StockError, model_of, stock_config, to_stock, why_not_stock
 from .tokenizer import NAME_A_TOKENIZER, check_tokenizer, first_line, load_tokenizer, special_ids, tokenizers_of_checkpoint
 
@@ -87,9 +87,17 @@ def open_model(path: Path, *, dtype: torch.dtype | None = None, device: str = "c
     path = Path(path)
     check_there(path)
     with quiet_transformers():
-        if is_folder(path):
-            return _open_folder(read_folder(path), dtype, place, tokenizer)
-        return _open_checkpoint(path, dtype, place, tokenizer)
+        if not is_folder(path):
+            return _open_checkpoint(path, dtype, place, tokenizer)
+        folder = read_folder(path)
+        check_architecture(folder)
+        reader, where, why = _tokenizer(tokenizer, [path])
+        model = _loaded(folder, dtype)
+        if reader is not None and where is not None:
+            check_tokenizer(reader, model.config.vocab_size, where)
+        kind = "exported folder" if folder.ours or folder.training() else "Hugging Face folder"
+        name, config = path.resolve().name, known_model(folder)
+        return OpenModel(name, path, model.to(place).eval(), reader, config, folder.training(), kind, where, why)
 
 
 def weights_at(path: Path) -> Path:
@@ -145,25 +153,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 # --- Hugging Face folders --------------------------------------------------------------------------------------------------------
-
-
-def _open_folder(folder: Folder, dtype: torch.dtype | None, device: torch.device, tokenizer: Path | None) -> OpenModel:
-    check_architecture(folder)
-    reader, where, why = _tokenizer(tokenizer, [folder.path])
-    model = _loaded(folder, dtype)
-    if reader is not None and where is not None:
-        check_tokenizer(reader, model.config.vocab_size, where)
-    return OpenModel(
-        name=folder.path.resolve().name,
-        source=folder.path,
-        model=model.to(device).eval(),
-        tokenizer=reader,
-        config=known_model(folder),
-        manifest=folder.training(),
-        kind="exported folder" if folder.ours or folder.training() else "Hugging Face folder",
-        tokenizer_folder=where,
-        no_tokenizer=why,
-    )
 
 
 def check_architecture(folder: Folder) -> None:
@@ -243,16 +232,8 @@ def _open_checkpoint(path: Path, dtype: torch.dtype | None, device: torch.device
     if reader is not None and where is not None:
         check_tokenizer(reader, config.vocab_size, where)
     model = checkpoint_model(found, config, reader, dtype, device)
-    return OpenModel(
-        name=found.manifest["config"]["name"],
-        source=found.path,
-        model=model,
-        tokenizer=reader,
-        config=config,
-        manifest=found.manifest,
-        tokenizer_folder=where,
-        no_tokenizer=why,
-    )
+    name = found.manifest["config"]["name"]
+    return OpenModel(name, found.path, model, reader, config, found.manifest, tokenizer_folder=where, no_tokenizer=why)
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------------------
@@ -335,17 +316,17 @@ def fingerprint(model: OpenModel | Path, tokenizer: Path | None = None) -> str:
         folder = read_folder(path)
         settings = {key: value for key, value in folder.config.items() if key not in UNREAD}
         code = _files(sorted(path.glob("*.py"))) if folder.ours else ""
-        return _digest([_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder_store(folder))])
+        return _digest([_json(settings), code, _tokenizer_digest(tokenizer or path), *_tensors(folder)])
     found = find(path)
     named = [tokenizer] if tokenizer else tokenizers_of_checkpoint(found.path, found.manifest)
     settings = asdict(ModelConfig.from_dict(found.manifest["config"]["model"]))
     del settings["attention_backend"]
-    return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(checkpoint_store(found.path))])
+    return _digest([_json(settings), _tokenizer_digest(*named), *_tensors(Weights(found.path))])
 
 
-def _tensors(store: Store) -> Iterable[str]:
-    for name in sorted(store.shapes):
-        tensor = store.get(name).contiguous()
+def _tensors(source: Tensors) -> Iterable[str]:
+    for name in sorted(source.shapes):
+        tensor = source.read([name])[name].contiguous()
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         yield hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
@@ -366,14 +347,3 @@ def _json(value: dict[str, Any]) -> str:
 
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def folder_store(folder: Folder) -> Store:
-    """A folder's tensors under their own names."""
-    return Store({name: stored.shape for name, stored in folder.tensors.items()}, folder.get)
-
-
-def checkpoint_store(step: Path) -> Store:
-    """A checkpoint's tensors under the training code's names. Raises ConfigError where it is damaged."""
-    weights = Weights(step)
-    return Store(weights.shapes, lambda name: weights.read([name])[name])

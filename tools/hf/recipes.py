@@ -80,18 +80,14 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
 
 
 class Tensors(Protocol):
-    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint.reader.Weights``), or memory."""
+    """Where weights come from, a few at a time: a checkpoint (``pretrain.checkpoint.reader.Weights``), a folder, or memory."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of every tensor, by name."""
 
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of every tensor, by name."""
-
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names, on the CPU."""
+        """The tensors of these names, on the CPU, in their stored types. Raises ConfigError where they are damaged."""
 
 
 def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
@@ -108,16 +104,17 @@ def made(source: Tensors, recipes: Recipes) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Store:
-    """shapes: of every tensor, by name. get: one of them, on the CPU, in its stored type; raises ConfigError where it is damaged."""
+class Made:
+    """What the recipes make of a source, as a source."""
 
-    shapes: dict[str, tuple[int, ...]]
-    get: Callable[[str], Tensor]
+    source: Tensors
+    recipes: Recipes
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, by name."""
+        return {name: recipe.shape for name, recipe in self.recipes.items()}
 
-def made_of(store: Store, recipes: Recipes) -> Store:
-    """What the recipes make of a store's tensors."""
-    return Store(
-        {name: recipe.shape for name, recipe in recipes.items()},
-        lambda name: recipes[name].make([store.get(source) for source in recipes[name].sources]),
-    )
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names; each maybe a view into one of the source's."""
+        return dict(made(self.source, {name: self.recipes[name] for name in names}))

@@ -62,7 +62,7 @@ def why_not_stock(model: ModelConfig) -> str | None:
         return "model.causal=false: the model sees all tokens at once"
     if not model.rope:
         return "model.rope=false: the model has no rotary position embedding"
-    scaled = _attention(model).scale is not None
+    scaled = AttentionShape.of(model).scale is not None
     return f"model.mup.base_head_size={model.mup.base_head_size} gives the scores another scale than 1 / sqrt(d)" if scaled else None
 
 
@@ -82,7 +82,7 @@ def stock_config(
     reason = why_not_stock(model)
     if reason is not None:
         raise StockError(f"no class of transformers' own is this model: {reason}")
-    shape, family = _attention(model), _family(model)
+    shape, family = AttentionShape.of(model), _family(model)
     optional: dict[str, Any] = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     if max_position_embeddings is not None:
         optional["max_position_embeddings"] = max_position_embeddings
@@ -121,9 +121,9 @@ def to_stock(model: ModelConfig) -> Recipes:
     for name, shape in parameter_shapes(model).items():
         place, _, leaf = name.rpartition(".mixer.in_proj.")
         if place:
-            for part, rows in _rows(_attention(model)).items():
+            for part, rows in _rows(AttentionShape.of(model)).items():
                 target = f"{hf_name(place)}.self_attn.{part}_proj.{leaf}"
-                recipes[target] = Recipe((name,), (rows, *shape[1:]), _unpacking(_attention(model), part))
+                recipes[target] = Recipe((name,), (rows, *shape[1:]), _unpacking(AttentionShape.of(model), part))
         elif name.endswith(".mlp.gate_up"):
             for index, part in enumerate(("gate", "up")):
                 target = f"{hf_name(name).removesuffix('gate_up')}{part}_proj.weight"
@@ -141,7 +141,7 @@ def from_stock(model: ModelConfig) -> Recipes:
         place, _, leaf = name.rpartition(".mixer.in_proj.")
         if place:
             sources = tuple(f"{hf_name(place)}.self_attn.{part}_proj.{leaf}" for part in QKV)
-            recipes[name] = Recipe(sources, shape, _packing(_attention(model)))
+            recipes[name] = Recipe(sources, shape, _packing(AttentionShape.of(model)))
         elif name.endswith(".mlp.gate_up"):
             stem = hf_name(name).removesuffix("gate_up")
             recipes[name] = Recipe((f"{stem}gate_proj.weight", f"{stem}up_proj.weight"), shape, torch.stack)
@@ -208,10 +208,6 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
 
 
 # --- configurations ------------------------------------------------------------------------------------------------------------
-
-
-def _attention(model: ModelConfig) -> AttentionShape:
-    return AttentionShape.of(model)
 
 
 def _family(model: ModelConfig) -> str:
@@ -323,8 +319,4 @@ def _unpacking(shape: AttentionShape, part: str) -> Callable[[list[Tensor]], Ten
 
 def _packing(shape: AttentionShape) -> Callable[[list[Tensor]], Tensor]:
     """The rows of q, k and v -> in_proj's."""
-
-    def pack(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([t.unflatten(0, (shape.groups, -1, shape.head)) for t in tensors], dim=1).flatten(0, 2)
-
-    return pack
+    return lambda tensors: torch.cat([t.unflatten(0, (shape.groups, -1, shape.head)) for t in tensors], dim=1).flatten(0, 2)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from fem_common.errors import ConfigError, files_told
+from fem_common.text import aligned
 from fem_megatron.config import ModelConfig
+from pretrain.checkpoint.reader import Weights as Stored
 
 from .compare import (
     LOGITS,
@@ -37,8 +39,8 @@ from .compare import (
     trace,
 )
 from .folder import is_folder, read_folder
-from .open_model import OpenModel, check_there, checkpoint_store, folder_store, open_model, quiet_transformers, tokenizer_of
-from .recipes import Store
+from .open_model import check_there, open_model, quiet_transformers, tokenizer_of
+from .recipes import Tensors
 
 SHOWN = 8  # settings and tensors that are named before "and N more"
 
@@ -56,9 +58,7 @@ def as_text(found: Findings) -> str:
     skipped = f", {found.skipped} more that B does not take" if found.skipped else ""
     lines.append(f"computed: {found.prompts} prompts, {found.predictions.tokens} tokens{skipped}")
     rows = [(row, number(d.absolute), number(d.relative), d.where.partition(", ")[2] if d.absolute else "") for row, d in found.layers()]
-    table = [("", "largest |a - b|", "of the largest", "in"), *rows]
-    widths = [max(len(cells[column]) for cells in table) for column in range(3)]
-    lines += ["  " + "  ".join([*(c.ljust(w) for c, w in zip(cells, widths, strict=False)), cells[3]]).rstrip() for cells in table]
+    lines += [f"  {line}" for line in aligned([("", "largest |a - b|", "of the largest", "in"), *rows])]
     seen = found.predictions
     if seen.tokens:
         mean = number(seen.kl / seen.tokens)
@@ -144,40 +144,38 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Side:
-    """What is kept of a model once it is closed."""
+    """What is kept of a model once it is closed. about: in words. hf: transformers' configuration of it. limit: tokens of a prompt."""
 
     path: Path
     source: Path
-    kind: str
+    about: str
     dtype: torch.dtype
-    ours: bool  # of our modeling code, not of a stock class
-    settings: dict[str, Any]
+    hf: Any
     config: ModelConfig | None
-    tied: bool
-    parameters: int
-    vocabulary: int
     limit: int
 
     @classmethod
-    def of(cls, path: Path, opened: OpenModel) -> Side:
-        """Of an opened model."""
-        model = opened.model
-        settings = model.config.to_dict()
-        if "architecture" in settings and opened.config is not None:
-            settings["architecture"] = asdict(opened.config)  # with what an older export has not yet heard of
-        return cls(
-            path=path,
-            source=opened.source,
-            kind=f"{opened.kind}, {type(model).__name__}",
-            dtype=opened.dtype,
-            ours=model.config.model_type == "fem_lm",
-            settings=settings,
-            config=opened.config,
-            tied=bool(model.config.tie_word_embeddings),
-            parameters=sum(weight.numel() for weight in model.parameters()),
-            vocabulary=int(model.config.vocab_size),
-            limit=min(opened.max_length or LONGEST, LONGEST),
-        )
+    def open(cls, path: Path, device: str) -> tuple[Side, Any]:
+        """And the model itself."""
+        print(f"opening {path}", file=sys.stderr)
+        opened = open_model(path, device=device)
+        model, dtype = opened.model, str(opened.dtype).removeprefix("torch.")
+        parameters = sum(weight.numel() for weight in model.parameters())
+        about = f"{opened.kind}, {type(model).__name__}, {dtype}, {parameters:,} parameters"
+        limit = min(opened.max_length or LONGEST, LONGEST)
+        return cls(path, opened.source, about, opened.dtype, model.config, opened.config, limit), model
+
+    @property
+    def ours(self) -> bool:
+        """Of our modeling code, not of a stock class."""
+        return bool(self.hf.model_type == "fem_lm")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """config.json's, with what an older export has not yet heard of."""
+        settings: dict[str, Any] = self.hf.to_dict()
+        known = "architecture" in settings and self.config is not None
+        return settings | {"architecture": asdict(self.config)} if known else settings  # type: ignore[arg-type]
 
 
 def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, json_out: Path | None, device: str) -> bool:
@@ -207,11 +205,11 @@ def verify(a: Path, b: Path, *, prompts: Path | None, tolerance: float | None, j
     coarser = min((one.dtype, two.dtype), key=lambda dtype: torch.finfo(dtype).bits)
     findings = Findings(
         sides=(one.path, two.path),
-        about=tuple(f"{side.kind}, {str(side.dtype).removeprefix('torch.')}, {side.parameters:,} parameters" for side in (one, two)),
+        about=(one.about, two.about),
         settings=settings,
         tokenizers=compare_tokenizers(*readers, texts),
         lacking_tokenizer=[path for path, reader in zip((a, b), readers, strict=True) if reader is None],
-        vocabularies=(one.vocabulary, two.vocabulary),
+        vocabularies=(one.hf.vocab_size, two.hf.vocab_size),
         weights=weights,
         differences=differences,
         predictions=predictions,
@@ -254,33 +252,29 @@ def fixed_ids(vocabulary: int, limit: int) -> list[list[int]]:
 
 def _remember(path: Path, texts: list[str], reader: Any | None, scratch: Path, device: str) -> tuple[Side, list[list[int]]]:
     """Opens the first model, puts a trace of each prompt into ``scratch``, and closes it."""
-    print(f"opening {path}", file=sys.stderr)
-    opened = open_model(path, device=device)
-    side = Side.of(path, opened)
-    asked = fixed_ids(side.vocabulary, side.limit)
+    side, model = Side.open(path, device)
+    asked = fixed_ids(side.hf.vocab_size, side.limit)
     if reader is not None:
         asked += [ids for ids in (list(reader(text)["input_ids"])[: side.limit] for text in texts) if ids]
-    asked = [ids for ids in asked if max(ids) < side.vocabulary]
+    asked = [ids for ids in asked if max(ids) < side.hf.vocab_size]
     for index, ids in enumerate(asked):
-        torch.save(trace(opened.model, ids), scratch / f"{index}.pt")
-    del opened
+        torch.save(trace(model, ids), scratch / f"{index}.pt")
+    del model
     gc.collect()  # what Python frees late would be a second model in memory
     return side, asked
 
 
 def _compare(path: Path, asked: list[list[int]], scratch: Path, device: str) -> tuple[Side, dict[str, Difference], Predictions, int]:
     """Opens the second model and compares its traces with the first's. -> it, the worst of every place, predictions, prompts left out."""
-    print(f"opening {path}", file=sys.stderr)
-    opened = open_model(path, device=device)
-    side = Side.of(path, opened)
+    side, model = Side.open(path, device)
     worst: dict[str, Difference] = {}
     predictions, skipped = Predictions(), 0
     for index, ids in enumerate(asked):
-        if max(ids) >= side.vocabulary or len(ids) > side.limit:
+        if max(ids) >= side.hf.vocab_size or len(ids) > side.limit:
             skipped += 1
             continue
         one: Trace = torch.load(scratch / f"{index}.pt", weights_only=True)
-        two = trace(opened.model, ids)
+        two = trace(model, ids)
         predictions = predictions.and_of(one[LOGITS], two[LOGITS])
         for found in compare_traces(one, two):
             worst[found.where] = found.worse(worst[found.where]) if found.where in worst else found
@@ -289,13 +283,13 @@ def _compare(path: Path, asked: list[list[int]], scratch: Path, device: str) -> 
 
 def _weights(one: Side, two: Side) -> Weights | None:
     """The weights' differences; None where names have nothing, or, of our code and a stock class, little in common."""
-    found = compare_weights(_store(one), _store(two), tied=one.tied or two.tied)
+    found = compare_weights(_tensors(one), _tensors(two), tied=any(side.hf.tie_word_embeddings for side in (one, two)))
     return found if found.differences and one.ours == two.ours else None
 
 
-def _store(side: Side) -> Store:
+def _tensors(side: Side) -> Tensors:
     """Its tensors, as its export has them."""
     if is_folder(side.source):
-        return folder_store(read_folder(side.source))
+        return read_folder(side.source)
     assert side.config is not None
-    return exported(checkpoint_store(side.source), side.config)
+    return exported(Stored(side.source), side.config)

@@ -15,11 +15,11 @@ import torch
 from lm_eval.api.instance import Instance
 
 from fem_megatron import catalogue
-from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, WORDS, byte_tokenizer, opened, suite_file, task_folder
+from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, byte_tokenizer, opened, suite_file, task_folder
 from tests.tools.refusals import Refused
 from tools.evaluate import results
 from tools.evaluate.catalogue import find_tasks
-from tools.evaluate.harness import Adaptor, Answers, Asked, NotANumber, Seeds, ask
+from tools.evaluate.harness import Adaptor, Answers, Asked, NotANumber, ask
 from tools.evaluate.suite import SuiteTask, load_suite
 from tools.hf.open_model import OpenModel
 
@@ -82,7 +82,7 @@ def adaptor(tmp_path: Path) -> Callable[..., Adaptor]:
     def make(model: OpenModel, batch_size: int | str = 4, **options: Any) -> Adaptor:
         made = Adaptor(model, batch_size, **options)
         answers = Answers(tmp_path / ".answers" / f"{len(list(tmp_path.rglob('*.jsonl')))}.jsonl", {})
-        made.keep_in(answers.__enter__(), lambda known, total: None)
+        made.keep_in(answers.__enter__())
         return made
 
     return make
@@ -179,8 +179,8 @@ def asked(tmp_path: Path, model: OpenModel, task: str, limit: int | None = None,
     suite = load_suite(str(suite_file(tmp_path / "s.yaml", task)))
     with Answers(tmp_path / "answers" / "x.jsonl", {}) as answers:
         adaptor = Adaptor(model, 3)
-        adaptor.keep_in(answers, lambda known, total: None)
-        return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, Seeds(), answers)
+        adaptor.keep_in(answers)
+        return suite.tasks[0], ask(adaptor, find_tasks(suite), suite.tasks[0], limit, None, answers)
 
 
 def right(model: OpenModel, rows: list[dict[str, Any]], before: str = "", normalised: bool = False) -> list[float]:
@@ -216,25 +216,6 @@ def test_examples_in_the_prompt(tmp_path: Path) -> None:
     assert len(before) + len("abcabcab") + 5 < CONTEXT
     assert found.scores["tiny_choices"]["acc,none"] == pytest.approx(sum(right(model, CHOICES[:3], before)) / 3)
     assert (found.fewshot, found.counts) == (2, {"tiny_choices": 3})
-
-
-def test_log_likelihood_tasks(tmp_path: Path) -> None:
-    model = opened("fem_gla")
-    column, found = asked(tmp_path, model, "task: tiny_words, metric: perplexity, higher_is_better: false")
-    values = [by_hand(model, row["text"], row["target"]) for row in WORDS]
-    assert found.scores["tiny_words"]["perplexity,none"] == pytest.approx(math.exp(-sum(value for value, _ in values) / 3), rel=1e-5)
-    assert found.scores["tiny_words"]["acc,none"] == sum(greedy for _, greedy in values) / 3
-    assert results.harness_result(column, found)["chance"] is None
-
-
-def test_written_answers(tmp_path: Path) -> None:
-    """One of the expected answers is what the model writes; the two others are not."""
-    model = opened("fem_softmax")
-    rows = [{"text": text, "answer": answer} for text, answer in (("Say it: abab", "ab"), ("one, two,", " three"))]
-    expected = [written_by_hand(model, row["text"], 6) == row["answer"] for row in rows]
-    rows.insert(1, {"text": "q", "answer": written_by_hand(model, "q", 6)})
-    _, found = asked(tmp_path, model, "task: tiny_written, metric: exact_match", written=rows)
-    assert found.scores["tiny_written"]["exact_match,none"] == pytest.approx((1 + sum(expected)) / 3)
 
 
 def test_a_group_weighs_by_size_and_tells_its_parts(tmp_path: Path) -> None:

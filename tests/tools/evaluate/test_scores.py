@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.tools.evaluate.result_files import write
@@ -44,16 +43,10 @@ def test_subtasks_of_unlike_baselines_are_rescaled_before_the_average() -> None:
             leaderboard(score, parts)
 
 
-def test_standard_errors_are_those_of_repeated_measurements() -> None:
-    """The rescaled average of three sub-tasks, measured 20000 times: its spread is the standard error. An unknown one stays unknown."""
-    draw = np.random.default_rng(0)
-    truth, chances, counts = np.array([0.7, 0.5, 0.6]), np.array([0.5, 0.2, 1 / 3]), np.array([250, 256, 250])
-    found = draw.binomial(counts, truth, size=(20_000, 3)) / counts
-    errors = np.sqrt(truth * (1 - truth) / counts)
-    scores = [leaderboard(Score(0.0), [Score(*part) for part in zip(row, errors, counts, chances, strict=True)]) for row in found]
-    # A spread from 20000 draws is itself known to 1 / sqrt(40000) = 0.5 %; none of the draws falls below its baseline.
-    assert np.std([score.value for score in scores]) == pytest.approx(scores[0].stderr, rel=0.02)
-    assert scores[0].stderr == pytest.approx(100 * math.sqrt(sum((errors / (1 - chances)) ** 2)) / 3) and scores[0].n == 756
+def test_standard_errors_are_those_of_independent_measurements() -> None:
+    """Of the rescaled average of two sub-tasks: 100 * 0.03 / 0.5 = 6 and 100 * 0.064 / 0.8 = 8. An unknown one stays unknown."""
+    found = leaderboard(Score(0.0), [Score(0.7, 0.03, 250, 0.5), Score(0.5, 0.064, 256, 0.2)])
+    assert found.stderr == pytest.approx(math.sqrt(6**2 + 8**2) / 2) and found.n == 506
     assert mean([Score(0.25, 0.1), Score(0.5, None)]) == Score(0.375, None)
     assert rescale(Score(0.5, None, chance=0.0)).stderr is None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tests.wording import Wording
 from tools.evaluate.report import as_json, console, main, markdown, number, report
 from tools.evaluate.results import Score, ScoreError, read
 from tools.evaluate.suite import Suite, SuiteTask
-from tools.evaluate.table import Table, build, heldout, printed, ranks, summary
+from tools.evaluate.table import Table, build, heldout, printed, summary
 
 PAPER: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures/fem_table_2.json").read_text(encoding="utf-8"))
 
@@ -53,16 +52,6 @@ def test_both_columns_of_the_papers_table_2_come_out_of_its_scores(group: dict[s
             write(tmp_path, row["model"], name, score)
     table = table_of(tmp_path, suite(*PAPER["columns"]))
     assert {row.model: as_printed(one) for row, one in zip(table.rows, table.summary(), strict=True)} == wanted
-
-
-def test_ranks_are_places_in_the_sorted_list() -> None:
-    draw = random.Random(0)
-    for _ in range(200):
-        higher = draw.random() < 0.5
-        values = [draw.choice([0.31, 0.3104, 0.312, 0.4, 0.1]) for _ in range(draw.randint(1, 8))]
-        shown = [float(f"{value:.3f}") for value in values]
-        order = sorted(shown, reverse=higher)
-        assert ranks(values, higher) == [1 + order.index(value) for value in shown]
 
 
 @pytest.mark.parametrize(("value", "places", "text"), [(0.0005, 3, "0.001"), (2.0625, 2, "2.06"), (6.625, 2, "6.63"), (0.1, 3, "0.100")])

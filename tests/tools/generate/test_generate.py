@@ -25,9 +25,8 @@ from tests.tools.refusals import Refused
 from tests.tools.refusals import refused as refused
 from tools.generate import generation
 from tools.generate.__main__ import main
-from tools.generate.generation import BETWEEN, ToStdout
+from tools.generate.generation import BETWEEN
 from tools.hf.open_model import open_model
-from tools.hf.tokenizer import load_tokenizer
 
 PROMPT, TEXTS = "def f(", ("def f(", "x", "Zwölf")
 CASES = ("fem_softmax", "fem_linear", "transformer", "mha2nd")
@@ -153,20 +152,6 @@ def test_the_end_of_a_text_ends_it(answer: Answer, models: Models, tmp_path: Pat
     rows = [result["new_tokens"] for result in found]
     assert all(256 not in row[:-1] for row in rows) and len({len(row) for row in rows if row[-1] == 256}) > 1
     assert all("<eod>" not in result["text"] for result in found)
-
-
-def test_characters_come_whole(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
-    """Byte by byte: every piece is text, and together they are the text."""
-    tokenizer = load_tokenizer(models["transformer"][0] / "tokenizer")
-    text, pieces = "Zwölf Boxkämpfer\n你好 🦊 x\n\n end", list[str]()
-    streamer = ToStdout(tokenizer, skip_special_tokens=True)
-    for token in tokenizer(text)["input_ids"]:
-        streamer.put(torch.tensor([token]))
-        pieces.append(capsys.readouterr().out)
-    streamer.end()
-    pieces.append(capsys.readouterr().out)
-    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
-    assert sum(map(bool, pieces)) > 5  # as it comes
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("another",)], ids=str)
