@@ -161,10 +161,13 @@ def mixer_names(model: ModelConfig) -> list[str]:
 
 
 def block(model: ModelConfig, name: str, layer: int) -> BlockShape:
-    """The shape of layer ``layer`` (from 0) with the mixer ``name``."""
+    """The shape of layer ``layer`` (from 0) with the mixer ``name``. Raises ValueError, with the key, where sizes do not fit."""
     mixer = describe(name)
-    mlp = model.mlp or mixer.mlp
-    return BlockShape(mixer.shape(model, layer), None if mlp == "none" else MLPS[mlp](model), model.recurrence)
+    mlp, shape = model.mlp or mixer.mlp, mixer.shape(model, layer)
+    if odd := shape.rotary_size() % 2 * shape.rotary_size():
+        key = "model.num_attention_heads" if model.attention.head_dim is None else "model.attention.head_dim"
+        raise ValueError(f"model.rope turns pairs of channels, but a head has {odd}; change {key}, or set model.rope=false")
+    return BlockShape(shape, None if mlp == "none" else MLPS[mlp](model), model.recurrence)
 
 
 def table() -> str:

@@ -25,12 +25,13 @@ class MupConfig:
     """The base model of muP; only where ``model.parametrization`` is mup."""
 
     base_hidden_size: int = setting(
-        256, "hidden_size of the model that init_std and the learning rate are meant for; m = hidden_size / base_hidden_size."
+        256, "hidden_size of the model that init_std and the learning rate are meant for; m = hidden_size / base_hidden_size.", least=1
     )
     base_head_size: int | None = setting(
         None,
         "Where heads grow wider with the model: the base's width of a query; scores are multiplied by sqrt(base_head_size) / width. null: "
         "1 / sqrt(width), right where the models' heads are of one width and the wider model has more of them.",
+        least=1,
     )
 
     def changed(self) -> list[str]:
@@ -89,9 +90,6 @@ def check_model(model: ModelConfig) -> None:
                 f"model.mup.{changed[0]} is set, but model.parametrization is {model.parametrization}; set it to mup, or leave both out"
             )
         return
-    for name, size in (("base_hidden_size", mup.base_hidden_size), ("base_head_size", mup.base_head_size)):
-        if size is not None and size < 1:
-            raise ValueError(f"model.mup.{name}={size}: must be at least 1")
     if model.tie_embeddings:
         raise ValueError("model.tie_embeddings: muP starts and trains the output layer otherwise than the embedding; set it to false")
 

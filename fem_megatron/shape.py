@@ -188,6 +188,13 @@ def located(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def head_width(model: ModelConfig) -> int:
+    """Channels of a head that the model's width is shared out to. Raises ValueError where the heads do not divide it."""
+    if model.hidden_size % model.num_attention_heads:
+        raise ValueError(f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}")
+    return model.hidden_size // model.num_attention_heads
+
+
 def keys_seen(length: int, whole_square: bool) -> float:
     """Keys that a causal token sees on average, or all of them."""
     return float(length) if whole_square else (length + 1) / 2

@@ -118,23 +118,17 @@ def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
     heads, width = model.num_attention_heads, model.hidden_size
     near = _closest(_divisors(width), heads, lambda count: _fits(replace(model, num_attention_heads=count)))
     try:
-        blocks = model.blocks()
+        model.blocks()
     except ValueError as error:
-        hint = f"; the nearest number of heads that does: {near}" if near and "num_attention_heads" in str(error) else ""
-        yield f"{error}{hint}"
+        yield f"{error}; the nearest number of heads that does: {near}" if near and "num_attention_heads" in str(error) else str(error)
         return
-    odd = next((size for block in blocks if (size := block.mixer.rotary_size()) % 2), None)
-    if odd is not None:
-        hint = f"model.num_attention_heads={near} or model.rope=false" if near else "model.rope=false"
-        what = f"model.num_attention_heads = {heads} gives heads of {odd} channels"
-        yield f"{what}, and model.rope needs an even number: {hint}"
     if not model.causal:
         yield "model.causal = false: next-token training would see its answers; set model.causal=true"
 
 
 def _fits(model: ModelConfig) -> bool:
     try:
-        return not any(block.mixer.rotary_size() % 2 for block in model.blocks())
+        return bool(model.blocks())
     except ValueError:
         return False
 

@@ -46,31 +46,12 @@ from pretrain.checkpoint.reader import (
     Progress,
     Say,
     damage,
-    find,
-    load_full_model_state,
     newest_first,
     newest_good,
 )
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
 from pretrain.ranks import from_rank_0
-
-__all__ = [
-    "MANIFEST",
-    "PICKLES",
-    "WEIGHTS_ALONE",
-    "Checkpoints",
-    "DamagedCheckpoint",
-    "Found",
-    "Inherited",
-    "Progress",
-    "damage",
-    "find",
-    "load_full_model_state",
-    "manifest_of",
-    "newest_good",
-    "publish_step",
-]
 
 PICKLES = (".metadata", "common.pt")
 TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own

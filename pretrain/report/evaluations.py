@@ -53,7 +53,7 @@ class _Running:
     started: float
 
 
-class Evaluations:
+class Evaluations(Callback):
     """Starts, watches and reports evaluations; a `loggers.Callback`, the first of them: when it ends, the others are open."""
 
     def __init__(
@@ -85,15 +85,6 @@ class Evaluations:
         """Takes what has ended, starts what is due."""
         self.step = record.step
         self._look()
-
-    def on_eval(self, step: int, values: dict[str, float]) -> None:
-        """Nothing: validations are the loop's own."""
-
-    def on_values(self, step: int, values: dict[str, float]) -> None:
-        """Nothing."""
-
-    def on_message(self, text: str) -> None:
-        """Nothing."""
 
     def on_end(self) -> None:
         """Waits for what is under way where training is complete; ends it where training stopped early, or a signal comes meanwhile."""

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fem_common.config import plain
 from fem_common.text import count
@@ -25,8 +25,8 @@ Say = Callable[[str], None]
 LATE = "evaluation/"  # values that come after their step
 
 
-class Callback(Protocol):
-    """What the loop tells."""
+class Callback:
+    """What the loop tells; who does not care about something leaves it out."""
 
     def on_step(self, record: StepRecord) -> None:
         """After every optimizer step."""
@@ -51,7 +51,7 @@ Watch = Callable[[int], AbstractContextManager[dict[str, float]]]
 """What the loop puts around a step, given its number, on every rank: when it ends its dictionary has, on rank 0, what `on_values` tells."""
 
 
-class Console:
+class Console(Callback):
     """A line every log interval."""
 
     def __init__(self, interval: int, total_steps: int) -> None:
@@ -75,17 +75,11 @@ class Console:
     def on_eval(self, step: int, values: dict[str, float]) -> None:
         print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()), flush=True)
 
-    def on_values(self, step: int, values: dict[str, float]) -> None:
-        pass
-
     def on_message(self, text: str) -> None:
         print(text, flush=True)
 
-    def on_end(self) -> None:
-        pass
 
-
-class JsonLines:
+class JsonLines(Callback):
     """Every step and validation, one JSON object a line, in ``metrics.jsonl``. After a resume the last line of a step counts."""
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +100,7 @@ class JsonLines:
         self.file.close()
 
 
-class TensorBoard:
+class TensorBoard(Callback):
     """Scalars over consumed tokens and steps."""
 
     def __init__(self, folder: Path, interval: int) -> None:
@@ -132,7 +126,7 @@ class TensorBoard:
         self.writer.close()
 
 
-class Wandb:
+class Wandb(Callback):
     """Weights & Biases; offline unless an API key is at hand or WANDB_MODE says otherwise."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
@@ -166,9 +160,6 @@ class Wandb:
         self.run.log({**values, **late}, step=max(step, self.step))
 
     on_values = on_eval
-
-    def on_message(self, text: str) -> None:
-        pass
 
     def on_end(self) -> None:
         self.run.finish()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fem_common.errors import ConfigError
 from fem_common.settings import spec
 from fem_megatron import catalogue
 from fem_megatron.block import Block
@@ -24,7 +27,12 @@ from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
+from pretrain.config import load_run
 from pretrain.plan.run_plan import forward_flops, parameter_shapes
+from tests.fem_megatron import conftest
+from tests.fem_megatron.conftest import drawn
+from tests.pretrain.conftest import DEMO
+from tests.wording import Wording
 
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, tie_embeddings=True)
 NAMES = [name for name in catalogue.MIXERS if not name.startswith("fla.")]
@@ -99,17 +107,12 @@ def block_of(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> B
 
 def filled(shape: BlockShape, dtype: torch.dtype = torch.float64) -> Block:
     """The block of a shape, every weight moved off its start."""
-    block = Block(shape, OneProcess(dtype))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for weight in block.parameters():
-            constant = weight.spec.init if isinstance(weight.spec.init, int | float) else 0.0  # type: ignore[attr-defined]
-            weight.copy_(constant + 0.2 * torch.randn(weight.shape, generator=generator, dtype=dtype))
-    return block
+    made: Block = drawn(Block(shape, OneProcess(dtype)), spread=0.2)
+    return made
 
 
 def tokens(length: int = LENGTH, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(length, 2, 32, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    return conftest.tokens(length, hidden=32, dtype=dtype, seed=3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -156,22 +159,6 @@ def test_the_future_does_not_leak(name: str, scale: float) -> None:
         before, after = block(x, Context()), block(changed, Context())
     assert (before[:6] - after[:6]).abs().max() <= ROUNDED * before.abs().max()
     assert not torch.allclose(before[6], after[6])
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_no_gradient_flows_back_from_the_past(name: str) -> None:
-    x = tokens().requires_grad_()
-    block_of(name)(x, Context())[:6].square().sum().backward()
-    assert x.grad is not None and x.grad[:6].any() and not x.grad[6:].any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_of_a_batch_do_not_meet(name: str) -> None:
-    block, x = block_of(name), tokens()
-    with torch.no_grad():
-        both, alone = block(x, Context()), block(x[:, 1:], Context())
-    # Another batch size may change the order of a sum, no more.
-    torch.testing.assert_close(both[:, 1:], alone, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -254,10 +241,10 @@ def fitting(model: ModelConfig, key: str) -> BlockShape | None:
     try:
         shape = catalogue.block(model, model.mixer, 0)
     except ValueError as error:
-        if key not in str(error):
+        if key not in str(error) and "model.rope" not in str(error):
             raise
         return None
-    return None if shape.mixer.rotary_size() % 2 else shape
+    return shape
 
 
 # Heard, and not seen in the numbers of a short float64 sequence: how it is computed, and a limit on lengths.
@@ -293,18 +280,28 @@ def test_what_is_heard_unseen_is_refused_elsewhere(key: str) -> None:
     assert readers == (["mha2nd"] if "." in key else [name for name in NAMES if name.startswith("fem_")])
 
 
-def test_a_pattern_repeats() -> None:
-    model = replace(SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"))
+def test_a_pattern_repeats_and_survives_its_dictionary() -> None:
+    model = replace(SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"), attention=SWITCHED)
     assert catalogue.mixer_names(model) == ["fem_softmax", "transformer", "transformer"] * 2
+    assert ModelConfig.from_dict(asdict(model)) == model
+    with_bias = ["in_proj.bias" in block.mixer.weights() for block in model.blocks()]
+    assert with_bias == [False, True, True] * 2, "a hybrid takes the section for its transformer layers"
     with pytest.raises(ValueError, match=r"model.pattern has 3 layers, which does not divide model.num_layers=4"):
         replace(model, num_layers=4).blocks()
 
 
-def test_a_configuration_survives_its_dictionary() -> None:
-    from dataclasses import asdict
+REFUSED: list[str] = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
 
-    model = replace(SMALL, pattern=("fem_softmax", "transformer"))
-    assert ModelConfig.from_dict(asdict(model)) == model
+
+SIZES = "hidden_size=16 num_layers=2 num_attention_heads=2 ffn_hidden_size=24 vocab_size=100 tie_embeddings=false"
+
+
+def test_what_does_not_fit_or_contradicts_itself_is_refused_by_name(wording: Wording) -> None:
+    for row in REFUSED:
+        with pytest.raises((ConfigError, ValueError)) as refused:
+            load_run(DEMO, [f"model.{setting}" for setting in f"{SIZES} {row}".split()]).model.blocks()
+        assert "\n" not in str(refused.value)
+        wording(f"{row}: {refused.value}")
 
 
 def test_the_table_names_every_mixer() -> None:
@@ -315,9 +312,9 @@ def test_the_table_names_every_mixer() -> None:
 LINEAR_TIME = [name for name, mixer in catalogue.MIXERS.items() if mixer.cost == "T"]
 
 
-def kept_numbers(name: str, length: int) -> int:
-    """Bytes that autograd keeps of a forward pass, parameters aside."""
-    block = block_of(name, torch.float32, attention_backend="auto")
+def kept_bytes(name: str, length: int) -> int:
+    """Bytes that autograd keeps of a forward pass, parameters aside; all of it and the backward pass is finite."""
+    block, x = block_of(name, torch.float32, attention_backend="auto"), tokens(length, torch.float32)[:, :1].requires_grad_()
     own = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -326,21 +323,13 @@ def kept_numbers(name: str, length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(tokens(length, torch.float32), Context())
+        y = block(x, Context())
+    y.square().mean().backward()
+    assert all(value is not None and value.isfinite().all() for value in (y, x.grad, *(weight.grad for weight in block.parameters())))
     return sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in own)
 
 
-@pytest.mark.parametrize("name", LINEAR_TIME)
-def test_linear_time_mixers_keep_memory_linear_in_the_length(name: str) -> None:
+@pytest.mark.parametrize("name", [*LINEAR_TIME, "switched"])
+def test_linear_time_mixers_and_windows_keep_memory_linear_in_the_length(name: str) -> None:
     # 5%: what is kept once, whatever the length.
-    assert kept_numbers(name, 2048) == pytest.approx(2 * kept_numbers(name, 1024), rel=0.05)
-
-
-@pytest.mark.parametrize("name", LINEAR_TIME)
-def test_8192_tokens_forward_and_backward_are_finite(name: str) -> None:
-    block = block_of(name, torch.float32, attention_backend="auto")
-    x = tokens(8192, torch.float32)[:, :1].requires_grad_()
-    y = block(x, Context())
-    y.square().mean().backward()
-    assert y.isfinite().all()
-    assert all(value.grad is not None and value.grad.isfinite().all() for value in (x, *block.parameters()))
+    assert kept_bytes(name, 8192) == pytest.approx(2 * kept_bytes(name, 4096), rel=0.05)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,8 +16,8 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
 from kernels.cem_attention.reference import interaction_energy
+from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over two steps
 DIAGONALS = ("none", "shared", "head")
 PRECONDITIONERS = ("identity", "diagonal", "low_rank")
@@ -33,29 +31,18 @@ def model(hidden: int = 16, heads: int = 4, ffn_size: int = 24, causal: bool = T
     )
 
 
-def fill(layer: Any, seed: int = 0) -> Any:
-    """Random weights, the zeros and ones of its start too."""
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in layer.named_parameters():
-            weight.copy_(torch.randn(weight.shape, generator=rng, dtype=torch.float64) * 0.3 + ("norm" in name))
-    return layer
+def attention(**sizes: Any) -> CemAttention:
+    made: CemAttention = drawn(CemAttention(CemAttentionShape.of(model(**sizes)), OneProcess(torch.float64)))
+    return made
 
 
-def attention(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> CemAttention:
-    return fill(CemAttention(CemAttentionShape.of(model(**sizes)), OneProcess(dtype)), seed)
+def mlp(**sizes: Any) -> CemMlp:
+    made: CemMlp = drawn(CemMlp(CemMlpShape.of(model(**sizes)), OneProcess(torch.float64)))
+    return made
 
 
-def mlp(dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: Any) -> CemMlp:
-    return fill(CemMlp(CemMlpShape.of(model(**sizes)), OneProcess(dtype)), seed)
-
-
-def both(dtype: torch.dtype = torch.float64, **sizes: Any) -> list[Layers]:
-    return [attention(dtype, **sizes), mlp(dtype, **sizes)]
-
-
-def tokens(length: int, *, b: int = 2, hidden: int = 16, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(length, b, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+def both(**sizes: Any) -> list[Layers]:
+    return [attention(**sizes), mlp(**sizes)]
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
@@ -63,8 +50,7 @@ def tokens(length: int, *, b: int = 2, hidden: int = 16, dtype: torch.dtype = to
 @pytest.mark.parametrize("fold", [True, False])
 def test_fixture(kind: str, steps: int, fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold the subroutines of Algorithm 1, given a normalised h; their p is our sqrt(D) p."""
-    with np.load(FIXTURES / f"cem_{kind}_T{steps}.npz") as file:
-        stored = {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+    _, stored = load_fixture(f"cem_{kind}_T{steps}")
     switches: dict[str, Any] = {"preconditioner": "low_rank" if "in/U" in stored else "diagonal", "rank_attention": 2, "rank_mlp": 2}
     switches |= {f"steps_{kind}": steps, "diagonal": "shared" if "in/d" in stored else "none"}
     layer: Any = (attention if kind == "attention" else mlp)(**switches)
@@ -115,25 +101,6 @@ def test_a_step_is_minus_the_gradient_of_the_energy(diagonal: str) -> None:
         (gradient,) = torch.autograd.grad(energy(layer, h, u, u.detach()).sum(), u)
         moved = layer.descend(h, start, Context()) if isinstance(layer, CemAttention) else layer.descend(h, start)
         torch.testing.assert_close(moved - start, -gradient, **ROUNDING)
-
-
-@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
-def test_energies_fall_along_small_steps(preconditioner: str) -> None:
-    # P as it starts: softplus(1) I.
-    switches: dict[str, Any] = {"diagonal": "none", "preconditioner": preconditioner, "eta_attention": 0.02, "eta_mlp": 0.02}
-    for layer in both(**switches):
-        with torch.no_grad():
-            for name, weight in layer.named_parameters():
-                if name.startswith("precondition"):
-                    weight.fill_(0.25 if name.endswith("p") else 0.0)
-        h = tokens(9)
-        before, points = energy(layer, h, rms_norm(h, None, 1e-6)), [h]
-        for _ in range(6):
-            known = (h, points[-1], Context()) if isinstance(layer, CemAttention) else (h, points[-1])
-            points.append(layer.descend(*known))
-            after = energy(layer, h, rms_norm(points[-1], None, 1e-6))
-            assert (after < before).all()
-            before = after
 
 
 def test_elementwise_energy() -> None:
@@ -219,13 +186,6 @@ def matrix(layer: Layers, group: int) -> Tensor:
     return p
 
 
-def test_a_preconditioner_folded_or_not() -> None:
-    for layer in both():
-        w, c = (layer.query if isinstance(layer, CemAttention) else layer.up).weight, tokens(9, hidden=16)
-        c = torch.cat((c, c), -1)[..., : len(w)]
-        torch.testing.assert_close(layer.precondition(w, 1000)(c), layer.precondition(w, 1)(c), **ROUNDING)
-
-
 @pytest.mark.parametrize("strength", [0.0, 1e-3, 1.0, 30.0])
 def test_smallest_eigenvalue(strength: float) -> None:
     rng = torch.Generator().manual_seed(0)
@@ -263,22 +223,3 @@ def test_bidirectional() -> None:
 
 
 # --- the shapes ------------------------------------------------------------------------------------------------------------------
-
-
-def test_numbers_of_parameters() -> None:
-    """Half of attention's D^2 and two thirds of a gated MLP's; every weight once."""
-    shapes = CemAttentionShape.of(model(**PLAIN)).weights(), CemMlpShape.of(model(**PLAIN)).weights()
-    assert [sum(w.size for w in weights.values() if len(w.shape) == 2) for weights in shapes] == [2 * 16**2, 2 * 16 * 24]
-    sizes = [sum(w.size for w in weights.values()) for weights in (layer.shape.weights() for layer in both())]
-    preconditioners = [4 * 16 * (1 + 2 * 4), 16 * (1 + 2 * 16)]
-    assert sizes == [16 + 2 * 16**2 + 2 + 16 + preconditioners[0], 16 + 2 * 16 * 24 + preconditioners[1]]
-    assert [sum(weight.numel() for weight in layer.parameters()) for layer in both()] == sizes
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [({"heads": 3}, "model.num_attention_heads=3 does not divide"), ({"rank_mlp": -1}, "model.cem.rank_mlp=-1")],
-)
-def test_sizes_that_do_not_fit(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        (CemMlpShape if "mlp" in message else CemAttentionShape).of(model(**sizes))

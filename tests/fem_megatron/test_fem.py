@@ -5,14 +5,10 @@ Long, because the five priors share one way into the released fixtures.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -41,8 +37,8 @@ from fem_megatron.update import rms_norm, rotate
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
 from kernels.linear_attention import reference
+from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 Arrays = dict[str, Tensor]
 PRIORS: dict[str, type[PriorShape]] = {
     "softmax": SoftmaxShape,
@@ -74,26 +70,13 @@ def shape_of(name: str, config: FemConfig | None = None, **changes: Any) -> FemS
 
 def build(shape: FemShape, dtype: torch.dtype = torch.float64) -> FemMixer:
     """The mixer with every weight drawn anew, so that none is trivial."""
-    layer = FemMixer(shape, OneProcess(dtype))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return layer
-
-
-def stream(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(tokens, batch, 32, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64).to(dtype)
+    made: FemMixer = drawn(FemMixer(shape, OneProcess(dtype)))
+    return made
 
 
 def pack(heads: int, *parts: Tensor) -> Tensor:
     """Rows of the projection's parts, head after head, as the packed projection holds them."""
     return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
-
-
-def load_fixture(name: str) -> tuple[dict[str, Any], Arrays]:
-    with np.load(FIXTURES / f"{name}.npz") as file:
-        return json.loads(str(file["meta"])), {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
 
 
 def _inverse_temperature(released: Tensor) -> Tensor:
@@ -265,7 +248,7 @@ def by_head(mixer: FemMixer, x: Tensor) -> dict[str, Tensor]:
 def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, causal: bool) -> None:
     """Linear attention, GLA and a forgetting mean, token by token and pair by pair; RoPE before the features."""
     mixer = build(shape_of(name, OFF, causal=causal, attention_backend=backend))
-    x = stream(11)
+    x = tokens(11, hidden=32)
     parts = by_head(mixer, x)
     one = torch.ones(11, 2, 2, 1, dtype=torch.float64)
     q, k = (relu(rotate(parts[n], Context(), 10000)) + 1e-6 if n in parts else one for n in "qk")
@@ -285,10 +268,10 @@ def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, ca
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
     fast, exact = (build(shape_of(name, causal=causal, attention_backend=backend)) for backend in ("fused", "reference"))
-    for tokens in (1, 2, 75):
+    for length in (1, 2, 75):
         results = []
         for mixer in (fast, exact):
-            x = stream(tokens).requires_grad_()
+            x = tokens(length, hidden=32).requires_grad_()
             mixer.zero_grad()
             y = mixer(x, Context(causal=causal))
             y.square().sum().backward()
@@ -296,21 +279,6 @@ def test_the_fast_form_equals_the_exact_one(name: str, causal: bool) -> None:
         for one, other in zip(*results, strict=True):
             # float64 rounding, relative to the largest; gradients pass through many sums
             torch.testing.assert_close(one, other, rtol=0, atol=1e-9 * max(1.0, other.detach().abs().max().item()))
-
-
-@every_scan
-def test_rope_and_the_conditioner_reach_the_prior(name: str) -> None:
-    x = stream(9)
-    plain = build(shape_of(name, rope=False))
-    turned = build(shape_of(name, rope=True))
-    assert torch.equal(turned.in_proj.weight, plain.in_proj.weight)
-    assert torch.equal(turned(x, Context()), plain(x, Context())) == (name == "lrnn_decay")
-    if name != "linear":
-        before = plain(x, Context())
-        rows = plain.tdc.out_proj.weight.data.unflatten(0, (2, -1))
-        start = plain.shape.head_width - sum(list(plain.shape.slices.values())[-3:]) - 1
-        rows[:, start] *= 3  # phi's row for the decay
-        assert not torch.equal(plain(x, Context()), before)
 
 
 @pytest.mark.parametrize("name", ["linear", "gla", "lrnn_decay"])
@@ -325,19 +293,9 @@ def test_products_in_bfloat16_as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyP
     assert 1e-5 < error < 1e-2
 
 
-def test_with_all_switches_off_it_is_aft() -> None:
-    mixer = build(shape_of("aft", OFF))
-    x = stream(11)
-    parts = by_head(mixer, x)
-    weights = parts["k"].exp()
-    read = parts["q"].sigmoid() * (weights * parts["v"]).cumsum(0) / weights.cumsum(0)
-    expected = x + read.flatten(2) @ mixer.out_proj.weight.T
-    torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)  # float64 rounding
-
-
 def test_the_query_gates_after_the_read() -> None:
     mixer = build(shape_of("aft", FemConfig(budget="ii", value_size=16, conditioner=False)))
-    x = stream(11)
+    x = tokens(11, hidden=32)
     parts, beta = by_head(mixer, x), mixer.inverse_temperature()
     weights = parts["k"].exp()
     total = weights.cumsum(0)
@@ -352,7 +310,7 @@ def test_the_query_gates_after_the_read() -> None:
 @pytest.mark.parametrize("normalise", [True, False])
 def test_with_all_switches_off_it_is_the_selective_scan(normalise: bool) -> None:
     mixer = build(shape_of("mamba" if normalise else "mamba_not_normalised", OFF))
-    x = stream(11)
+    x = tokens(11, hidden=32)
     parts, width = by_head(mixer, x), mixer.shape.value_head
     steps = torch.logspace(-3, -1, width, dtype=torch.float64)
     delta = softplus(parts["delta"] + steps.expm1().log() + mixer.prior.delta_bias.view(2, width))
@@ -381,7 +339,7 @@ def test_the_first_steps_and_rates_are_mambas() -> None:
 @pytest.mark.parametrize("name", ["aft", "aft_inside", "mamba", "mamba_not_normalised"])
 def test_without_a_mask_every_token_matters_and_the_reversed_sequence_gives_the_reversed_read(name: str) -> None:
     mixer = build(shape_of(name, replace(FemConfig(budget="ii", value_size=16), conditioner=False), causal=False))
-    x = stream(9).requires_grad_()
+    x = tokens(9, hidden=32).requires_grad_()
     o = mixer(x, Context(causal=False))
     (dx,) = torch.autograd.grad(o[3].sum(), x)
     assert (dx != 0).all()
@@ -396,13 +354,6 @@ def test_the_planned_chunks_are_the_kernels() -> None:
     assert (CHUNK, CHUNK_PER_CHANNEL) == (reference.CHUNK, reference.CHUNK_PER_CHANNEL)
 
 
-def test_the_state_does_not_grow() -> None:
-    shape = shape_of("gla")
-    assert shape.state_bytes(1, 2) == shape.state_bytes(8192, 2)
-    # d_k = 16, d_v = 8, 2 heads: sums over [v, U, 1] and two ends of the values, fp32; the conditioner's four
-    assert shape.state_bytes(1, 2) == 4 * (2 * (16 * 17 + 2 * 8) + 4)
-
-
 @pytest.mark.parametrize("budget", ["i", "ii"])
 @pytest.mark.parametrize("name", ["linear", "gla", "aft", "aft_inside", "mamba"])
 def test_the_budget_is_four_times_the_width_squared(name: str, budget: str) -> None:
@@ -410,17 +361,3 @@ def test_the_budget_is_four_times_the_width_squared(name: str, budget: str) -> N
         shape = shape_of(name, replace(config, budget=budget), hidden_size=768, num_attention_heads=8)
         size = sum(weight.size for key, weight in shape.weights().items() if key.endswith(".weight") and len(weight.shape) == 2)
         assert size == 4 * 768**2 + (8 * 768 if name == "gla" else 0)  # and a row a head for the decay
-
-
-@pytest.mark.parametrize(
-    ("prior", "wrong", "message"),
-    [
-        (GlaShape, {"gla_decay": "token"}, "model.fem.gla_decay='token' is not one of head, channel"),
-        (LinearShape, {"feature_eps": 0.0}, "model.fem.feature_eps=0 is not above 0"),
-        (AftShape, {"aft_query": "before"}, "model.fem.aft_query='before' is not one of after, inside"),
-        (MambaShape, {"mamba_states": 0}, "model.fem.mamba_states=0 is below 1"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(prior: type[PriorShape], wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        prior.of(ModelConfig(fem=FemConfig(**wrong)), 8, 8)

@@ -15,7 +15,8 @@ from fem_megatron.mixers.fla.layer import FlaLayer
 from fem_megatron.mixers.fla.shape import FlaConfig, FlaShape
 from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context, State
-from tests.fem_megatron.test_baselines import ROUNDING, model, norm, tokens
+from tests.fem_megatron.conftest import tokens
+from tests.fem_megatron.test_baselines import ROUNDING, model, norm
 from tests.fem_megatron.test_decoding import decode
 
 

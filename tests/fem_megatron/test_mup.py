@@ -234,39 +234,6 @@ def test_at_the_base_s_own_head_nothing_changes(name: str) -> None:
 
 # --- what is refused -----------------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[ModelConfig, str]] = {
-    "a base without muP": (
-        replace(SMALL, mup=MupConfig(128)),
-        r"model\.mup\.base_hidden_size is set, .*parametrization is standard",
-    ),
-    "a head without muP": (replace(SMALL, mup=MupConfig(base_head_size=8)), r"model\.mup\.base_head_size is set"),
-    "no base": (mup(SMALL, 0), r"model\.mup\.base_hidden_size=0: must be at least 1"),
-    "no head": (mup(SMALL, 16, 0), r"model\.mup\.base_head_size=0: must be at least 1"),
-    "tied": (mup(replace(SMALL, tie_embeddings=True), 16), r"model\.tie_embeddings: .* set it to false"),
-    "another package's layer": (
-        mup(replace(SMALL, mixer="fla.RWKV7Attention"), 16),
-        r"fla\.RWKV7Attention .* model\.parametrization=standard",
-    ),
-    "no heads": (mup(replace(SMALL, mixer="mamba2"), 16, 8), r"model\.mup\.base_head_size .* mamba2 .* set it to null"),
-    "no heads in a layer": (
-        mup(replace(SMALL, num_layers=2, pattern=("transformer", "fem_gla")), 16, 8),
-        r"model\.mup\.base_head_size .* fem_gla .* set it to null",
-    ),
-    "CEM's model scale": (mup(replace(SMALL, mixer="cem"), 16, 8), r"model\.mup\.base_head_size: .* set model\.cem\.scale=head"),
-    "a step that grows": (
-        mup(replace(SMALL, mixer="hyperset", hyperset=HyperSetConfig(feed_forward="gated")), 16),
-        r"model\.hyperset\.feed_forward=gated: .* needs relu",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(name: str) -> None:
-    model, wanted = REFUSED[name]
-    with pytest.raises(ValueError, match=wanted) as raised:
-        model.blocks()
-    assert "\n" not in str(raised.value)
-
 
 def test_a_configuration_from_before_is_standard() -> None:
     fields = asdict(SMALL)

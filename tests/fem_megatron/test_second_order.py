@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +14,8 @@ from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrde
 from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
+from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 through a few solves
 KINDS = ("mha2nd1st", "mha2nd", "energy_linear")
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -32,23 +30,13 @@ def shape(kind: str, **changes: Any) -> Any:
 
 def build(kind: str, **changes: Any) -> Any:
     """A layer with random weights around their constants."""
-    made = (EnergyLinearAttention if kind == "energy_linear" else SecondOrderAttention)(shape(kind, **changes), OneProcess(torch.float64))
-    rng = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in made.parameters():
-            constant = weight.spec.init if isinstance(weight.spec.init, int | float) else 0.0  # type: ignore[attr-defined]
-            weight.copy_(constant + 0.2 * torch.randn(weight.shape, generator=rng, dtype=torch.float64))
-    return made
-
-
-def tokens(length: int, b: int = 2) -> Tensor:
-    return torch.randn(length, b, 16, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    made = EnergyLinearAttention if kind == "energy_linear" else SecondOrderAttention
+    return drawn(made(shape(kind, **changes), OneProcess(torch.float64)), spread=0.2)
 
 
 @pytest.mark.parametrize("kind", ["mha2nd1st", "mha2nd"])
 def test_fixture(kind: str) -> None:
-    with np.load(FIXTURES / f"{kind}.npz") as file:
-        stored = {key: torch.from_numpy(file[key]) for key in file.files if key != "meta"}
+    _, stored = load_fixture(kind)
 
     def packed(source: str) -> dict[str, Tensor]:
         return {
@@ -124,41 +112,15 @@ def test_mha2nd_refuses_long_sequences() -> None:
 # --- sizes -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_three_quarters_of_attention_and_half_its_cache() -> None:
-    for kind in KINDS:
-        matrices = [weight.size for weight in shape(kind).weights().values() if len(weight.shape) == 2]
-        assert sum(matrices) == 3 * 16 * 16
-    assert shape("mha2nd1st").state_bytes(100, 2) == 100 * 16 * 2  # attention's k and v: twice that
-    assert shape("energy_linear").state_bytes(100, 2) == shape("energy_linear").state_bytes(1, 2) == 2 * 8 * 8 * 4
-
-
-def test_temperatures_start_at_the_head_s_width() -> None:
-    for raw, log in zip(
-        *(SecondOrderAttention(shape("mha2nd1st", temperature=how), OneProcess()).temperatures() for how in ("raw", "log")), strict=True
-    ):
-        torch.testing.assert_close(raw, torch.full((2,), 8.0))
-        torch.testing.assert_close(log, raw)
-
-
-def test_a_raw_temperature_that_is_not_positive_is_not_hidden() -> None:
+def test_temperatures_start_at_the_head_s_width_and_a_raw_one_that_is_not_positive_is_not_hidden() -> None:
+    raw, log = (SecondOrderAttention(shape("mha2nd1st", temperature=how), OneProcess()).temperatures() for how in ("raw", "log"))
+    for ours, theirs in zip(raw, log, strict=True):
+        torch.testing.assert_close(ours, torch.full((2,), 8.0))
+        torch.testing.assert_close(theirs, ours)
     layer = build("mha2nd1st")
     with torch.no_grad():
         layer.temperature[1] = -1.0
     assert layer(tokens(3), Context()).isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_attention_heads": 3}, "model.num_attention_heads=3 does not divide model.hidden_size=16"),
-        ({"num_attention_heads": 16}, "model.rope turns pairs of channels, but a head has 1"),
-        ({"jitter": -1.0}, "model.second_order.jitter"),
-        ({"exact_max_length": 0}, "model.second_order.exact_max_length"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        shape("mha2nd", **changes)
 
 
 def test_mean_is_the_sum_over_the_number_of_tokens() -> None:
@@ -167,25 +129,6 @@ def test_mean_is_the_sum_over_the_number_of_tokens() -> None:
         x, context = tokens(5), Context(causal=causal)
         count = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None, None] if causal else 5.0
         torch.testing.assert_close(mean(x, context) - x, (summed(x, context) - x) / count, **ROUNDING)
-
-
-def descending(kind: str, eta: float) -> Any:
-    """W_O = -(eta / H) W_Q^T: the paper's step, before its W_O was learned."""
-    layer = build(kind, jitter=0.0)
-    with torch.no_grad():
-        layer.norm.weight.fill_(1.0)
-        layer.out_proj.weight.copy_(-eta / 2 * layer.in_proj.weight.unflatten(0, (2, 2, 8))[:, 0].flatten(0, 1).mT)
-    return layer
-
-
-def test_a_small_step_lowers_the_free_energy() -> None:
-    layer, x, sample = descending("mha2nd1st", 0.05), tokens(9), torch.tensor([0, 3, 8])
-    with torch.no_grad():
-        layer.newton_temperature.fill_(1e9)  # the gradient alone; b is a second-order term
-    found = layer.diagnose(x, Context(), sample)
-    assert all(value.shape == (3, 2) for value in found.values())
-    assert (found["free_energy_after"] < found["free_energy_before"]).all()
-    torch.testing.assert_close(found["step_norm"], (layer(x, Context()) - x)[sample].norm(dim=-1), **ROUNDING)
 
 
 def test_diagnose_is_the_mean_over_heads_of_the_definition() -> None:

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.layer import windowed_attention
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 from fem_megatron.state import Context, Room, State
 from pretrain.config import RunConfig
 from pretrain.plan.run_plan import make_plan
-from pretrain.validate import validate
-from tests.fem_megatron.test_catalogue import SWITCHED, block_of
+from tests.fem_megatron.test_catalogue import block_of
 
 FP64: Any = {"rtol": 1e-11, "atol": 1e-12}  # float64 over some tens of terms
 
@@ -57,22 +55,6 @@ def test_equals_the_loop_with_all_gradients(window: int, new: int, past: int, pa
         torch.testing.assert_close(got, wanted, **FP64)
 
 
-def test_memory_grows_with_tokens_times_window() -> None:
-    kept = []
-    for length in (256, 512):
-        q, k, v = (draw(1, 2, length, 8, seed=seed).requires_grad_() for seed in range(3))
-        storages: dict[int, int] = {}
-
-        def pack(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            windowed_attention(q, k, v, 16)
-        kept.append(sum(storages.values()))
-    assert kept[1] < 2.1 * kept[0]  # 10%: what does not grow, the first window and the mask
-
-
 @pytest.mark.parametrize("places", [4, 40])
 def test_a_state_with_a_fixed_room(places: int) -> None:
     """As compiled decoding has it: places for 40 tokens, of which the first are taken; also fewer places than the window."""
@@ -91,53 +73,11 @@ def test_a_state_with_a_fixed_room(places: int) -> None:
     torch.testing.assert_close(torch.cat(outputs), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_state_stops_growing() -> None:
-    shape = AttentionShape.of(ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=128)))
-    assert [shape.state_bytes(length, 2) for length in (1, 127, 128, 10**6)] == [2 * n * 768 * 2 for n in (1, 127, 127, 127)]
-
-
 def test_flops_are_those_of_the_keys_that_a_token_sees() -> None:
     shape = AttentionShape.of(ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=5)))
     for length in (1, 4, 5, 6, 17):
         seen = [min(token + 1, 5) for token in range(length)]
         assert shape.flops(length)["attention"] == pytest.approx(4 * 768 * sum(seen) / length, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"mixer": "fem_softmax", "attention": AttentionConfig(qkv_bias=True)},
-            "model.attention.qkv_bias: no layer of",
-        ),
-        (
-            {"pattern": ("cem", "fem_gla"), "attention": AttentionConfig(head_dim=8)},
-            "no layer of model.pattern=cem,fem_gla reads",
-        ),
-        ({"attention": AttentionConfig(rope_factor=2.0)}, "model.attention.rope_scaling is null"),
-        ({"attention": AttentionConfig(rope_scaling="linear"), "rope": False}, "model.rope is false"),
-        ({"attention": AttentionConfig(rope_scaling="linear", rope_factor=0.0)}, "model.attention.rope_factor=0.0"),
-        ({"attention": AttentionConfig(rope_scaling="llama3", rope_low_freq_factor=4.0)}, "model.attention.rope_low_freq_factor=4.0"),
-        ({"attention": AttentionConfig(head_dim=5)}, "change model.attention.head_dim"),
-        ({"attention": AttentionConfig(sliding_window=5), "causal": False}, "model.attention.sliding_window looks back"),
-    ],
-)
-def test_what_contradicts_itself_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    config = RunConfig()
-    config = replace(
-        config,
-        model=replace(ModelConfig(mixer="transformer", vocab_size=100), **changes),
-        train=replace(config.train, steps=1000, tokens=None),
-    )
-    with pytest.raises(ConfigError) as error:
-        validate(config, 1)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_hybrid_takes_the_section_for_its_transformer_layers() -> None:
-    model = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, pattern=("transformer", "fem_softmax"), attention=SWITCHED)
-    switched, other = (block.mixer for block in model.blocks())
-    assert "in_proj.bias" in switched.weights() and "in_proj.bias" not in other.weights()
 
 
 def test_a_plan_compares_with_a_plain_transformer() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,39 @@ def _run(job: Job, cache: Path) -> Done:
     engine.close()
     destroy_model_parallel()
     return done
+
+
+@contextlib.contextmanager
+def engine_of(overrides: list[str]) -> Iterator[Any]:
+    """A fresh engine in this process, with process groups of its own."""
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+    from pretrain.run import make_engine
+    from pretrain.schedule import Schedule
+
+    config = prepare(load_run(DEMO, overrides), 1).config
+    platform.initialize_distributed()
+    initialize_model_parallel(config)
+    engine = make_engine(config, Schedule.of(config), print)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+        gc.collect()
+
+
+def micro_batches(length: int, weight: float = 1.0) -> Iterator[dict[str, torch.Tensor]]:
+    """Two random sequences of the small tokenizer again and again, the same at every call, all of one weight."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        tokens = torch.randint(0, 512, (2, length + 1), generator=generator)
+        yield {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": torch.full((2, length), weight),
+            "position_ids": torch.arange(length).repeat(2, 1),
+        }
 
 
 def weights_digest(engine: Any) -> dict[str, str]:

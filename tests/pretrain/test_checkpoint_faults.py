@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import io
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -17,16 +16,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import MANIFEST, DamagedCheckpoint, read_metadata, read_part
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
-from tests.ranks import PATIENCE, ended, losses, started, wait_until
+from tests.ranks import ended, losses, started, wait_until
 
 LARGER_THAN_METADATA = 300_000  # bytes; the small run's files of tensors are larger, all others smaller
 
@@ -129,7 +126,7 @@ def test_keep_last_deletes_no_damaged_checkpoint(pretrain: Command) -> None:
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """What ``ulimit -f`` does, in this process and what it forks."""
+    """What ``ulimit -f`` does, in this process and what it forks: as a full disk, it cuts a write short."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -177,12 +174,8 @@ def test_a_full_file_system_under_two_ranks(full: Path, settings: list[str], tmp
     index = f"data.index_cache={tmp_path / 'index'}"  # its room is no matter here
     arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], "optimizer.schedule=constant", index]
     assert ended(2, [*arguments, "train.steps=4"], tmp_path / "first")[0] == [0, 0]
-    kept = run_dir / "checkpoints" / "step_00000004"
-    tensors = sum(path.stat().st_size for path in kept.glob("*.distcp"))
-    free = os.statvfs(full)
-    left = 200_000 if room == "for nothing" else tensors + 60_000
-    with (full / "filling").open("wb") as filling:
-        filling.write(bytes(free.f_bavail * free.f_frsize - left))
+    tensors = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "step_00000004").glob("*.distcp"))
+    fill(full, 200_000 if room == "for nothing" else tensors + 60_000)
     codes, said = ended(2, arguments, tmp_path / "second")
     assert codes == [1, 1]
     for text in said:
@@ -192,44 +185,24 @@ def test_a_full_file_system_under_two_ranks(full: Path, settings: list[str], tmp
     assert ended(2, arguments, tmp_path / "third")[0] == [0, 0]
 
 
+def fill(folder: Path, left: int) -> None:
+    """Leaves so many bytes of a file system."""
+    free = os.statvfs(folder)
+    with (folder / "filling").open("wb") as filling, contextlib.suppress(OSError):
+        filling.write(bytes(free.f_bavail * free.f_frsize - left))
+
+
 def test_a_full_file_system_has_room_for_the_last_word(full: Path, pretrain: Command) -> None:
     """Not a byte is left while the run writes its metrics."""
     run_dir = full / "run"
     assert pretrain(f"run_dir={run_dir}", "train.steps=4") == 0
-    free = os.statvfs(full)
-    with (full / "filling").open("wb") as filling, contextlib.suppress(OSError):
-        filling.write(bytes(free.f_bavail * free.f_frsize))
+    fill(full, 0)
     assert pretrain(f"run_dir={run_dir}") == 1
     assert "No space left on device" in pretrain.err and pretrain.err.count("\n") == 1
     assert json.loads((run_dir / "progress.json").read_text())["state"] == "failed"
 
 
 # --- killed writers -----------------------------------------------------------------------------------------------------------------
-
-
-def _sleep(pipe: Any) -> None:
-    pipe.send(os.getpid())
-    time.sleep(PATIENCE)
-
-
-def _rank_with_a_writer(pipe: Any) -> None:
-    context = multiprocessing.get_context("fork")
-    context.Process(target=platform.ending_with_parent(_sleep), args=(pipe,)).start()
-    time.sleep(PATIENCE)
-
-
-def test_a_writer_ends_with_its_rank() -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    rank = context.Process(target=_rank_with_a_writer, args=(theirs,))
-    rank.start()
-    theirs.close()
-    assert ours.recv()
-    rank.kill()
-    rank.join()
-    assert ours.poll(10), "nobody holds the other end any more"
-    with pytest.raises(EOFError):
-        ours.recv()
 
 
 def test_a_writer_that_hangs_does_not_hold_the_run_directory(pretrain: Command, settings: list[str], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -11,9 +10,6 @@ import pickle
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,67 +19,17 @@ import pytest
 import torch
 
 from pretrain.checkpoint.reader import MANIFEST, load_full_model_state
+from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO, Command
-from tests.ranks import PATIENCE, finished, records, send, started, wait_until
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def curve(run_dir: Path) -> dict[int, tuple[float, float]]:
-    """Step -> (loss, grad norm), the last record of each step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+from tests.ranks import PATIENCE, finished, losses, records, send, started, wait_until
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    state, _, _ = load_full_model_state(run_dir)
-    return state
+    return load_full_model_state(run_dir)[0]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}", "-m", "pretrain"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*start, DEMO, *overrides],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """SIGKILL torchrun and its workers, which have sessions of their own and would outlive it."""
-    victims = [process.pid]
-    for pid in victims:
-        with contextlib.suppress(OSError):
-            victims += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.communicate()
-
-
-def _steps(run_dir: Path) -> list[int]:
-    """Steps reported by the newest attempt: those after the last drop of the step number."""
-    steps: list[int] = []
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if "loss" in record:
-            steps.append(record["step"])
-    return steps
 
 
 def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path) -> None:
@@ -96,10 +42,10 @@ def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path) -> None:
         arguments = [DEMO, f"run_dir={run_dir}", *settings[1:], *layout]
         for step in kills:
             with started(2, arguments, tmp_path / "out.killed", naps={0: 0.02, 1: 0.02}) as ranks:
-                wait_until(lambda: any(line.get("step", 0) >= step for line in records(run_dir)[-1:]), ranks)  # noqa: B023
+                wait_until(lambda: max(losses(run_dir), default=0) >= step, ranks)  # noqa: B023
         output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
     assert "resumed from" in output
-    assert curve(killed) == curve(whole), f"kills drawn with seed {seed}"
+    assert losses(killed) == losses(whole), f"kills drawn with seed {seed}"
     assert same(weights(killed), weights(whole))
 
 
@@ -113,21 +59,19 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
     assert pretrain(f"run_dir={other}") == 0
     assert "at step 8" in pretrain.out
     # 1e-6: fp32 sums in another order.
-    assert curve(other) == {step: pytest.approx(values, rel=1e-6) for step, values in curve(pretrain.run_dir).items()}
+    assert losses(other) == {step: pytest.approx(values, rel=1e-6) for step, values in losses(pretrain.run_dir).items()}
 
 
 @pytest.mark.parametrize(
     ("number", "times"),
     [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGHUP, 2), (signal.SIGINT, 1)],
 )
-def test_signal_saves_and_the_same_command_continues(
-    pretrain: Command, settings: list[str], tmp_path: Path, number: signal.Signals, times: int
-) -> None:
+def test_signal_saves_and_the_same_command_continues(pretrain: Command, tmp_path: Path, number: signal.Signals, times: int) -> None:
     """Schedulers send theirs twice; the run ends cleanly with one checkpoint and loses nothing."""
     assert pretrain(f"run_dir={tmp_path / 'whole'}") == 0
 
     def send() -> None:
-        while not (pretrain.run_dir / "metrics.jsonl").exists() or len(_steps(pretrain.run_dir)) < 2:
+        while len(losses(pretrain.run_dir)) < 2:
             time.sleep(0.001)
         for _ in range(times):
             os.kill(os.getpid(), number)
@@ -136,12 +80,13 @@ def test_signal_saves_and_the_same_command_continues(
     thread.start()
     assert pretrain("checkpoint.interval=0") == 0
     thread.join()
-    assert f"stopped by {number.name} after step" in pretrain.out
-    stopped = max(curve(pretrain.run_dir))
-    assert 2 <= stopped < 12
+    stopped = max(losses(pretrain.run_dir))
+    assert 2 <= stopped < 12 and f"stopped by {number.name} after step" in pretrain.out
+    told = read_progress(pretrain.run_dir)
+    assert told is not None and (told["state"], told["step"], told["signal"]) == ("stopped", stopped, number.name)
     assert [path.name for path in pretrain.checkpoints.glob("step_*")] == [f"step_{stopped:08d}"]
     assert pretrain() == 0
-    assert curve(pretrain.run_dir) == curve(tmp_path / "whole")
+    assert losses(pretrain.run_dir) == losses(tmp_path / "whole")
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Path) -> None:
@@ -158,43 +103,21 @@ def test_a_second_ctrl_c_ends_the_run_at_once(settings: list[str], tmp_path: Pat
     assert sorted((tmp_path / "run" / "checkpoints").glob("step_*")) == before
 
 
-@pytest.mark.slow
-def test_ctrl_c_under_torchrun_saves(settings: list[str], tmp_path: Path) -> None:
-    """torchrun passes it on to its ranks and waits for them; its own traceback is torch's."""
-    process = torchrun(2, [*settings, "train.steps=2000", "checkpoint.interval=0"])
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or not _steps(tmp_path / "run"):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
-    stopped = max(_steps(tmp_path / "run"))
-    assert f"stopped by SIGINT after step {stopped}" in output
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{stopped:08d}"]
-
-
 def test_damaged_checkpoints_are_named_and_passed_over(pretrain: Command) -> None:
-    """Truncated file in the newest, missing file in the one before: the third from last is taken."""
-    assert pretrain() == 0
-    expected = curve(pretrain.run_dir)
-    newest, second = pretrain.checkpoints / "step_00000012", pretrain.checkpoints / "step_00000008"
-    tensors = newest / "__0_0.distcp"
-    os.truncate(tensors, tensors.stat().st_size - 1)
-    (second / "common.pt").unlink()
-    assert pretrain() == 0
-    assert f"{newest} is damaged (__0_0.distcp has" in pretrain.out
-    assert f"{second} is damaged (common.pt is missing)" in pretrain.out
-    assert "step_00000004 at step 4" in pretrain.out
-    assert curve(pretrain.run_dir) == expected
-
-
-def test_changed_pickle_is_not_read(pretrain: Command) -> None:
-    assert pretrain() == 0
-    metadata = pretrain.checkpoints / "step_00000012" / ".metadata"
-    content = bytearray(metadata.read_bytes())
+    """A truncated file in the newest, a changed pickle and a missing file in those before: the fourth from last is taken."""
+    assert pretrain("checkpoint.interval=3", "checkpoint.keep_last=4") == 0
+    expected = losses(pretrain.run_dir)
+    newest, second, third = (pretrain.checkpoints / f"step_000000{step}" for step in ("12", "09", "06"))
+    os.truncate(newest / "__0_0.distcp", (newest / "__0_0.distcp").stat().st_size - 1)
+    content = bytearray((second / ".metadata").read_bytes())
     content[100] ^= 1
-    metadata.write_bytes(bytes(content))
-    assert pretrain() == 0
-    assert "step_00000012 is damaged (.metadata does not match the hash" in pretrain.out
+    (second / ".metadata").write_bytes(content)
+    (third / "common.pt").unlink()
+    assert pretrain("checkpoint.interval=3", "checkpoint.keep_last=4") == 0
+    assert f"{newest} is damaged (__0_0.distcp has" in pretrain.out
+    assert f"{second} is damaged (.metadata does not match the hash" in pretrain.out
+    assert f"{third} is damaged (common.pt is missing)" in pretrain.out
+    assert "step_00000003 at step 3" in pretrain.out and losses(pretrain.run_dir) == expected
 
 
 def test_pickle_that_names_foreign_code_is_refused(pretrain: Command, tmp_path: Path) -> None:
@@ -223,21 +146,18 @@ class _Command:
         return os.system, (self.command,)
 
 
-def test_resume_none_is_refused_where_checkpoints_exist(pretrain: Command) -> None:
-    assert pretrain("train.steps=4") == 0
-    assert pretrain("checkpoint.resume=none") == 2
-    assert "checkpoint.resume = none, but" in pretrain.err
-
-
 def test_weights_of_another_run(pretrain: Command, tmp_path: Path) -> None:
-    """checkpoint.load takes the weights alone: a new run, from step 1, that starts where the old one ended."""
+    """checkpoint.load takes the weights of the same model alone: a new run, from step 1, that starts where the old one ended."""
     assert pretrain() == 0
-    last_loss = curve(pretrain.run_dir)[12][0]
-    assert pretrain(f"run_dir={tmp_path / 'second'}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4") == 0
-    assert "weights taken from" in pretrain.out
-    second = curve(tmp_path / "second")
+    old, start = losses(pretrain.run_dir), [f"checkpoint.load={pretrain.run_dir}", "train.steps=4"]
+    changed = ["train.precision=bf16", "parallel.use_distributed_optimizer=false"]
+    assert pretrain(f"run_dir={tmp_path / 'second'}", *start, *changed) == 0
+    assert "weights taken from" in pretrain.out and "changed since" not in pretrain.out
+    second = losses(tmp_path / "second")
     assert sorted(second) == [1, 2, 3, 4]
-    assert second[1][0] < last_loss + 0.3 < curve(pretrain.run_dir)[1][0]
+    assert second[1][0] < old[12][0] + 0.3 < old[1][0]
+    assert pretrain(f"run_dir={tmp_path / 'third'}", *start, "model.hidden_size=48") == 2
+    assert "model.hidden_size is 32 there, 48 here" in pretrain.err
     assert pretrain(f"run_dir={tmp_path / 'third'}", f"checkpoint.load={tmp_path / 'nothing'}") == 2
     assert "no checkpoint there" in pretrain.err
 
@@ -271,39 +191,19 @@ def bad_steps(checkpoints: Path) -> dict[int, int]:
 @pytest.mark.parametrize("how", ["checkpoint.async_save=false", pytest.param("checkpoint.async_save=true", marks=pytest.mark.slow)])
 def test_a_hopeless_run_started_again_and_again_keeps_the_last_good_checkpoint(pretrain: Command, how: str) -> None:
     """A checkpoint at every step and one to keep: those amid bad steps push out each other, never the one from before them."""
+    ruined = (*RUINED, how, "train.max_bad_steps=3", "checkpoint.keep_last=1")
+    assert pretrain(*ruined, "checkpoint.interval=0", f"run_dir={pretrain.run_dir}_without") == 3
+    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from sample 8 on" in pretrain.err
     for _ in range(2):
-        assert pretrain(*RUINED, how, "train.max_bad_steps=3", "checkpoint.interval=1", "checkpoint.keep_last=1") == 3
+        assert pretrain(*ruined, "checkpoint.interval=1") == 3
         good, last = (pretrain.checkpoints / f"step_0000000{step}" for step in (1, 3))
         assert f"go back to checkpoint {good}, the newest from before them (remove the later ones, up to {last}), " in pretrain.err
-        assert bad_steps(pretrain.checkpoints) == {1: 0, 3: 2}
+        assert pretrain.err.count("\n") == 1 and bad_steps(pretrain.checkpoints) == {1: 0, 3: 2}
+    assert [line["skipped"] for line in records(pretrain.run_dir) if "loss" in line] == [False, True, True, True, True]
     shutil.rmtree(last)
-    assert pretrain(*RUINED, how, "train.max_bad_steps=3", "checkpoint.interval=0", "checkpoint.keep_last=1") == 3
+    assert pretrain(*ruined, "checkpoint.interval=0") == 3
     assert f"go back to checkpoint {good}, the newest from before them, with" in pretrain.err
     assert bad_steps(pretrain.checkpoints) == {1: 0}
-
-
-def test_saves_at_a_signal_and_at_the_end_amid_bad_steps_keep_the_last_good_checkpoint(pretrain: Command) -> None:
-    ruined = (*RUINED, "optimizer.schedule=constant")
-    assert pretrain(*ruined, "train.steps=1") == 0
-    rest = ("train.steps=40", "train.max_bad_steps=100", "checkpoint.interval=0", "checkpoint.keep_last=1")
-    metrics = pretrain.run_dir / "metrics.jsonl"
-
-    def send_when_skipped() -> None:
-        deadline = time.monotonic() + 60
-        while '"skipped": true' not in metrics.read_text() and time.monotonic() < deadline:
-            time.sleep(0.0005)
-        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    thread = threading.Thread(target=send_when_skipped)
-    thread.start()
-    assert pretrain(*ruined, *rest) == 0
-    thread.join()
-    kept = bad_steps(pretrain.checkpoints)
-    stopped = max(kept)
-    assert 1 < stopped < 40 and kept == {1: 0, stopped: stopped - 1}
-    assert pretrain(*ruined, *rest) == 0
-    assert bad_steps(pretrain.checkpoints) == {1: 0, 40: 39}
 
 
 def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
@@ -312,12 +212,10 @@ def test_keeps_the_last_and_moves_latest(pretrain: Command) -> None:
     assert (pretrain.checkpoints / "latest").read_text() == "step_00000012\n"
 
 
-def test_kill_while_writing_leaves_no_final_name(pretrain: Command, settings: list[str]) -> None:
+def test_kill_while_writing_leaves_no_final_name(pretrain: Command, settings: list[str], tmp_path: Path) -> None:
     """SIGKILL as soon as a checkpoint begins to be written: what bears a final name is whole, and the run goes on."""
-    process = torchrun(1, settings)
-    while not list(pretrain.checkpoints.glob(".writing_*")) and process.poll() is None:
-        time.sleep(0.001)
-    kill_all(process)
+    with started(1, [DEMO, *settings], tmp_path / "out") as ranks:
+        wait_until(lambda: any(pretrain.checkpoints.glob(".writing_*")), ranks, nap=0.0)
     assert not list(pretrain.checkpoints.glob("step_*"))
     assert list(pretrain.checkpoints.glob(".writing_*"))
     assert pretrain() == 0
@@ -333,3 +231,5 @@ def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
     assert f"{pretrain.run_dir} is in use by another process" in pretrain.err and pretrain.err.count("\n") == 1
     assert not (pretrain.run_dir / "progress.json").exists(), "it is the other process's"
     assert pretrain("train.steps=4") == 0
+    assert pretrain("checkpoint.resume=none") == 2
+    assert "checkpoint.resume = none, but" in pretrain.err

@@ -12,27 +12,21 @@ import pytest
 import torch
 
 from pretrain.config import load_run
+from pretrain.data.datasets import _Tokens, batches, build_datasets
 from pretrain.data.facts import check_contents
 from pretrain.validate import prepare
+from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def groups() -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    from fem_megatron.megatron import platform
-
-    platform.initialize_distributed()
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    with megatron_of_one_process():
+        yield
 
 
 def build(settings: list[str], cache: Path, samples: int) -> Any:
-    from pretrain.data.datasets import build_datasets
-
+    """The training blend, its order drawn for so many samples."""
     prepared = prepare(load_run(DEMO, settings), 1)
     assert prepared.facts is not None
     return build_datasets(
@@ -43,43 +37,15 @@ def build(settings: list[str], cache: Path, samples: int) -> Any:
         train_samples=samples,
         default_cache=cache,
         say=lambda _: None,
-    )
+    ).train
 
 
-@pytest.mark.usefixtures("groups")
-def test_blend_takes_its_shares(settings: list[str], tiny_data: Path, tmp_path: Path) -> None:
+def test_a_blend_takes_its_shares_and_its_batches_are_its_samples_in_order(settings: list[str], tiny_data: Path, tmp_path: Path) -> None:
     blend = f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}, weight: 1}}]"
-    train = build([*settings, blend], tmp_path, 400).train
+    train = build([*settings, blend], tmp_path, 400)
     taken = Counter(int(train.dataset_index[i]) for i in range(400))
     # Megatron fills the largest deficit first: shares are exact to one sample.
-    assert abs(taken[0] - 300) <= 1
-    assert abs(taken[1] - 100) <= 1
-
-
-@pytest.mark.usefixtures("groups")
-def test_position_is_exact(settings: list[str], tmp_path: Path) -> None:
-    """Reading from sample 12 on is what reading from the start gives after 12 samples; no sample comes twice in a pass."""
-    from pretrain.data.datasets import batches
-
-    train = build(settings, tmp_path, 40).train
-    whole, later = batches(train, 0, 2, torch.device("cpu")), batches(train, 12, 2, torch.device("cpu"))
-    seen = [next(whole) for _ in range(6)]
-    for _ in range(5):
-        a, b = next(whole), next(later)
-        assert a.keys() == {"tokens", "labels", "loss_mask", "position_ids"}
-        assert all(torch.equal(a[key], b[key]) for key in a)
-        assert torch.equal(a["tokens"][:, 1:], a["labels"][:, :-1])
-        seen.append(a)
-    texts = [tuple(row.tolist()) for batch in seen for row in batch["tokens"]]
-    assert len(set(texts)) == len(texts)
-
-
-@pytest.mark.usefixtures("groups")
-def test_a_blends_batches_are_its_samples_in_order(settings: list[str], tiny_data: Path, tmp_path: Path) -> None:
-    from pretrain.data.datasets import batches
-
-    blend = f"data.train=[{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}, weight: 1}}]"
-    train = build([*settings, blend], tmp_path, 40).train
+    assert abs(taken[0] - 300) <= 1 and abs(taken[1] - 100) <= 1
     stream = batches(train, 4, 2, torch.device("cpu"))
     for number in range(4, 20, 2):
         batch = next(stream)
@@ -87,27 +53,33 @@ def test_a_blends_batches_are_its_samples_in_order(settings: list[str], tiny_dat
         assert all(torch.equal(batch[key], torch.stack([train[number][key], train[number + 1][key]])) for key in batch)
 
 
-@pytest.mark.usefixtures("groups")
-def test_longer_request_keeps_the_order_within_a_pass(settings: list[str], tmp_path: Path) -> None:
-    short, long = (build(settings, tmp_path, samples).train for samples in (40, 60))
-    assert all(np.array_equal(short[i]["tokens"], long[i]["tokens"]) for i in range(40))
+def test_position_is_exact_and_a_longer_request_keeps_the_order(settings: list[str], tmp_path: Path) -> None:
+    """Reading from sample 12 on is what reading from the start gives after 12 samples; no sample comes twice in a pass."""
+    train, longer = build(settings, tmp_path, 40), build(settings, tmp_path, 60)
+    assert all(np.array_equal(train[i]["tokens"], longer[i]["tokens"]) for i in range(40))
+    whole, later = batches(train, 0, 2, torch.device("cpu")), batches(train, 12, 2, torch.device("cpu"))
+    seen = [next(whole) for _ in range(6)]
+    for _ in range(5):
+        a, b = next(whole), next(later)
+        assert all(torch.equal(a[key], b[key]) for key in a)
+        assert torch.equal(a["tokens"][:, 1:], a["labels"][:, :-1])
+        seen.append(a)
+    texts = [tuple(row.tolist()) for batch in seen for row in batch["tokens"]]
+    assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize("sources", [1, 2])
 def test_the_order_is_megatrons_own(settings: list[str], tiny_data: Path, tmp_path: Path, sources: int) -> None:
     """Whatever the cache's place and name, and by which path the data is named: what Megatron's builder gives for the same blend."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    from pretrain.data.datasets import _Tokens
-
     links = [tmp_path / f"link_{number}" for number in range(sources)]
     for link in links:
         link.symlink_to(tiny_data)
     prefixes, weights = [str(link / "train") for link in links], [3.0, 1.0][:sources]
     blend = ", ".join(f"{{prefix: {prefix}, weight: {weight}}}" for prefix, weight in zip(prefixes, weights, strict=True))
-    ours = build([*settings, f"data.train=[{blend}]"], tmp_path / "ours", 300).train
+    ours = build([*settings, f"data.train=[{blend}]"], tmp_path / "ours", 300)
     config = GPTDatasetConfig(
         random_seed=42,
         sequence_length=32,

@@ -7,15 +7,15 @@ at another layout. Losses alone would not do: AdamW hides a gradient that is off
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.pretrain.conftest import DEMO, SMALL
-from tests.pretrain.jobs import Done, Job, run_jobs
+from fem_megatron.megatron import platform
+from tests.pretrain.conftest import SMALL
+from tests.pretrain.jobs import Done, Job, engine_of, micro_batches, run_jobs
 from tests.ranks import answer
 
 TP2 = ["parallel.tensor_model_parallel_size=2"]
@@ -123,62 +123,47 @@ def test_resumes_at_another_layout_stage_and_engine(results: dict[str, Done], nu
 
 def look_at(settings: list[str]) -> dict[int, dict[str, Any]]:
     """Stage -> what the tests ask of it: trains a little, spoils two steps, restores, and looks inside; on a rank of its own."""
-    from fem_megatron.megatron import platform
-
     platform.import_megatron()
-    platform.initialize_distributed()
-    found = {stage: _look(stage, settings) for stage in STAGES}
-    torch.distributed.destroy_process_group()
+    found = {}
+    for stage in STAGES:
+        with engine_of([*settings, *deepspeed(stage), "engine.deepspeed.param_persistence_threshold=0"]) as engine:
+            found[stage] = _look(engine)
     return found
 
 
-def _look(stage: int, overrides: list[str]) -> dict[str, Any]:
-    from pretrain.config import load_run
-    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
-    from pretrain.run import make_engine
-    from pretrain.schedule import Schedule
-    from pretrain.validate import prepare
+def _look(engine: Any) -> dict[str, Any]:
+    def step(samples: int, weight: float = 1.0) -> bool:
+        return bool(engine.train_step(micro_batches(16, weight), samples).skipped)
 
-    config = prepare(load_run(DEMO, [*overrides, *deepspeed(stage), "engine.deepspeed.param_persistence_threshold=0"]), 1).config
-    initialize_model_parallel(config)
-    engine: Any = make_engine(config, Schedule.of(config))
-    generator = torch.Generator().manual_seed(0)
+    def steps() -> list[float]:
+        return [float(engine.state.adam.state[one]["step"]) for one in engine.state._flat()]
 
-    def stream(poison: float) -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            tokens = torch.randint(0, 512, (2, 17), generator=generator)
-            positions = torch.arange(16).repeat(2, 1)
-            yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.full((2, 16), poison), "position_ids": positions}
-
-    first = engine.train_step(stream(1.0), 8)
+    skipped = [step(8)]
     before = _tensors(engine)
-    poisoned = engine.train_step(stream(math.nan), 16)
+    skipped.append(step(16, math.nan))
     untouched = _same(before, _tensors(engine))
     # One number of the loss: gradients are finite until this rank makes them otherwise.
     forward = engine._forward
     engine._forward = lambda batch: (lambda total, tokens: (total + (math.inf - total.detach()), tokens))(*forward(batch))
-    infinite = engine.train_step(stream(1.0), 24)
+    skipped.append(step(24))
     engine._forward = forward
     untouched = untouched and _same(before, _tensors(engine))
-    good = engine.train_step(stream(1.0), 32)
+    skipped.append(step(32))
     moved = not _same(before, _tensors(engine))
     saved = engine.sharded_state()
     engine.restore(lambda asked: _filled(asked, saved))
-    flat = engine.state._flat()
-    restored = [float(engine.state.adam.state[one]["step"]) for one in flat]
-    engine.train_step(stream(1.0), 40)
-    found = {
-        "skipped": [first.skipped, poisoned.skipped, infinite.skipped, good.skipped],
+    restored = steps()
+    step(40)
+    groups = engine.engine.optimizer.param_groups
+    return {
+        "skipped": skipped,
         "untouched": untouched,
         "moved": moved,
-        "steps": [restored, [float(engine.state.adam.state[one]["step"]) for one in flat]],
-        "decays": sorted({group["weight_decay"] for group in engine.engine.optimizer.param_groups}),
-        "rates": sorted({group["lr"] for group in engine.engine.optimizer.param_groups}),
+        "steps": [restored, steps()],
+        "decays": sorted({group["weight_decay"] for group in groups}),
+        "rates": sorted({group["lr"] for group in groups}),
         "groups": [group["step"] for group in engine.state.groups()],
     }
-    engine.close()
-    destroy_model_parallel()
-    return found
 
 
 def _entries(state: dict[str, Any]) -> list[Any]:
@@ -214,17 +199,17 @@ def looks(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_that_is_not_finite_changes_nothing(looks: dict[int, dict[str, Any]], stage: int) -> None:
-    """A NaN in the loss, and one that is infinite while its gradients are not."""
+def test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_their_own_steps(
+    looks: dict[int, dict[str, Any]], stage: int
+) -> None:
+    """A NaN in the loss, and one that is infinite while its gradients are not.
+
+    DeepSpeed's own loading shares one step tensor among all, which Adam then adds to for each, and copies the first group's settings.
+    """
     found = looks[stage]
     assert found["skipped"] == [False, True, True, False]
     assert found["untouched"] and found["moved"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_restored_groups_keep_their_own_steps_and_settings(looks: dict[int, dict[str, Any]], stage: int) -> None:
-    """DeepSpeed's own loading shares one step tensor among all, which Adam then adds to for each, and copies the first group's settings."""
-    restored, later = looks[stage]["steps"]
+    restored, later = found["steps"]
     assert len(restored) >= 2 and set(restored) == {2.0} and set(later) == {3.0}
-    assert looks[stage]["decays"] == [0.0, 0.1] and len(looks[stage]["rates"]) == 1
-    assert set(looks[stage]["groups"]) == {3.0}
+    assert found["decays"] == [0.0, 0.1] and len(found["rates"]) == 1
+    assert set(found["groups"]) == {3.0}

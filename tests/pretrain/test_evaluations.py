@@ -10,20 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fem_common.errors import ConfigError
-from pretrain.config import EvaluateConfig, load_run
+from pretrain.config import EvaluateConfig
 from pretrain.report import evaluations
 from pretrain.report.evaluations import NAME, Evaluations, environment
+from pretrain.report.loggers import Callback
 from pretrain.report.metrics import StepRecord
-from pretrain.validate import validate
-from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.conftest import Command
 from tests.ranks import records
 
 HELD_OUT = """
@@ -67,26 +66,6 @@ def test_a_suite_that_is_not_there_is_told_before_the_first_step(pretrain: Comma
     assert "evaluate.suite = 'quikc': --suite quikc: no such suite" in pretrain.err
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (
-            ["evaluate.interval=6", "checkpoint.interval=4"],
-            "evaluate.interval = 6 is not a multiple of checkpoint.interval = 4; the nearest: 8",
-        ),
-        (["evaluate.interval=2", "checkpoint.interval=0"], "set checkpoint.interval=2"),
-        (["evaluate.interval=-1"], "evaluate.interval = -1: must be 0 or more"),
-        (["evaluate.timeout_minutes=0"], "evaluate.timeout_minutes = 0: must be more than 0"),
-        (["evaluate.limit=0"], "evaluate.limit = 0: must be 1 or more"),
-        (["evaluate.suite=''"], "evaluate.suite is empty"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: list[str], told: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        validate(load_run(DEMO, ["model.vocab_size=64", *settings]), 1)
-    assert told in str(error.value)
-
-
 def test_an_evaluation_is_no_rank_and_sees_no_gpu() -> None:
     given = {"RANK": "3", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "1", "OMP_NUM_THREADS": "64", "HOME": "/h", "PYTHONPATH": "/p"}
     found = environment({**given, "CUDA_VISIBLE_DEVICES": "0,1"}, "cpu")
@@ -99,33 +78,17 @@ def test_an_evaluation_is_no_rank_and_sees_no_gpu() -> None:
 # --- many, slow, failing, interrupted: with commands of milliseconds -------------------------------------------------------------
 
 
-@dataclass
-class Heard:
+class Heard(Callback):
     """What the loggers were told."""
 
-    values: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.values, self.messages = list[tuple[int, dict[str, float]]](), list[str]()
 
     def on_values(self, step: int, values: dict[str, float]) -> None:
         self.values.append((step, values))
 
     def on_message(self, text: str) -> None:
         self.messages.append(text)
-
-
-@dataclass
-class Store:
-    """Checkpoints by name alone."""
-
-    folder: Path
-    last: Path | None = None
-    in_use: set[Path] = field(default_factory=set)
-
-    def write(self, step: int) -> Path:
-        self.last = self.folder / f"step_{step:08d}"
-        shutil.rmtree(self.last, ignore_errors=True)
-        self.last.mkdir(parents=True)
-        return self.last
 
 
 SCORE = '{"label": "held", "value": 2.5, "stderr": null, "metric": "nats_per_token"}'
@@ -135,7 +98,8 @@ class Run:
     """A training run of 40 steps whose evaluations run a line of shell; $OUT is their folder, $STEP their checkpoint's name."""
 
     def __init__(self, folder: Path, line: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-        self.folder, self.store, self.heard, self.received = folder, Store(folder / "checkpoints"), Heard(), list[int]()
+        self.folder, self.heard, self.received = folder, Heard(), list[int]()
+        self.store: Any = SimpleNamespace(folder=folder / "checkpoints", last=None, in_use=set())
         self.settings = EvaluateConfig(**{"interval": 10, **settings})
         self.line = line
         self.callback: Evaluations | None = None
@@ -145,8 +109,16 @@ class Run:
         return ["sh", "-c", f"OUT={ours._out(checkpoint)}; STEP={checkpoint.name}; mkdir -p $OUT/model; {self.line}"]
 
     def start(self, step: int = 0) -> Evaluations:
-        self.callback = Evaluations(self.settings, self.folder, 40, self.store, [self.heard], self.received, step)  # type: ignore[list-item]
+        self.callback = Evaluations(self.settings, self.folder, 40, self.store, [self.heard], self.received, step)
         return self.callback
+
+    def write(self, step: int) -> Path:
+        """A checkpoint by its name alone."""
+        last: Path = self.store.folder / f"step_{step:08d}"
+        shutil.rmtree(last, ignore_errors=True)
+        last.mkdir(parents=True)
+        self.store.last = last
+        return last
 
     def step(self, number: int) -> None:
         assert self.callback is not None
@@ -185,7 +157,7 @@ def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: 
     run.start()
     paths = {}
     for step in (5, 10, 20, 25, 30):
-        paths[step] = run.store.write(step)
+        paths[step] = run.write(step)
         run.step(step + 1)
     assert run.store.in_use == {paths[10], paths[30]}, "what is read and what will be stays; 5 and 25 are not due"
     assert run.heard.messages == [
@@ -196,51 +168,49 @@ def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: 
     run.until(lambda: len(run.heard.values) == 2)
     assert run.heard.values == [(10, {"evaluation/held": 2.5}), (30, {"evaluation/held": 2.5})]
     assert run.store.in_use == set()
-    run.store.write(35)
+    run.write(35)
     run.step(36)
     assert run.callback is not None and run.callback.running is None, "what was evaluated is not again"
     assert [(line["step"], line["scores"]["held"]["value"]) for line in records(tmp_path, NAME)] == [(10, 2.5), (30, 2.5)]
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("echo first; echo no such data >&2; exit 2", "failed: exit code 2: no such data; see"),
-        ("true", "failed: it wrote no scores; see"),
-        ("kill -9 $$", "failed: ended by SIGKILL; see"),
-        ("kill -40 $$", "failed: ended by signal 40; see"),
-        ("sleep 60", "failed: not done within 0.002 minutes; see"),
-        (f"{WRITE}; echo broken > $OUT/model/other.json; exit 0", "held 2.5000 ("),
-    ],
-)
-def test_whatever_becomes_of_it_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str) -> None:
+HELD = {"evaluation/held": 2.5}
+# What the command does -> what is told, and what is logged.
+ENDS: dict[str, tuple[list[str], dict[str, float]]] = {
+    "echo first; echo no such data >&2; exit 2": (["failed: exit code 2: no such data; see"], {}),
+    "true": (["failed: it wrote no scores; see"], {}),
+    "kill -9 $$": (["failed: ended by SIGKILL; see"], {}),
+    "kill -40 $$": (["failed: ended by signal 40; see"], {}),
+    "sleep 60": (["failed: not done within 0.002 minutes; see"], {}),
+    f"{WRITE}; echo broken > $OUT/model/other.json; exit 0": (["held 2.5000 ("], HELD),
+    f"{WRITE}; echo failed: other >&2; exit 1": (["held 2.5000 (", "failed: exit code 1: failed: other; see"], HELD),
+    "/nowhere/python": (["No such file"], {}),
+}
+
+
+@pytest.mark.parametrize("line", ENDS)
+def test_whatever_becomes_of_it_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    told, values = ENDS[line]
     run = Run(tmp_path, line, monkeypatch, timeout_minutes=0.002 if "sleep" in line else 1.0)
-    run.start()
-    run.store.write(10)
-    run.until(lambda: run.heard.messages)
-    (message,) = run.heard.messages
-    assert message.startswith("evaluation of step 10") and told in message
-    assert run.store.in_use == set() and [entry["step"] for entry in records(tmp_path, NAME)] == [10]
-    again = Run(tmp_path, "exit 1", monkeypatch)
-    again.store.last = run.store.last
-    again.start()
-    assert again.callback is not None and again.callback.running is None, "what has ended, well or not, is not started again"
-
-
-def test_scores_beside_a_task_that_failed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, f"{WRITE}; echo failed: other >&2; exit 1", monkeypatch)
+    if "nowhere" in line:
+        monkeypatch.setattr(sys, "executable", line)
     old = tmp_path / "evaluations/step_00000010/model/old.json"
     old.parent.mkdir(parents=True)
     old.write_text(SCORE.replace("held", "old"))
-    os.utime(old, (1, 1))
+    os.utime(old, (1, 1))  # of weights from before the checkpoint
     run.start()
-    run.store.write(10)
-    run.until(lambda: len(run.heard.messages) == 2)
-    assert run.heard.values == [(10, {"evaluation/held": 2.5})], "and nothing of weights from before the checkpoint"
-    assert run.heard.messages[0].startswith("evaluation of step 10: held 2.5000 (")
-    assert run.heard.messages[1].startswith("evaluation of step 10 failed: exit code 1: failed: other; see")
-    (line,) = records(tmp_path, NAME)
-    assert (list(line["scores"]), line["failed"]) == (["held"], "exit code 1: failed: other")
+    run.write(10)
+    run.until(lambda: len(run.heard.messages) == len(told))
+    assert all(words in message for message, words in zip(run.heard.messages, told, strict=True))
+    assert run.heard.values == ([(10, values)] if values else [])
+    if "nowhere" in line:
+        return
+    assert run.store.in_use == set()
+    (entry,) = records(tmp_path, NAME)
+    assert entry["step"] == 10 and ("scores" in entry) == bool(values) and ("failed" in entry) == ("failed" in told[-1])
+    again = Run(tmp_path, "exit 1", monkeypatch)
+    again.store.last = run.store.last
+    assert again.start().running is None, "what has ended, well or not, is not started again"
 
 
 def test_steps_that_are_trained_anew_are_evaluated_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,45 +218,35 @@ def test_steps_that_are_trained_anew_are_evaluated_anew(tmp_path: Path, monkeypa
     (tmp_path / NAME).write_text("".join(f'{{"step": {step}}}\n' for step in (10, 20, 30, 40)))
     run = Run(tmp_path, WRITE, monkeypatch, at_end=True)
     for step in (40, 10):
-        run.store.write(step)
+        run.write(step)
     assert run.start().running is None, "10 is evaluated, 40 is not known to be good"
     done: list[int] = []
     for step in (20, 30):
-        run.store.write(step)
+        run.write(step)
         run.until(lambda: len(run.heard.values) > len(done))
         done.append(step)
     assert [step for step, _ in run.heard.values] == done
     again = Run(tmp_path, WRITE, monkeypatch, at_end=True)
-    again.store.write(40)
+    again.write(40)
     assert again.start().running is not None, "its line is from before the rollback"
     again.until(lambda: again.heard.values)
     monkeypatch.undo()
     assert again.callback is not None and "--retry" in again.callback._command(Path("step_00000020"))
 
 
-def test_a_resumed_run_without_a_step_left_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, f"sleep 0.3; {WRITE}", monkeypatch, interval=0, at_end=True)
-    run.store.write(40)
-    run.start(step=40).on_end()
-    assert run.heard.values == [(40, {"evaluation/held": 2.5})]
-
-
-def test_no_program_to_start_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, "true", monkeypatch)
-    run.start()
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    run.store.write(10)
-    run.step(11)
-    assert "No such file" in run.heard.messages[0]
-
-
-def test_the_end_waits_for_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resumed", [False, True], ids=["at the end", "resumed without a step left"])
+def test_the_end_waits_for_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool) -> None:
     run = Run(tmp_path, f"sleep 0.5; {WRITE}", monkeypatch, interval=0, at_end=True)
-    callback = run.start()
     monkeypatch.setattr(evaluations, "_WORD_SECONDS", 0.1)
-    run.step(40)
-    run.store.write(40)  # the loop writes it after its last step
-    callback.on_end()
+    if resumed:
+        run.write(40)
+        run.start(step=40)
+    else:
+        run.start()
+        run.step(40)
+        run.write(40)  # the loop writes it after its last step
+    assert run.callback is not None
+    run.callback.on_end()
     assert run.heard.values == [(40, {"evaluation/held": 2.5})]
     assert "waiting for the evaluation of step 40" in run.heard.messages[0], "for a supervisor that watches"
 
@@ -294,20 +254,21 @@ def test_the_end_waits_for_the_last_one(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
     """Training that stops early does not wait; one that is complete waits until a signal comes."""
-    run = Run(tmp_path, f"sleep 61 & touch {tmp_path / 'begun'}; sleep 60", monkeypatch, at_end=True)
+    begun = tmp_path / "begun"
+    run = Run(tmp_path, f"sleep 61 & echo $! > {begun}; sleep 60", monkeypatch, at_end=True)
     callback = run.start()
-    run.store.write(40 if complete else 30)
+    run.write(40 if complete else 30)
     run.step(40 if complete else 31)
     assert callback.running is not None
-    pid = callback.running.process.pid
-    run.until((tmp_path / "begun").exists)
+    run.until(lambda: begun.exists() and begun.read_text())
+    pids = [callback.running.process.pid, int(begun.read_text())]
     if complete:
         monkeypatch.setattr(time, "sleep", lambda _: run.received.append(signal.SIGTERM))
     started = time.monotonic()
     callback.on_end()
-    assert not alive(pid) and time.monotonic() - started < 30
+    assert not alive(pids[0]) and time.monotonic() - started < 30
     end = time.monotonic() + 20  # a killed process is gone when the kernel has come to it; time.sleep may be patched here
-    while pid in _sessions():
+    while alive(pids[1]):
         assert time.monotonic() < end, "nor what it started"
         Event().wait(0.01)
     (message,) = run.heard.messages
@@ -318,19 +279,6 @@ def test_a_stop_ends_it_and_a_resumed_run_starts_it_again(tmp_path: Path, monkey
     again.start()
     monkeypatch.undo()
     again.until(lambda: again.heard.values)
-
-
-def _sessions() -> list[int]:
-    """The sessions of all living processes."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] not in "ZX":
-            found.append(int(fields[3]))
-    return found
 
 
 def test_it_dies_with_a_training_that_is_killed_and_is_niced(tmp_path: Path) -> None:

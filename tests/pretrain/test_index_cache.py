@@ -8,24 +8,23 @@ import hashlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fem_common.errors import ConfigError
 from pretrain.__main__ import main
 from pretrain.data.facts import Contents, SourceContents
 from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
-from tests.pretrain.conftest import DEMO, ROOT, SMALL
+from tests.pretrain.conftest import DEMO, ROOT, SMALL, Command
 from tests.pretrain.data_folder import write_folder
+from tests.pretrain.test_checkpoint_faults import largest_file
+from tests.ranks import finished
 
 # --- the folder ------------------------------------------------------------------------------------------------------------------
 
@@ -66,41 +65,32 @@ def test_a_cache_says_what_it_was_made_from_and_what_it_holds(tmp_path: Path) ->
     assert {path.name: path.read_bytes() for path in cache.folder.iterdir() if path.name != COMPLETE} == FILES
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda folder: (folder / "two.npy").write_bytes(b"2" * 69_999), "two.npy has 69999 bytes instead of 70000"),
-        (lambda folder: (folder / "one.npy").unlink(), "one.npy is missing"),
-        (lambda folder: (folder / COMPLETE).unlink(), "complete.json is missing"),
-        (lambda folder: (folder / COMPLETE).write_text("{"), "complete.json cannot be read (JSONDecodeError)"),
-        (lambda folder: (folder / COMPLETE).write_text("[]"), "complete.json cannot be read (TypeError)"),
-        (lambda folder: (folder / COMPLETE).write_text('{"format": 1}'), "complete.json cannot be read (KeyError)"),
-        (lambda folder: (folder / COMPLETE).write_text('{"format": 9, "files": {}}'), "complete.json has format 9"),
-        (
-            lambda folder: folder.rename(folder.with_name("x")) and folder.write_text(""),
-            "complete.json cannot be read (NotADirectoryError)",
-        ),
-    ],
-)
-def test_what_is_not_whole_is_built_again(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
-    cache = cache_in(tmp_path)
-    build(cache)
-    damage(cache.folder)
-    assert cache.fault() == said
-    build(cache)
-    assert cache.fault() is None
-    assert cache.folder in folders(tmp_path) and not any(path.name.startswith(".") for path in folders(tmp_path))
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "two.npy has 69999 bytes instead of 70000": lambda folder: (folder / "two.npy").write_bytes(b"2" * 69_999),
+    "one.npy is missing": lambda folder: (folder / "one.npy").unlink(),
+    "complete.json is missing": lambda folder: (folder / COMPLETE).unlink(),
+    "complete.json cannot be read (JSONDecodeError)": lambda folder: (folder / COMPLETE).write_text("{"),
+    "complete.json cannot be read (TypeError)": lambda folder: (folder / COMPLETE).write_text("[]"),
+    "complete.json cannot be read (KeyError)": lambda folder: (folder / COMPLETE).write_text('{"format": 1}'),
+    "complete.json has format 9": lambda folder: (folder / COMPLETE).write_text('{"format": 9, "files": {}}'),
+    "complete.json cannot be read (NotADirectoryError)": lambda folder: folder.rename(folder.with_name("x")) and folder.write_text(""),
+}
 
 
-def test_a_whole_cache_is_never_replaced(tmp_path: Path) -> None:
+def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_path: Path) -> None:
     """The slower of two jobs throws its own away: the other may be reading."""
-    cache = cache_in(tmp_path)
-    build(cache)
-    before = (cache.folder / "one.npy").stat()
-    build(cache)
-    after = (cache.folder / "one.npy").stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert folders(tmp_path) == [cache.folder]
+    for said, damage in DAMAGES.items():
+        cache = cache_in(tmp_path / str(len(said)))
+        build(cache)
+        damage(cache.folder)
+        assert cache.fault() == said
+        build(cache)
+        assert cache.fault() is None
+        before = (cache.folder / "one.npy").stat()
+        build(cache)
+        after = (cache.folder / "one.npy").stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+        assert not [path for path in folders(cache.root) if path.name.startswith(".")]
 
 
 SCRIPT = """
@@ -208,47 +198,24 @@ def test_the_lock_of_publication_works_as_nfs_wants_it(tmp_path: Path, monkeypat
     assert len(modes) == 2 and os.O_RDONLY not in modes
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError) as caught:
-        build(cache_in(tmp_path / "file" / "cache"))
-    assert str(caught.value).startswith(f"the index cache cannot be written: {tmp_path}/file")
-    assert str(caught.value).endswith("; data.index_cache=FOLDER names another place")
-
-
 # --- --index and the runs that use it ----------------------------------------------------------------------------------------------
 
 
-class Run:
-    """``python -m pretrain`` in this process on a small data folder of its own; what it printed is kept."""
+class Run(Command):
+    """As `conftest.Command`, on a small data folder of its own."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.capsys = folder, capsys
-        self.data, self.cache = folder / "data", folder / "cache"
-        self.out = self.err = ""
+        self.folder, self.data, self.cache = folder, folder / "data", folder / "cache"
+        data = [f"data.{split}.0.prefix={self.data / split}" for split in ("train", "valid")]
+        super().__init__([f"run_dir={folder / 'run'}", *SMALL, "data.test=[]", f"data.index_cache={self.cache}", *data], capsys)
         self.write_data(seed=0)
-        self.settings = [*SMALL, "data.test=[]", f"data.index_cache={self.cache}", f"run_dir={folder / 'run'}"]
-        self.settings += [f"data.{split}.0.prefix={self.data / split}" for split in ("train", "valid")]
 
     def write_data(self, seed: int, documents: int = 60, length: int = 120) -> None:
         draw = random.Random(seed)
         # As many tokens and documents whatever the seed: only the contents tell.
         lengths = [draw.randint(2, length) for _ in range(documents // 2)]
         lengths += [length + 2 - size for size in lengths]
-        ids = [[*(draw.randrange(499) for _ in range(size - 1)), 499] for size in lengths]
-        write_folder(self.data, documents=ids)
-
-    def __call__(self, *words: str) -> int:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
-        code = main([DEMO, *self.settings, *words])
-        self.out, self.err = self.capsys.readouterr()
-        return code
-
-    def on_ranks(self, ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command = [*torchrun, "--nproc-per-node", str(ranks), "-m", "pretrain", DEMO, *self.settings, *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        write_folder(self.data, documents=[[*(draw.randrange(499) for _ in range(size - 1)), 499] for size in lengths])
 
     def built(self) -> dict[str, tuple[int, int]]:
         """Cache folder's name -> (inode, time of change) of its complete.json."""
@@ -264,17 +231,17 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 def test_an_index_built_ahead_is_what_the_run_uses_and_other_data_gets_another(run: Run) -> None:
     assert run("--index") == 0, run.err
     (name,) = run.built()
-    folder = run.cache / name
-    last = run.out.splitlines()[-1]
+    folder, last = run.cache / name, run.out.splitlines()[-1]
     assert last.startswith(f"index cache {folder}: ") and f"{folder}: built in" in run.out
     for figure in (" samples of training and ", " of validation, 32 tokens each; ", " CPU s", " GiB of memory at most"):
         assert figure in last
     assert not (run.folder / "run").exists()  # the run itself has not begun
     before = run.built()
-    assert run("--index") == 0
-    assert run.out.startswith(f"index cache {folder}: unchanged, ") and len(run.out.splitlines()) == 1
     assert run() == 0, run.err
     assert "index cache" not in run.out and "resumed" not in run.out
+    # A shorter continuation keeps the order that the first attempt drew; ``--index`` builds that one.
+    assert run("train.steps=10", "--index") == 0
+    assert run.out.startswith(f"index cache {folder}: unchanged, ") and len(run.out.splitlines()) == 1
     assert run.built() == before
     # Other data under the same names and of the same sizes: the run that was trained on the old is refused, a new one finds no old index.
     run.write_data(seed=1)
@@ -285,7 +252,7 @@ def test_an_index_built_ahead_is_what_the_run_uses_and_other_data_gets_another(r
     assert len(run.built()) == 2 and before.items() <= run.built().items()
 
 
-def test_a_damaged_cache_is_built_again_with_a_line(run: Run) -> None:
+def test_a_damaged_cache_is_built_again_with_a_line_and_ranks_share_it(run: Run) -> None:
     assert run("--index") == 0, run.err
     (name,) = run.built()
     index = next((run.cache / name).glob("*GPTDataset-train-sample_index.npy"))
@@ -294,22 +261,15 @@ def test_a_damaged_cache_is_built_again_with_a_line(run: Run) -> None:
     assert run("--index") == 0
     assert f"index cache {run.cache / name}: {index.name} has 100 bytes instead of {len(whole)}; building it again" in run.out
     assert index.read_bytes() == whole
-    # What an older version, or an interrupted copy, left without complete.json.
-    (run.cache / name / COMPLETE).rename(run.cache / name / "complete")
-    assert run("--index") == 0
-    assert "complete.json is missing; building it again" in run.out and index.read_bytes() == whole
+    before = run.built()
+    assert "index cache" not in finished(2, [DEMO, *run.settings, "train.eval_interval=0"], run.folder / "out")
+    assert run.built() == before
 
 
 def test_the_folder_follows_what_decides_the_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes: list[list[str]] = [
-        [],
-        ["train.seed=43"],
-        ["data.seq_length=16"],
-        ["train.steps=13"],
-        [f"data.train.1.prefix={run.data / 'valid'}"],
-        [f"data.train.1.prefix={run.data / 'valid'}", "data.train.1.weight=2"],
-        [f"data.train.1.prefix={run.data / 'valid'}", "data.train.1.weight=2", "data.valid=[]"],
-    ]
+    second = [f"data.train.1.prefix={run.data / 'valid'}"]
+    weighted = [*second, "data.train.1.weight=2"]
+    changes = [[], ["train.seed=43"], ["data.seq_length=16"], ["train.steps=13"], second, weighted, [*weighted, "data.valid=[]"]]
     for number, change in enumerate(changes, 1):
         assert run(*change, "--index") == 0, run.err
         assert len(run.built()) == number, change
@@ -321,49 +281,19 @@ def test_the_folder_follows_what_decides_the_order(run: Run, monkeypatch: pytest
     assert run.built() == before
 
 
-def test_ranks_share_an_index_built_by_one_process(run: Run) -> None:
-    run.settings += ["train.steps=2", "optimizer.warmup_steps=1", "train.eval_interval=0"]
-    assert run("--index") == 0, run.err
-    before = run.built()
-    done = run.on_ranks(2)
-    assert done.returncode == 0, done.stderr
-    assert "index cache" not in done.stdout and run.built() == before
-
-
-def test_a_run_that_will_be_resumed_is_indexed_for_its_own_order(run: Run) -> None:
-    """A shorter continuation keeps the order that the first attempt drew; ``--index`` builds that one."""
-    assert run() == 0, run.err
-    before = run.built()
-    assert run("train.steps=10", "--index") == 0
-    assert run.built() == before and ": unchanged, " in run.out
-
-
 def test_mistakes_of_index_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*words: str, code: int = 2) -> str:
-        assert run(*words) == code
+        assert run("--index", *words) == code
         assert len(run.err.splitlines()) == 1
         return run.err
 
-    assert "unknown key train.stps" in refused("--index", "train.stps=3")
     (run.folder / "file").write_text("")
-    assert "the index cache cannot be written: " in refused("--index", f"data.index_cache={run.folder / 'file'}")
+    said = refused(f"data.index_cache={run.folder / 'file'}")
+    assert "the index cache cannot be written: " in said and said.endswith("; data.index_cache=FOLDER names another place\n")
     run.write_data(seed=2, documents=20_000, length=4)
-    with small_files(60_000):
-        said = refused("--index", code=1)  # a full disk may have room again
+    with largest_file(60_000):
+        said = refused(code=1)  # a full disk may have room again
     assert said.startswith("pretrain: error: the index cache cannot be written: ") and "Traceback" not in said
     assert folders(run.cache) == []
-    shutil.rmtree(run.data)
-    assert "train.bin not found" in refused("--index")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([DEMO, *run.settings, "--index"]) == 2
-
-
-@contextmanager
-def small_files(limit: int) -> Iterator[None]:
-    """No file of this process may grow beyond ``limit`` bytes meanwhile: as a full disk, it cuts a write short."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

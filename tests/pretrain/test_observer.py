@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import finished, losses, records
@@ -33,13 +34,14 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     assert {"diagnostics/layer_03/mixer/free_energy_gap", "diagnostics/layer_00/mlp/step_norm"} <= names
     assert all(math.isfinite(value) for look in seen.values() for value in look.values())
     assert "diagnostics" not in pretrain.out
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
     events.Reload()
-    name = "diagnostics/layer_03/mixer/free_energy_gap"
     # TensorBoard stores float32.
-    assert [event.value for event in events.Scalars(name)] == pytest.approx([look[name] for look in seen.values()], rel=1e-6)
+    for name, wanted in (
+        ("diagnostics/layer_03/mixer/free_energy_gap", [look["diagnostics/layer_03/mixer/free_energy_gap"] for look in seen.values()]),
+        ("loss", [loss for loss, _ in losses(pretrain.run_dir).values()]),
+    ):
+        assert [event.value for event in events.Scalars(name)] == pytest.approx(wanted, rel=1e-6)
     never = tmp_path / "never"
     assert pretrain(*short, "log.diagnostics_interval=0", f"run_dir={never}") == 0
     assert looks(never) == {}

@@ -10,9 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +19,8 @@ from fem_megatron.megatron import platform
 from pretrain.config import load_run
 from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
-from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.jobs import engine_of, micro_batches
 from tests.ranks import records
 
 
@@ -50,95 +48,48 @@ def test_run_directory_tells_all(pretrain: Command) -> None:
 def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
     """With a learning rate of almost nothing, validations at different steps agree to fp32 rounding of the loss."""
     assert pretrain("optimizer.lr=1e-12", "optimizer.min_lr=0") == 0
-    losses = [record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record]
-    assert len(losses) == 2
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert losses[0] == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
+    first, second = (record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record)
+    assert first == pytest.approx(second, rel=1e-6)
+    assert first == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
 
 
-def test_tensorboard_and_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both back-ends for real; wandb offline, because nobody is logged in."""
+def test_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For real; offline, because nobody is logged in. TensorBoard: test_observer.py."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("NETRC", str(pretrain.run_dir / "no-netrc"))
     monkeypatch.setenv("HOME", str(pretrain.run_dir))
-    assert pretrain("train.steps=4", "log.interval=1", "log.tensorboard=true", "log.wandb.enabled=true") == 0
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
-    events.Reload()
-    losses = [record["loss"] for record in records(pretrain.run_dir) if "loss" in record]
-    # TensorBoard stores float32.
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
+    assert pretrain("train.steps=4", "log.interval=1", "log.wandb.enabled=true") == 0
     assert list(pretrain.run_dir.glob("wandb/offline-run-*/*.wandb"))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [[], ["parallel.use_distributed_optimizer=true", "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]],
-    ids=["plain", "overlapped"],
-)
-def test_a_run_that_is_over_holds_no_threads(pretrain: Command, layout: list[str]) -> None:
+def test_a_run_that_is_over_holds_no_threads(pretrain: Command) -> None:
     """Every process group of gloo's has threads that wake 100 times a second; a run makes some fifty of them."""
     gc.collect()
     before = len(os.listdir("/proc/self/task"))
-    assert pretrain("train.steps=4", "train.eval_interval=0", *layout) == 0, pretrain.err
+    overlap = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
+    assert pretrain("train.steps=4", "train.eval_interval=0", *overlap) == 0, pretrain.err
     gc.collect()
     # A few of torch's own stay from the first run on.
     assert len(os.listdir("/proc/self/task")) < before + 10
 
 
-def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None:
-    """A learning rate of 1e18 ruins the weights at the first step; the steps after it are skipped, counted, and then the run gives up."""
-    assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 3
-    assert pretrain.err.count("\n") == 1
-    assert "not finite for 3 steps in a row (up to step 4)" in pretrain.err
-    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from sample 8 on" in pretrain.err
-    assert [record["skipped"] for record in records(pretrain.run_dir) if "loss" in record] == [False, True, True, True]
-    assert not pretrain.checkpoints.exists()
-
-
-@pytest.fixture
-def engine(settings: list[str]) -> Iterator[Any]:
-    from megatron.core import parallel_state
-
-    from fem_megatron.megatron import platform
-    from pretrain.engines.building import initialize_model_parallel
-    from pretrain.engines.megatron import MegatronEngine
-    from pretrain.schedule import Schedule
-
-    config = prepare(load_run(DEMO, settings), 1).config
-    platform.initialize_distributed()
-    initialize_model_parallel(config)
-    yield MegatronEngine(config, Schedule.of(config))
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-
-
-def test_a_step_that_is_not_finite_changes_nothing(engine: Any) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
     """One poisoned micro-batch: the step is reported as skipped, weights and optimizer state keep every bit, and training goes on."""
-    generator = torch.Generator().manual_seed(0)
+    with engine_of(settings) as engine:
 
-    def stream(poison: float) -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            tokens = torch.randint(0, 512, (2, 33), generator=generator)
-            mask = torch.full((2, 32), poison)
-            positions = torch.arange(32).repeat(2, 1)
-            yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
+        def state() -> list[torch.Tensor]:
+            adam = engine.optimizer.chained_optimizers[0].optimizer
+            moments = [value.clone() for entry in adam.state.values() for value in entry.values()]
+            return [weight.detach().clone() for weight in engine.models[0].parameters()] + moments
 
-    def state() -> list[torch.Tensor]:
-        adam = engine.optimizer.chained_optimizers[0].optimizer
-        moments = [value.clone() for entry in adam.state.values() for value in entry.values()]
-        return [weight.detach().clone() for weight in engine.models[0].parameters()] + moments
-
-    assert not engine.train_step(stream(1.0), 8).skipped
-    before = state()
-    poisoned = engine.train_step(stream(math.nan), 16)
-    assert poisoned.skipped
-    assert math.isnan(poisoned.loss)
-    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-    assert not engine.train_step(stream(1.0), 24).skipped
-    assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+        assert not engine.train_step(micro_batches(32), 8).skipped
+        before = state()
+        poisoned = engine.train_step(micro_batches(32, math.nan), 16)
+        assert poisoned.skipped and math.isnan(poisoned.loss)
+        assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+        assert not engine.train_step(micro_batches(32), 24).skipped
+        assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
 
 
 def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -28,8 +28,8 @@ class AttentionConfig:
         "smoothly from the one to the other; null: as they are.",
         ("linear", "llama3"),
     )
-    rope_factor: float = setting(8.0, "What rope_scaling divides frequencies by.")
-    rope_low_freq_factor: float = setting(1.0, "llama3: frequencies with fewer turns than this in rope_original_length are slow.")
+    rope_factor: float = setting(8.0, "What rope_scaling divides frequencies by.", above=0)
+    rope_low_freq_factor: float = setting(1.0, "llama3: frequencies with fewer turns than this in rope_original_length are slow.", above=0)
     rope_high_freq_factor: float = setting(4.0, "llama3: frequencies with more turns than this in rope_original_length stay as they are.")
     rope_original_length: int = setting(8192, "llama3: the context length before the scaling, in tokens.", least=1)
 
@@ -72,14 +72,9 @@ class AttentionShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads, groups, RoPE's pairs or its scaling do not fit."""
+        """The sizes that ``model`` asks for. Raises ValueError where heads, groups or RoPE's scaling do not fit."""
         heads, groups, switches = model.num_attention_heads, model.num_query_groups or model.num_attention_heads, model.attention
-        if switches.head_dim is None and model.hidden_size % heads:
-            raise ValueError(f"model.num_attention_heads={heads} does not divide the mixer's query/key width {model.hidden_size}")
-        head = switches.head_dim or model.hidden_size // heads
-        if model.rope and head % 2:
-            key = "model.num_attention_heads" if switches.head_dim is None else "model.attention.head_dim"
-            raise ValueError(f"model.rope turns pairs of channels, but a head has {head}; change {key}")
+        head = switches.head_dim or head_width(model)
         if heads % groups:
             raise ValueError(f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}")
         if switches.sliding_window is not None and not model.causal:
@@ -175,9 +170,7 @@ def _scaling(model: ModelConfig) -> RopeScaling | None:
         return None
     if not model.rope:
         raise ValueError(f"model.attention.rope_scaling={given.rope_scaling} scales rotary angles, and model.rope is false")
-    if not given.rope_factor > 0:
-        raise ValueError(f"model.attention.rope_factor={given.rope_factor}: must be more than 0")
     low, high = given.rope_low_freq_factor, given.rope_high_freq_factor
-    if given.rope_scaling == "llama3" and not 0 < low < high:
-        raise ValueError(f"model.attention.rope_low_freq_factor={low} must be more than 0 and less than rope_high_freq_factor={high}")
+    if given.rope_scaling == "llama3" and low >= high:
+        raise ValueError(f"model.attention.rope_low_freq_factor={low} must be less than rope_high_freq_factor={high}")
     return RopeScaling(given.rope_scaling, given.rope_factor, low, high, given.rope_original_length)

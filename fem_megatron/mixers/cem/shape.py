@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Packing, Scaling, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Normal, Packing, Scaling, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -28,10 +28,10 @@ class CemConfig:
         "P in front of every step. identity; diagonal: diag(softplus(d)); low_rank: that + U V^T + V U^T.",
         ("identity", "diagonal", "low_rank"),
     )
-    rank_attention: int = setting(4, "Columns of U and V of each head's preconditioner (low_rank).")
-    rank_mlp: int = setting(16, "Columns of U and V of the MLP's preconditioner (low_rank).")
-    steps_attention: int = setting(2, "T: steps down attention's energy; keys and values stay as they are.")
-    steps_mlp: int = setting(2, "T: steps down the MLP's energy; gamma stays as it is.")
+    rank_attention: int = setting(4, "Columns of U and V of each head's preconditioner (low_rank).", least=1)
+    rank_mlp: int = setting(16, "Columns of U and V of the MLP's preconditioner (low_rank).", least=1)
+    steps_attention: int = setting(2, "T: steps down attention's energy; keys and values stay as they are.", least=1)
+    steps_mlp: int = setting(2, "T: steps down the MLP's energy; gamma stays as it is.", least=1)
     eta_attention: float = setting(1.0, "Step size of attention.")
     eta_mlp: float = setting(1.0, "Step size of the MLP.")
     scale: str = setting(
@@ -75,12 +75,6 @@ def _reads(switches: CemConfig, part: str) -> set[str]:
     return {f"cem.{name}" for name in [*names, *([f"rank_{part}"] if switches.preconditioner == "low_rank" else [])]}
 
 
-def _check(switches: CemConfig, part: str) -> None:
-    for key, why in ((f"steps_{part}", "a layer takes at least one step"), (f"rank_{part}", "diagonal has no low-rank part")):
-        if getattr(switches, key) < 1:
-            raise ValueError(f"model.cem.{key}={getattr(switches, key)}; {why}")
-
-
 @dataclass(frozen=True)
 class CemAttentionShape(Shape):
     """D -> heads of D / heads channels, key and value in one, query and output in one."""
@@ -97,17 +91,13 @@ class CemAttentionShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemAttentionShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads, steps or ranks do not fit."""
-        if model.hidden_size % model.num_attention_heads:
-            raise ValueError(f"model.num_attention_heads={model.num_attention_heads} does not divide model.hidden_size={model.hidden_size}")
-        _check(model.cem, "attention")
+        """The sizes that ``model`` asks for. Raises ValueError where the heads do not fit."""
+        scale = score_scale(model, head_width(model))
         if model.parametrization == "mup" and model.mup.base_head_size is not None and model.cem.scale != "head":
             raise ValueError(
                 "model.mup.base_head_size: model.cem.scale=model looks at no head's width; set model.cem.scale=head, or it to null"
             )
-        # The paper's 1 / sqrt(D) would vanish with the width: the base's it is.
-        scale = score_scale(model, model.hidden_size // model.num_attention_heads)
-        if model.parametrization == "mup" and model.cem.scale == "model":
+        if model.parametrization == "mup" and model.cem.scale == "model":  # the paper's 1 / sqrt(D) would vanish with the width
             scale = model.mup.base_hidden_size**-0.5
         return cls(model.hidden_size, model.num_attention_heads, model.norm_eps, model.causal, model.cem, scale)
 
@@ -184,8 +174,7 @@ class CemMlpShape(Shape):
 
     @classmethod
     def of(cls, model: ModelConfig) -> CemMlpShape:
-        """The sizes that ``model`` asks for. Raises ValueError where steps or ranks do not fit."""
-        _check(model.cem, "mlp")
+        """The sizes that ``model`` asks for."""
         return cls(model.hidden_size, model.ffn_size, model.norm_eps, model.cem)
 
     def weights(self) -> Weights:

@@ -25,7 +25,7 @@ class DeltaConfig:
         least=1,
     )
     value_size: int | None = setting(None, "Width of the values over all heads; null: key_size (deltanet) or twice that (gated).", least=1)
-    conv_size: int = setting(4, "Taps of the short causal convolution.")
+    conv_size: int = setting(4, "Taps of the short causal convolution.", least=1)
     negative_eigenvalues: bool = setting(False, "beta in (0, 2) in place of (0, 1): transitions may flip a direction (arXiv 2411.12537).")
 
 
@@ -56,8 +56,6 @@ class DeltaShape(Shape):
         heads = delta.heads or model.num_attention_heads
         if not model.causal:
             raise ValueError("model.causal: the delta rule reads from left to right only; take another mixer, or true")
-        if delta.conv_size < 1:
-            raise ValueError(f"model.delta.conv_size={delta.conv_size}; 1 is the token alone")
         key = delta.key_size or (hidden // 2 if gated else hidden)
         value = delta.value_size or (2 * key if gated else key)
         for name, width in (("key_size", key), ("value_size", value)):

@@ -43,10 +43,7 @@ class DifferentialShape(Shape):
                 f"model.num_attention_heads={heads}: differential heads have two queries, and {2 * heads} do not divide {hidden}"
             )
         head = hidden // (2 * heads)
-        if model.rope and head % 2:
-            raise ValueError(f"model.rope turns pairs of channels, but a query has {head}; change model.num_attention_heads={heads}")
-        scale = score_scale(model, head)
-        return cls(hidden, heads, head, lambda_init(layer), model.rope, model.rope_base, model.norm_eps, scale)
+        return cls(hidden, heads, head, lambda_init(layer), model.rope, model.rope_base, model.norm_eps, score_scale(model, head))
 
     @property
     def head_width(self) -> int:

@@ -36,13 +36,13 @@ class FemConfig:
         least=1,
     )
     gla_decay: str = setting("head", "fem_gla: a decay a head, or a channel of q and k (hidden_size^2 more).", ("head", "channel"))
-    feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.")
+    feature_eps: float = setting(1e-6, "fem_linear, fem_gla: eps of the features relu(x) + eps.", above=0)
     aft_query: str = setting(
         "after",
         "fem_aft: where the query gates. after: the read; inside: both sums, before the logarithm (the released code).",
         ("after", "inside"),
     )
-    mamba_states: int | None = setting(None, "fem_mamba: N, states of a channel; null: what the budget of q and k has room for.")
+    mamba_states: int | None = setting(None, "fem_mamba: N, states of a channel; null: what the budget of q and k has room for.", least=1)
     mamba_normalise: bool = setting(True, "fem_mamba: divide the weights by their sum, so that they are a distribution; off: the ablation.")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -26,7 +26,7 @@ class HyperSetConfig:
         ("softmax", "bisoftmax", "sigmoid", "linear"),
     )
     feed_forward: str = setting("relu", "The feed-forward energy's operator.", ("relu", "softmax", "gated"))
-    multiplier: int = setting(4, "Width M of the feed-forward, in hidden_size.")
+    multiplier: int = setting(4, "Width M of the feed-forward, in hidden_size.", least=1)
     step_size: str = setting(
         "learned", "learned: alpha_t, gamma_t of every token and channel from a small network; fixed: alpha, gamma.", ("learned", "fixed")
     )
@@ -36,7 +36,12 @@ class HyperSetConfig:
         "origin", "What the step sizes see besides the iteration: the block's input x(0), or x(t).", ("origin", "current")
     )
     step_norm: bool = setting(True, "RMSNorm before the step sizes' last layer; off: the paper's table 5, which depends on x's scale.")
-    time_size: int = setting(512, "Width of the sinusoidal embedding of the iteration.")
+    time_size: int = setting(
+        512,
+        "Width of the sinusoidal embedding of the iteration.",
+        least=2,
+        check=lambda size: "must be even: a sine and a cosine a frequency" if size % 2 else None,
+    )
     time_mlp: bool = setting(
         True, "Two linear layers on the iteration's embedding; off: an embedding of width hidden_size is used as it is."
     )
@@ -47,7 +52,7 @@ class HyperSetConfig:
     )
     beta1: float = setting(0.9, "Decay of the running gradient (momentum, adam).", least=0, below=1)
     beta2: float = setting(0.96, "Decay of the running squared gradient (rmsprop, adam).", least=0, below=1)
-    lora_rank: int = setting(0, "Rank of the adapters of each iteration, W + 4 A_t B_t, on both matrices; 0: none.")
+    lora_rank: int = setting(0, "Rank of the adapters of each iteration, W + 4 A_t B_t, on both matrices; 0: none.", least=0)
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,8 @@ class HyperSetShape(Shape):
     @classmethod
     def of(cls, model: ModelConfig) -> HyperSetShape:
         """The sizes that ``model`` asks for. Raises ValueError where heads do not fit, or bisoftmax is asked of a causal model."""
-        switches, hidden, heads = model.hyperset, model.hidden_size, model.num_attention_heads
-        if hidden % heads:
-            raise ValueError(f"model.num_attention_heads={heads} does not divide model.hidden_size={hidden}")
-        if model.rope and hidden // heads % 2:
-            raise ValueError(f"model.rope turns pairs of channels, but a head has {hidden // heads}; change model.num_attention_heads")
+        switches, hidden = model.hyperset, model.hidden_size
+        heads = hidden // head_width(model)
         if model.causal and switches.attention == "bisoftmax":
             raise ValueError("model.hyperset.attention: bisoftmax lets a token see what follows it; a causal model needs softmax")
         if model.parametrization == "mup" and switches.feed_forward != "relu":
@@ -82,12 +84,10 @@ class HyperSetShape(Shape):
                 f"model.hyperset.feed_forward={switches.feed_forward}: its step grows or shrinks with the width however weights start; "
                 "muP needs relu"
             )
-        if switches.multiplier < 1:
-            raise ValueError(f"model.hyperset.multiplier={switches.multiplier}; the feed-forward needs at least 1")
-        if switches.lora_rank < 0:
-            raise ValueError(f"model.hyperset.lora_rank={switches.lora_rank}; 0 is none")
-        if switches.time_size % 2 or switches.time_size < 2 or (not switches.time_mlp and hidden % 2):
-            raise ValueError("model.hyperset.time_size (model.hidden_size without time_mlp) must be even: a sine and a cosine a frequency")
+        if not switches.time_mlp and hidden % 2:
+            raise ValueError(
+                f"model.hidden_size={hidden} must be even under model.hyperset.time_mlp=false: a sine and a cosine a frequency"
+            )
         return cls(
             hidden=hidden,
             heads=heads,

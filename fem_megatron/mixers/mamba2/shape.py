@@ -22,10 +22,11 @@ class Mamba2Config:
     inner_size: int | None = setting(
         None,
         "Width of the values; null: 4 hidden_size^2 parameters in all, by 2 heads (from 12 by 4, from 32 by 8). The paper: 2 hidden_size.",
+        least=1,
     )
-    head_size: int = setting(64, "Channels of a head; the number of heads is inner_size / head_size.")
-    state_size: int = setting(128, "N: channels of B and of C, which all heads share (the paper: 64 or 128).")
-    conv_size: int = setting(4, "Taps of the short causal convolution.")
+    head_size: int = setting(64, "Channels of a head; the number of heads is inner_size / head_size.", least=1)
+    state_size: int = setting(128, "N: channels of B and of C, which all heads share (the paper: 64 or 128).", least=1)
+    conv_size: int = setting(4, "Taps of the short causal convolution.", least=1)
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,11 @@ class Mamba2Shape(Shape):
         mamba, hidden = model.mamba2, model.hidden_size
         if not model.causal:
             raise ValueError("model.causal: Mamba-2 reads from left to right only; take another mixer, or true")
-        for name in ("head_size", "state_size", "conv_size"):
-            if getattr(mamba, name) < 1:
-                raise ValueError(f"model.mamba2.{name}={getattr(mamba, name)}; at least 1")
         if mamba.inner_size is None:
             budget = (4 * hidden - 2 * mamba.state_size) / 3 / mamba.head_size
             step = 8 if budget >= 32 else 4 if budget >= 12 else 2
             heads = step * max(1, round(budget / step))
-        elif mamba.inner_size < 1 or mamba.inner_size % mamba.head_size:
+        elif mamba.inner_size % mamba.head_size:
             raise ValueError(f"model.mamba2.inner_size={mamba.inner_size} is not a multiple of model.mamba2.head_size={mamba.head_size}")
         else:
             heads = mamba.inner_size // mamba.head_size

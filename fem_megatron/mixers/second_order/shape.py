@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import Packing, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import Packing, Shape, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -19,9 +19,11 @@ LINEAR_CHUNK = 64  # tokens that linear attention compares with each other; furt
 class SecondOrderConfig:
     """Switches of second-order attention; read only where ``model.mixer`` is mha2nd1st, mha2nd or energy_linear."""
 
-    exact_max_length: int = setting(512, "mha2nd: longest sequence; it holds a d x d system of every token and head, and solves it.")
+    exact_max_length: int = setting(
+        512, "mha2nd: longest sequence; it holds a d x d system of every token and head, and solves it.", least=1
+    )
     jitter: float = setting(
-        1e-6, "Added to the diagonal of G = W_Q W_Q^T before its Cholesky factorisation, times the mean of that diagonal; 0: none."
+        1e-6, "Added to the diagonal of G = W_Q W_Q^T before its Cholesky factorisation, times the mean of that diagonal; 0: none.", least=0
     )
     temperature: str = setting(
         "raw",
@@ -72,12 +74,8 @@ class _Heads(Shape):
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, bool, float, float, bool, SecondOrderConfig]:
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    if hidden % heads:
-        raise ValueError(f"model.num_attention_heads={heads} does not divide model.hidden_size={hidden}")
-    if model.rope and hidden // heads % 2:
-        raise ValueError(f"model.rope turns pairs of channels, but a head has {hidden // heads}; change model.num_attention_heads")
-    return hidden, heads, model.rope, model.rope_base, model.norm_eps, model.causal, model.second_order
+    heads = model.hidden_size // head_width(model)
+    return model.hidden_size, heads, model.rope, model.rope_base, model.norm_eps, model.causal, model.second_order
 
 
 @dataclass(frozen=True)
@@ -91,13 +89,8 @@ class SecondOrderShape(_Heads):
 
     @classmethod
     def of(cls, model: ModelConfig, *, exact: bool) -> SecondOrderShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit or a switch is out of its range."""
-        shape = cls(*_sizes(model), exact=exact)
-        if shape.switches.jitter < 0:
-            raise ValueError(f"model.second_order.jitter={shape.switches.jitter}; 0 is none, 1e-6 the default")
-        if shape.switches.exact_max_length < 1:
-            raise ValueError(f"model.second_order.exact_max_length={shape.switches.exact_max_length}; at least 1, 512 is the default")
-        return shape
+        """The sizes that ``model`` asks for. Raises ValueError where heads do not fit."""
+        return cls(*_sizes(model), exact=exact)
 
     def weights(self) -> Weights:
         """As `_Heads`, and each head's T (of the weights) and T' (of the Newton step), or their logarithms; both start at d_h."""
