@@ -96,7 +96,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="ID", help="these alone")
     parser.add_argument("--reach", type=Path, metavar="FILE", help="which tests reach which mutant: read from here, or learned and kept")
-    parser.add_argument("--verdicts", type=Path, metavar="FILE", help="verdicts so far; a judged mutant is not judged again")
     parser.add_argument("--workers", type=int, default=2, help="mutants judged at a time")
     parser.add_argument("tests", nargs="*", help="the tests that judge, instead of those that reach the line")
     options = parser.parse_args()
@@ -116,17 +115,12 @@ def main() -> int:
         reach = learn(mutants, [])
         if options.reach:
             options.reach.write_text(json.dumps(reach, indent=1))
-    verdicts: dict[str, str] = json.loads(options.verdicts.read_text()) if options.verdicts and options.verdicts.exists() else {}
-    began = time.monotonic()
-    waiting = [mutant for mutant in mutants if mutant.id not in verdicts]
+    killed, began = 0, time.monotonic()
     with ThreadPoolExecutor(options.workers) as pool:
-        for done, (mutant, verdict) in enumerate(pool.map(lambda one: (one, judge(one, reach.get(one.id, []))), waiting), 1):
-            verdicts[mutant.id] = verdict
-            left = (time.monotonic() - began) / done * (len(waiting) - done)
-            print(f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(waiting)}, {left / 60:.0f} min left", flush=True)
-            if options.verdicts:
-                options.verdicts.write_text(json.dumps(verdicts, indent=1))
-    killed = sum(verdicts[mutant.id] == "killed" for mutant in mutants)
+        for done, (mutant, verdict) in enumerate(pool.map(lambda one: (one, judge(one, reach.get(one.id, []))), mutants), 1):
+            killed += verdict == "killed"
+            left = (time.monotonic() - began) / done * (len(mutants) - done)
+            print(f"{verdict:9} {mutant.id} ({mutant.file}: {mutant.why}); {done} of {len(mutants)}, {left / 60:.0f} min left", flush=True)
     print(f"{killed} of {len(mutants)} mutants killed")
     return 0 if killed == len(mutants) else 1
 

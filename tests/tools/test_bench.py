@@ -138,15 +138,17 @@ def test_what_became_slower() -> None:
 
 # --- every benchmark, once, at toy size -------------------------------------------------------------------------------------------
 
+ENGINES = [*TINY, "--steps", "2", "--rounds", "1", "--precision", "fp32"]
 TOYS = {
     "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
     "diagnostics_cost": (diagnostics_cost, ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"]),
     "mixers": (mixers, ["--only", "fem_aft", "--out", "OUT"]),
-    "engines": (engines, [*TINY, "--ranks", "1", "--steps", "2", "--rounds", "1", "--precision", "fp32", "--variants", "megatron"]),
+    "engines": (engines, [*ENGINES, "--ranks", "1", "--variants", "megatron"]),
+    "two engines": (engines, [*ENGINES, "--ranks", "2", "--variants", "stage2"]),
 }
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "two engines" else name for name in TOYS])
 def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,9 +168,14 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
         ours, standard = found["seconds"]["ours"], found["seconds"]["standard attention"]
         assert found["ours / standard attention"] == {"forward": ours[0] / standard[0], "forward + backward": ours[1] / standard[1]}
         assert cpu_suite.main(["--quick", "--only", "fem_attention", "--compare", str(path)]) == 0
-    elif name == "engines":
-        assert (written["baseline"], rows["megatron"]["step_ratio"], rows["megatron"]["peak_ratio"]) == ("megatron", 1.0, 1.0)
-        assert rows["megatron"]["step_seconds"] > 0 and rows["megatron"]["plan_bytes"] > 0 and "| megatron | " in out
+    elif module is engines:
+        base, ranks = rows["megatron"], written["ranks"]
+        assert (written["baseline"], base["step_ratio"], base["peak_ratio"]) == ("megatron", 1.0, 1.0)
+        assert list(rows) == ["megatron", "stage2"][:ranks] and len(base["peak_bytes"]) == ranks
+        for each in rows.values():
+            assert each["tokens_per_second"] == ranks * 16 / each["step_seconds"] and each["plan_bytes"] > 0 < min(each["peak_bytes"])
+            assert each["step_ratio"] == each["step_seconds"] / base["step_seconds"] and f"| {each['variant']} " in out
+            assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)  # the same steps on the same tokens, sums in another order
     else:
         assert list(rows) == {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"]}[name]
 

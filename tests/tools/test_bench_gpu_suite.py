@@ -28,9 +28,8 @@ GPU = "NVIDIA H100"
 MACHINE: dict[str, Any] = {"date": "2026-01-01", "device": GPU, "python": "3", "torch": "2", "toolkit": None, "threads": 1, "packages": {}}
 
 
-def op(workload: str, tokens: int, implementation: str = "auto") -> Task:
-    size = asdict(WORKLOADS[workload].size(tokens, plan.TOKENS_A_CALL))
-    return Task("op", f"{workload} {tokens}", {"workload": workload, "implementation": implementation, "size": size}, 1, 1)
+def task(kind: str, **arguments: Any) -> Task:
+    return Task(kind, kind, arguments, 1, 1)
 
 
 def timed(seconds: float) -> dict[str, Any]:
@@ -45,12 +44,11 @@ def test_the_most_important_comes_first_and_all_can_be_said_in_json() -> None:
     assert all(json.loads(json.dumps(task.arguments)) == task.arguments for task in planned)
     assert {task.kind for task in planned} == set(worker.DOES)
     alone = [task.name for task in planned if not task.together]
-    assert alone[0] == "roofs" and ("16384" in alone[-2] or "recomputing" in alone[-1])
     first = {"fem_attention, auto, 4096", "fem_attention, auto, 8192", "1.3B Transformer", "1.3B FEM-SM, C L T G"}
-    assert all(alone.index(name) < 40 for name in first)
+    assert alone[0] == "roofs" and all(alone.index(name) < 40 for name in first)
+    assert "16384" in alone[-2] or "recomputing" in alone[-1]
     assert alone.index("1.3B Transformer") < alone.index("1.3B FEM-SM, C L T G")
-    # Nothing that is timed runs beside something else.
-    assert {task.kind for task in planned if task.together} <= {"correctness", "compile"}
+    assert {task.kind for task in planned if task.together} <= {"correctness", "compile"}  # what is timed runs alone
 
 
 def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_named() -> None:
@@ -67,28 +65,29 @@ def test_parts_and_operations_can_be_chosen_and_what_a_machine_cannot_run_is_nam
 
 # --- what a worker does -----------------------------------------------------------------------------------------------------------
 
+SIZE = asdict(Size(1, 16, 2, 16, 8))
 
-def asked(kind: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+
+def asked(kind: str, **arguments: Any) -> tuple[dict[str, Any], bool]:
     return worker.answer(json.dumps({"kind": kind, "arguments": arguments}))
 
 
 def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = replace(SCALES["table 5"].model, num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=64)
     monkeypatch.setitem(SCALES, "table 5", replace(SCALES["table 5"], model=tiny, tokens=8))
-    size = asdict(Size(1, 16, 2, 16, 8))
     kinds: dict[str, dict[str, Any]] = {
         "correctness": {"op": "time_decay_scan", "case": "normal", "implementation": "reference", "dtype": "float32", "small": True},
         "compile": {"workload": "time_decay_scan", "implementation": "auto", "lengths": [16], "tokens": 16},
         "roofs": {"matmul": 32, "copy": 64},
-        "op": {"workload": "fem_attention", "implementation": "auto", "size": size, "budget": 0.0},
-        "baseline": {"baseline": "attention: torch's choice", "size": size, "budget": 0.0},
+        "op": {"workload": "fem_attention", "implementation": "auto", "size": SIZE, "budget": 0.0},
+        "baseline": {"baseline": "attention: torch's choice", "size": SIZE, "budget": 0.0},
         "model": {"scale": "table 5", "variant": "FEM-SM, C L T G", "batch": 2, "recompute": False, "budget": 0.0},
         "engine": Job("megatron", 1, "bf16", "gpu", 2, 2).as_json(),
     }
     said = {"rank": 0, "seconds": [1.0, 3.0], "peak_bytes": 7, "host_bytes": 5, "loss": 6.0}
-    monkeypatch.setattr(worker, "launch", lambda job: [said])  # test_bench_engines.py starts real ranks
+    monkeypatch.setattr(worker, "launch", lambda job: [said])  # test_bench.py starts real ranks
     assert kinds.keys() == worker.DOES.keys()
-    found = {kind: asked(kind, arguments) for kind, arguments in kinds.items()}
+    found = {kind: asked(kind, **arguments) for kind, arguments in kinds.items()}
     assert all(sane for _, sane in found.values())
     results = {kind: json.loads(json.dumps(answer))["result"] for kind, (answer, _) in found.items()}
     assert all(finding["good"] for finding in results["correctness"])
@@ -97,13 +96,12 @@ def test_a_worker_does_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results["op"]["flops"] == [2 * pairs * 32, 7 * pairs * 32]
     assert results["engine"]["steps"] == [2.0] and results["engine"]["peaks"] == [7]
     assert results["model"]["batch"] == 2 and results["model"]["tokens"] == 16
-    Results([Outcome(Task(kind, kind, kinds[kind], 0, 1), results[kind]) for kind in kinds], "cpu")  # takes them
+    Results([Outcome(task(kind, **kinds[kind]), results[kind]) for kind in kinds], "cpu")  # takes them
 
 
 def test_what_a_machine_says_no_to_is_a_gap_and_a_large_model_is_tried_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = asdict(Size(1, 16, 2, 16, 8))
-    assert asked("baseline", {"baseline": "attention: SDPA cudnn", "size": size}) == ({"gap": "ValueError: no GPU"}, True)
-    assert asked("op", {"workload": "none", "implementation": "auto", "size": size}) == ({"gap": "KeyError: 'none'"}, True)
+    assert asked("baseline", baseline="attention: SDPA cudnn", size=SIZE) == ({"gap": "ValueError: no GPU"}, True)
+    assert asked("op", workload="none", implementation="auto", size=SIZE) == ({"gap": "KeyError: 'none'"}, True)
     tries: list[tuple[int, bool]] = []
 
     def full(variant: str, scale: Any, dtype: torch.dtype, budget: float, *, recompute: bool) -> Any:
@@ -112,33 +110,30 @@ def test_what_a_machine_says_no_to_is_a_gap_and_a_large_model_is_tried_smaller(m
 
     monkeypatch.setattr(worker, "train_step", full)
     model = {"scale": "1.3B", "variant": "Transformer", "batch": 4, "recompute": False}
-    assert asked("model", model) == ({"gap": "out of memory"}, True)
-    assert tries == [(4, False), (2, False), (2, True)]
+    assert asked("model", **model) == ({"gap": "out of memory"}, True) and tries == [(4, False), (2, False), (2, True)]
 
 
 def test_processes_answer_and_outlive_a_mistake_a_hang_and_a_lost_gpu(tmp_path: Path) -> None:
-    done = [Task("roofs", "roofs", {"matmul": 16, "copy": 16}, 0, 1), Task("op", "none", {"workload": "none"}, 0, 1)]
-    own = Worker(tmp_path / "log")
+    small, own = task("roofs", matmul=16, copy=16), Worker(tmp_path / "log")
     try:
-        outcomes, left_out = work([*done, replace(done[0], name="again")], [own], Clock(5), lambda outcome, left, seconds: None)
-        assert left_out == [] and [outcome.task.name for outcome in outcomes] == ["roofs", "none", "again"]
-        assert outcomes[1].gap and outcomes[1].gap.startswith("KeyError")
-        assert outcomes[0].result["matmul_flops"] > 0 and outcomes[2].gap is None
+        outcomes, left_out = work([small, task("op", workload="none"), small], [own], Clock(5), lambda outcome, left, seconds: None)
+        assert left_out == [] and [outcome.task.kind for outcome in outcomes] == ["roofs", "op", "roofs"]
+        assert str(outcomes[1].gap).startswith("KeyError") and outcomes[0].result["matmul_flops"] > 0 and outcomes[2].gap is None
         first = own.process
         # One that hangs is ended, and what comes after has a new process.
-        assert own.ask(Task("roofs", "slow", {"matmul": 2048, "copy": 16}, 0, 1), 0.05) == {"gap": "no answer within 0 s"}
-        assert "result" in own.ask(done[0], 60.0) and own.process is not first
+        assert own.ask(task("roofs", matmul=2048, copy=16), 0.05) == {"gap": "no answer within 0 s"}
+        assert "result" in own.ask(small, 60.0) and own.process is not first
         own.close()
         program = "import sys, json; sys.stdin.readline(); print(json.dumps({'gap': 'illegal address', 'lost': True}), flush=True)"
         pipe = subprocess.PIPE
         own.process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True)
-        assert own.ask(done[0], 60.0)["gap"].startswith("illegal address (the GPU was lost") and own.process is None
+        assert own.ask(small, 60.0)["gap"].startswith("illegal address (the GPU was lost") and own.process is None
     finally:
         own.close()
 
 
 def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+    now, told = [0.0], list[tuple[str, int, float]]()
 
     def ask(self: Worker, task: Task, limit: float) -> dict[str, Any]:
         now[0] += 13.0
@@ -146,7 +141,6 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Worker, "ask", ask)
     planned = [Task("op", str(number), {}, 0, 5) for number in range(10)]
-    told: list[tuple[str, int, float]] = []
     clock = Clock(1, lambda: now[0])
     outcomes, left_out = work(planned, [Worker(tmp_path)], clock, lambda o, left, s: told.append((o.task.name, left, s)))
     # The first was guessed at 5 s and took 13, so from then on 13 are reckoned with.
@@ -159,36 +153,32 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, monkeypatch
 
 def measured() -> list[Outcome]:
     """Both sides of every target, as workers would answer."""
-    outcomes = [Outcome(Task("roofs", "roofs", {}, 0, 1), {"matmul_flops": 8e14, "copy_bytes": 4e12})]
+    found = [Outcome(task("roofs"), {"matmul_flops": 8e14, "copy_bytes": 4e12})]
     for tokens, ours in ((4096, 2.2e-3), (8192, 4.4e-3)):
-        wide = asdict(WORKLOADS["fem_attention"].size(tokens, plan.TOKENS_A_CALL).wider(2))
-        outcomes += [
-            Outcome(op("fem_attention", tokens, how), timed(part * ours)) for how, part in (("auto", 1), ("cudnn", 1), ("flash", 2))
-        ]
+        size = WORKLOADS["fem_attention"].size(tokens, plan.TOKENS_A_CALL)
+        for how, part in (("auto", 1), ("cudnn", 1), ("flash", 2)):
+            asked_for = task("op", workload="fem_attention", implementation=how, size=asdict(size))
+            found.append(Outcome(asked_for, timed(part * ours)))
         for engine, seconds in (("cudnn", tokens / 4096 * 2e-3), ("flash", tokens / 4096 * 5e-3)):
-            outcomes.append(
-                Outcome(Task("baseline", engine, {"baseline": f"attention: SDPA {engine}", "size": wide}, 1, 1), timed(seconds))
-            )
+            asked_for = task("baseline", baseline=f"attention: SDPA {engine}", size=asdict(size.wider(2)))
+            found.append(Outcome(asked_for, timed(seconds)))
     for variant, seconds in (("Transformer", 0.1), ("FEM-SM, C L T G", 0.12)):
         cost = {"step": timed(seconds)["both"], "tokens": 8192, "flops": 0.5 * 989e12 * 0.1, "peak_bytes": 3e10, "batch": 2}
-        of_model = {"scale": "1.3B", "variant": variant, "batch": 2, "recompute": False}
-        outcomes.append(Outcome(Task("model", variant, of_model, 1, 1), {**cost, "recompute": False}))
-    return outcomes
+        found.append(Outcome(task("model", scale="1.3B", variant=variant, batch=2, recompute=False), {**cost, "recompute": False}))
+    return found
 
 
 def checked(error: float) -> Outcome:
-    arguments = {"op": "fem_attention", "case": "normal", "implementation": "cudnn", "dtype": "float32"}
     found = [{"case": "normal", "result": "d q", "error": error, "bound": 1e-5, "good": error <= 1e-5}]
-    return Outcome(Task("correctness", "x", arguments, 0, 1), found)
+    return Outcome(task("correctness", op="fem_attention", case="normal", implementation="cudnn", dtype="float32"), found)
 
 
 def test_targets_compare_the_same_engine_and_the_table_is_what_the_operation_reads(tmp_path: Path) -> None:
     """Ours is fastest on cuDNN, so cuDNN's standard attention is the other side: 2.2 / 2.0 and 4.4 / 4.0."""
     results = Results(measured(), GPU)
-    values: list[Any] = [(target.value, target.met) for target in results.targets()]
-    assert values[:3] == [(pytest.approx(1.1), True), (pytest.approx(1.1), False), (pytest.approx(1.2), False)]
-    assert values[3:5] == [(None, None), (None, None)]
-    assert values[5:] == [(pytest.approx(0.5), True), (pytest.approx(0.5 / 1.2), False)]
+    wanted = [(1.1, True), (1.1, False), (1.2, False), (None, None), (None, None), (0.5, True), (0.5 / 1.2, False)]
+    assert [target.met for target in results.targets()] == [met for _, met in wanted]
+    assert [target.value for target in results.targets()] == [value and pytest.approx(value) for value, _ in wanted]
     table.write(GPU, results.engine_table(), tmp_path / "table.json")
     (first, second) = table.read(tmp_path / "table.json")[GPU]
     assert (first.dk, first.dv, first.tokens, second.tokens) == (128, 64, 4096, 8192)
@@ -198,12 +188,12 @@ def test_targets_compare_the_same_engine_and_the_table_is_what_the_operation_rea
 def test_files_say_what_was_found_and_what_is_missing(tmp_path: Path) -> None:
     missing = Outcome(Task("op", "aft_read, auto, 1024", {}, 1, 1), gap="out of memory")
     results = Results([*measured(), checked(2e-6), missing], GPU)
-    suite.write(tmp_path, results, MACHINE, {"attention: flash-attn 3": "not installed"}, [op("ssm_read", 1024)], 300.0)
+    suite.write(tmp_path, results, MACHINE, {"attention: flash-attn 3": "not installed"}, [task("ssm_read")], 300.0)
     page, content = (tmp_path / "gpu_suite.md").read_text(), json.loads((tmp_path / "gpu_suite.json").read_text())
     for text in (
         *("bf16 matrix product 800 TFLOP/s; copy 4,000 GB/s", "| fem_attention | 16 x 128/64", "2.0e-06", "in bounds"),
         *("- attention: flash-attn 3 cannot run here: not installed", "- aft_read, auto, 1024: out of memory"),
-        *("- left out for want of time (1): ssm_read 1024", "| 1.3B FEM-SM, C L T G | 2 x 4096"),
+        *("- left out for want of time (1): ssm_read", "| 1.3B FEM-SM, C L T G | 2 x 4096"),
     ):
         assert text in page
     assert "1.10" in short(results) and not results.wrong and not results.failed
@@ -218,7 +208,7 @@ def test_a_result_out_of_bounds_is_found_and_a_case_that_ends_in_an_error_has_fa
         assert len(results.wrong) == 1 and "1 OUT OF BOUNDS" in report(results, MACHINE, {}, [], 1.0)
     good = ["ValueError: x: implementation 'triton' cannot run: float64; use auto", "out of memory"]  # not for that implementation
     bad = ["RuntimeError: misaligned address", "ValueError: a shape", "no answer within 120 s"]
-    results = Results([Outcome(Task("correctness", "x", {}, 0, 1), gap=gap) for gap in good + bad], GPU)
+    results = Results([Outcome(task("correctness"), gap=gap) for gap in good + bad], GPU)
     assert [outcome.gap for outcome in results.failed] == bad
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fem_common.cli import Parser, run
+from fem_common.cli import run
 from fem_common.errors import UserError, files_told
 from tools.bench import runner
 from tools.bench.speed import Speed, implementations, time_baseline, time_workload
@@ -105,12 +105,12 @@ def render(rows: list[dict[str, Any]]) -> str:
     """The ratios as Markdown: operations, then models."""
     operations, steps = [], []
     for row in rows:
+        what, tokens = row["what"].removeprefix("model: "), str(row["tokens"])
         if "ours / Transformer" in row:
-            ratio = row["ours / Transformer"]["train step"]
-            steps.append([row["what"].removeprefix("model: "), str(row["tokens"]), f"{ratio:.2f}"])
+            steps.append([what, tokens, f"{row['ours / Transformer']['train step']:.2f}"])
             continue
         ratios = (row.get(f"ours / {other}", {}) for other in ("standard attention", "reference"))
-        operations.append([row["what"], str(row["tokens"]), *(f"{one[which]:.2f}" if one else "" for one in ratios for which in PASSES)])
+        operations.append([what, tokens, *(f"{one[which]:.2f}" if one else "" for one in ratios for which in PASSES)])
     header = ["operation", "tokens", "forward ÷ standard", "fwd + bwd ÷ standard", "forward ÷ reference", "fwd + bwd ÷ reference"]
     tables = ((header, operations), (["model", "tokens", "train step ÷ Transformer"], steps))
     return "\n\n".join(runner.table(columns, lines) for columns, lines in tables if lines)
@@ -161,14 +161,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table; 0, or 2 where ``--compare``'s file cannot be read."""
-    parser = Parser(
-        prog=f"python -m {PROGRAM}",
-        description="Every operation and small models on a CPU, as ratios to standard attention and the Transformer.",
-    )
+    parser = runner.command_line(PROGRAM, "Every operation and small models on a CPU, as ratios to standard attention and the Transformer.")
     parser.add_argument("--quick", action="store_true", help="one short length, tiny models: under two minutes on two cores")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*WORKLOADS, "models"], help="these operations alone, or models")
     parser.add_argument("--compare", type=Path, metavar="PATH", help="an earlier --json: say what became over 20%% slower")
-    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fem_common.cli import Parser, run
+from fem_common.cli import run
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig, load_run
@@ -52,11 +52,10 @@ def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a Markdown table; returns the exit code."""
-    parser = Parser(prog=f"python -m {PROGRAM}", description="What a look at every layer costs beside a training step.")
+    parser = runner.command_line(PROGRAM, "What a look at every layer costs beside a training step.")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
     parser.add_argument("--mixers", nargs="+", metavar="NAME", choices=list(MIXERS), help="default: all but fla.*")
     parser.add_argument("--pairs", type=int, default=5, help="steps of each kind (default: 5)")
-    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
 

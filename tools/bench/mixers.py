@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from fem_common.cli import Parser, run
+from fem_common.cli import run
 from fem_common.errors import Fault
 from fem_megatron.catalogue import MIXERS
 from pretrain.config import load_run
@@ -78,26 +78,19 @@ def table(rows: list[dict[str, float | str]], steps: int) -> str:
     base = next(float(row["tokens_per_second"]) for row in rows if row["name"] == BASELINE)
     lines = []
     for row in rows:
-        speed, numbers = float(row["tokens_per_second"]), {key: float(row[key]) for key in ("parameters", "heldout_loss", "state_bytes")}
-        cells = [
-            str(row["name"]),
-            str(row["cost"]),
-            f"{numbers['parameters'] / 1e6:.2f}M",
-            f"{numbers['heldout_loss']:.3f}",
-            f"{speed:,.0f}",
-        ]
-        lines.append([*cells, f"{speed / base:.2f}", f"{numbers['state_bytes'] / 1024:,.0f} KiB"])
+        parameters, loss, speed, state = (float(row[key]) for key in ("parameters", "heldout_loss", "tokens_per_second", "state_bytes"))
+        cells = [str(row["name"]), str(row["cost"]), f"{parameters / 1e6:.2f}M", f"{loss:.3f}", f"{speed:,.0f}", f"{speed / base:.2f}"]
+        lines.append([*cells, f"{state / 1024:,.0f} KiB"])
     columns = "mixer|cost in T|parameters of the layers|held-out loss, nats|tokens/s|÷ Transformer|state of 4,096 tokens"
     return f"{runner.sentence(runner.facts())}; {steps} steps of 1,024 tokens.\n\n{runner.table(columns.split('|'), lines)}\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train, print progress, write the table and the numbers as JSON."""
-    parser = Parser(prog=f"python -m {PROGRAM}", description="Train every mixer on the demo's data; needs `make demo`'s data.")
+    parser = runner.command_line(PROGRAM, "Train every mixer on the demo's data; needs `make demo`'s data.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs/mixers"), help="folder of the runs, table.md and table.json")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone (and the baseline)")
-    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     return run(PROGRAM, lambda: measure(options))
 
@@ -113,9 +106,8 @@ def measure(options: argparse.Namespace) -> int:
         print(f"{name}: held-out {rows[-1]['heldout_loss']:.3f}; {left / 60:.0f} min left", flush=True)
         runner.write_json(options.out / "table.json", rows)
     (options.out / "table.md").write_text(table(rows, options.steps))
-    runner.write_json(
-        options.json, {"suite": "mixers", "machine": runner.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}
-    )
+    content = {"suite": "mixers", "machine": runner.facts(), "steps": options.steps, "baseline": BASELINE, "rows": rows}
+    runner.write_json(options.json, content)
     print(f"wrote {options.out / 'table.md'}")
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform as host
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fem_common.cli import Parser
 from fem_megatron.megatron import platform
 from fem_megatron.megatron.platform import Moment, synchronize
 
@@ -59,9 +59,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """--json PATH, which every benchmark takes."""
+def command_line(program: str, description: str) -> Parser:
+    """A benchmark's parser, with --json PATH, which every one takes."""
+    parser = Parser(prog=f"python -m {program}", description=description)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to this file, too")
+    return parser
 
 
 def write_json(path: Path | None, content: Any) -> None:

@@ -25,7 +25,6 @@ from pretrain.report.observer import blocks_of
 from pretrain.schedule import Schedule
 from tools.scaling.flatness import Record
 
-ZIPF_EXPONENT = 1.0
 ZIPF_SEED = 1
 
 
@@ -46,7 +45,7 @@ def one_process(config: RunConfig) -> Iterator[None]:
 
 def zipf_tokens(count: int, vocabulary: int) -> np.ndarray:
     """``count`` ids (int64) drawn alone, id i with a probability proportional to 1 / (i + 1), always the same ones."""
-    weights = 1.0 / np.arange(1, vocabulary + 1) ** ZIPF_EXPONENT
+    weights = 1.0 / np.arange(1, vocabulary + 1)
     return np.random.default_rng(ZIPF_SEED).choice(vocabulary, size=count, p=weights / weights.sum()).astype(np.int64)
 
 
@@ -62,17 +61,14 @@ def measure(variant: str, config: RunConfig, tokens: np.ndarray, steps: int) -> 
     try:
         (chunk,) = engine.models
         assert model.vocab_size is not None
-        sites = Sites(chunk, model.vocab_size)
-        records = []
+        sites, records = Sites(chunk, model.vocab_size), []
         for step in range(steps + 1):
             if step < steps:
                 engine.train_step(iter([batch]), (step + 1) * train.global_batch_size)
             else:
                 engine.evaluate(iter([batch]), 1)
-            records += [
-                Record(variant, model.parametrization, model.hidden_size, train.seed, step, site, scale, change)
-                for site, (scale, change) in sites.read().items()
-            ]
+            of_this = (variant, model.parametrization, model.hidden_size, train.seed, step)
+            records += [Record(*of_this, site, *numbers) for site, numbers in sites.read().items()]
         sites.remove()
     finally:
         engine.close()

@@ -15,22 +15,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from fem_common.errors import ConfigError
 from pretrain.config import load_run
 
 from .planning import PlannedRun, plan_study
-from .records import (
-    DataIdentity,
-    Record,
-    data_identity,
-    difference_from_plan,
-    heldout_tokens,
-    read_directory,
-    read_export,
-    table_rows,
-)
+from .records import DataIdentity, Record, data_identity, difference_from_plan, heldout_tokens, read_directory, read_export, table_rows
 from .study import TABLE, Study, add_study, study_of
 from .table import as_table, check_table, write_file, write_table
 
@@ -75,13 +66,14 @@ def main(arguments: argparse.Namespace) -> int:
     found, left_out = find_runs(study, planned, arguments.wandb)
     collected = Collected(len(planned), sum(not entry.record.unfinished for entry in found), left_out)
     if left_out:
-        _tell_missing(collected, sys.stderr if not arguments.partial else sys.stdout)
+        lines = [f"{len(left_out)} of {len(planned)} runs are not complete:"]
+        lines += [f"  {name}: {why}" for name, why in list(left_out.items())[:_NAMED]]
+        lines += [f"  and {len(left_out) - _NAMED} more"] if len(left_out) > _NAMED else []
         if not arguments.partial:
-            print(
-                "tools.scaling: nothing was written. Train what is missing: python -m tools.scaling run "
-                f"{arguments.study} (it skips what is complete in {study.directory}), or collect what is there with --partial",
-                file=sys.stderr,
-            )
+            run = f"python -m tools.scaling run {arguments.study} (it skips what is complete in {study.directory})"
+            lines.append(f"tools.scaling: nothing was written. Train what is missing: {run}, or collect what is there with --partial")
+        print("\n".join(lines), file=sys.stdout if arguments.partial else sys.stderr)
+        if not arguments.partial:
             return 1
     if not collected.complete:
         raise ConfigError(f"{study.path}: none of its {len(planned)} runs is complete, so there is nothing to collect")
@@ -98,11 +90,8 @@ def main(arguments: argparse.Namespace) -> int:
 def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) -> tuple[list[Found], dict[str, str]]:
     """(the runs that left a record, in the plan's order; name -> why it is not complete, of the others and of unfinished ones).
 
-    A run directory is taken before an export's line of that name.
-
-    Raises:
-        ConfigError: a run is not what the study plans now, has no losses, or nothing tells which data it read.
-        StorageError: a file system failed.
+    A run directory is taken before an export's line of that name. Raises ConfigError (a run is not what the study plans now, has no losses,
+    or nothing tells which data it read), StorageError.
     """
     exported = read_export(export) if export is not None else {}
     found, left_out = [], {}
@@ -112,7 +101,13 @@ def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) 
         if record is None:
             left_out[run.name] = f"not begun: {folder} is not there" + (", and the export does not have it" if export else "")
             continue
-        _check_planned(study, run, record)
+        difference = difference_from_plan(load_run(study.base, run.settings), record.config)
+        if difference is not None:
+            key, wanted, held = difference
+            raise ConfigError(
+                f"{record.place}: it was trained with {key} = {json.dumps(held)}, and {study.path} plans {json.dumps(wanted)} now; undo "
+                "the change of the study, or move the run away and run it again"
+            )
         if record.unfinished:
             left_out[run.name] = record.unfinished
         else:
@@ -125,17 +120,6 @@ def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) 
             raise ConfigError(f"{record.place}: {error}") from None
         found.append(Found(run, record, data))
     return found, left_out
-
-
-def _check_planned(study: Study, run: PlannedRun, record: Record) -> None:
-    """Raises ConfigError where the run was trained with other settings than the study plans now."""
-    difference = difference_from_plan(load_run(study.base, run.settings), record.config)
-    if difference is not None:
-        key, wanted, held = difference
-        raise ConfigError(
-            f"{record.place}: it was trained with {key} = {json.dumps(held)}, and {study.path} plans {json.dumps(wanted)} now; undo the "
-            "change of the study, or move the run away and run it again"
-        )
 
 
 def _notes(found: list[Found]) -> list[str]:
@@ -153,21 +137,8 @@ def _notes(found: list[Found]) -> list[str]:
     return notes
 
 
-def _tell_missing(collected: Collected, stream: TextIO) -> None:
-    total = len(collected.left_out)
-    print(f"{total} of {collected.planned} runs are not complete:", file=stream)
-    for name, why in list(collected.left_out.items())[:_NAMED]:
-        print(f"  {name}: {why}", file=stream)
-    if total > _NAMED:
-        print(f"  and {total - _NAMED} more", file=stream)
-
-
 def read_collected(table: Path) -> Collected | None:
-    """What ``collect`` said of a table; None where it did not write it.
-
-    Raises:
-        ConfigError: collected.json is damaged.
-    """
+    """What ``collect`` said of a table; None where it did not write it. Raises ConfigError (collected.json is damaged)."""
     file = table.with_name(COLLECTED)
     if not file.is_file():
         return None

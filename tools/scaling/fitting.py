@@ -90,11 +90,8 @@ def fit_study(
     """Fits the final runs in ``frame`` (table.final_runs) of each of ``variants``, the first the baseline.
 
     ``before`` is called with a variant's number as its fit starts. Every variant draws from a stream of its own, so that its numbers
-    do not depend on the others and pairs of draws are independent.
-
-    Raises:
-        ConfigError: runs that no law may be fitted to, a fit that does not converge and has none beside it, a variant without a fit; it
-            names source and variant.
+    do not depend on the others and pairs of draws are independent. Raises ConfigError (runs that no law may be fitted to, a fit that does
+    not converge and has none beside it, a variant without a fit; it names source and variant).
     """
     found: dict[str, VariantFit] = {}
     notes = []
@@ -120,11 +117,7 @@ def fit_study(
 
 
 def fit_variant(name: str, points: Points, config: FitConfig, rng: np.random.Generator) -> VariantFit:
-    """One variant's fits; what could not be fitted is None, with its reason in the notes.
-
-    Raises:
-        ConfigError: see `fit_study`.
-    """
+    """One variant's fits; what could not be fitted is None, with its reason in the notes. Raises ConfigError (see `fit_study`)."""
     learning_rate, notes = fit_learning_rates(points, config, rng)
     chosen, note = best_rates(points)
     notes += [note] if note else []

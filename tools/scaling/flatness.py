@@ -6,6 +6,7 @@ the width. No torch may come in.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,9 +15,9 @@ from typing import Any
 
 import pandas as pd
 
-from fem_common.plot import COLOURS, MARKERS, QUIET, new_figure, plain_axes
+from fem_common.plot import COLOURS, MARKERS, QUIET, plain_axes
 from fem_common.text import aligned
-from tools.scaling.pictures.style import legend_below, log_ticks, marked
+from tools.scaling.pictures.style import headed, legend_below, log_axis, marked, titled_figure
 
 LIMIT = 2.0
 """The greatest ratio between two widths that counts as flat."""
@@ -94,11 +95,10 @@ def judge(records: Sequence[Record]) -> list[Verdict]:
     at_end = [record for record in records if record.step == last]
     widths = tuple(sorted({record.width for record in at_end}))
     found = []
-    for site in dict.fromkeys(record.site for record in at_end):
-        for quantity in ("scale", "change"):
-            own = {width: [record for record in at_end if (record.site, record.width) == (site, width)] for width in widths}
-            values = tuple(sum(getattr(record, quantity) for record in some) / len(some) for some in own.values())
-            found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
+    for site, quantity in itertools.product(dict.fromkeys(record.site for record in at_end), QUANTITIES):
+        own = ([getattr(one, quantity) for one in at_end if (one.site, one.width) == (site, width)] for width in widths)
+        values = tuple(sum(some) / len(some) for some in own)
+        found.append(Verdict(site, quantity, widths, values, judged=(site, quantity) != ("logits", "scale")))
     return found
 
 
@@ -146,13 +146,12 @@ def coordinates(records: Sequence[Record]) -> Any:
     groups = {name: [record for record in records if record.parametrization == name] for name in NAMES}
     verdicts = {name: judge(group) for name, group in groups.items() if group}
     looks = _looks(shown_sites(records))
-    figure = new_figure((max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(looks) / 4)))
     steps = max(record.step for record in records)
-    figure.suptitle(
+    title = (
         f"Coordinate check of {records[0].variant}: activations after {steps} steps against width, over those at the smallest width\n"
-        f"flat: all widths within {LIMIT:g}x of each other; grey: within {LIMIT:g}x of the smallest width",
-        x=0.01, ha="left", fontsize=10.5,
-    )  # fmt: skip
+        f"flat: all widths within {LIMIT:g}x of each other; grey: within {LIMIT:g}x of the smallest width"
+    )
+    figure = titled_figure((max(7.0, 5.0 * len(verdicts)), 7.0 + 0.23 * math.ceil(len(looks) / 4)), title, 10.5)
     grid = figure.subplots(len(QUANTITIES), len(verdicts), squeeze=False, sharex=True, sharey=True)
     for column, (name, found) in enumerate(verdicts.items()):
         for row, (quantity, words) in enumerate(QUANTITIES.items()):
@@ -162,10 +161,9 @@ def coordinates(records: Sequence[Record]) -> Any:
             most = worst(some)
             verdict = f"at most x {most.ratio:.2f}" if math.isfinite(most.ratio) else most.words
             said = f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
-            axes.set_title(f"{NAMES[name]}, {words}\n{said}", loc="left", fontsize=9.5)
+            headed(axes, f"{NAMES[name]}, {words}\n{said}")
             plain_axes(axes, "width of the model" if row else "", f"over that at width {found[0].widths[0]}" if not column else "")
-    bottom, top = grid[0, 0].get_ylim()
-    log_ticks(grid[0, 0].yaxis, bottom, top, "number")
+    log_axis(grid[0, 0].yaxis, *grid[0, 0].get_ylim(), "number")
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
     labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]

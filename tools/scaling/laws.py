@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +30,12 @@ class Estimate:
         low, high = percentiles(draws, interval)
         return cls(float(value), float(low), float(high))
 
-    def text(self, form: str) -> str:
-        """0.49 (0.45–0.53), -0.35 (-0.37 to -0.33); the value alone where nothing was resampled."""
+    def text(self, form: str | Callable[[float], str], alone: str = "") -> str:
+        """0.49 (0.45–0.53), -0.35 (-0.37 to -0.33); the value and the words ``alone`` where nothing was resampled."""
+        said = form if callable(form) else f"{{:{form}}}".format
         if self.low is None or self.high is None:
-            return f"{self.value:{form}}"
-        return f"{self.value:{form}} ({self.low:{form}}{' to ' if self.value < 0 else '–'}{self.high:{form}})"
+            return said(self.value) + alone
+        return f"{said(self.value)} ({said(self.low)}{' to ' if self.value < 0 else '–'}{said(self.high)})"
 
 
 @dataclass(frozen=True)

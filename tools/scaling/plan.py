@@ -8,7 +8,7 @@ Parameters and FLOPs are those of `pretrain --plan`; hours rest on the study's o
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,10 +16,23 @@ from fem_common.text import aligned, counted
 from tools.scaling.planning import PlannedRun, plan_study, rule_words
 from tools.scaling.study import Study, load_study
 
-HEADER = (
-    *("variant", "budget", "layers x width", "heads", "non-embedding", "parameters", "FLOPs/token", "tokens", "tokens/par."),
-    *("batch", "steps", "lr", "seed", "epochs", "hours"),
-)
+COLUMNS: dict[str, Callable[[PlannedRun], str]] = {
+    "variant": lambda run: run.variant,
+    "budget": lambda run: "-" if run.budget is None else f"{run.budget:.4g}",
+    "layers x width": lambda run: f"{run.layers} x {run.width}",
+    "heads": lambda run: str(run.heads),
+    "non-embedding": lambda run: f"{run.non_embedding_parameters:,}",
+    "parameters": lambda run: f"{run.parameters:,}",
+    "FLOPs/token": lambda run: f"{run.flops_per_token:,.0f}",
+    "tokens": lambda run: f"{run.tokens:,}",
+    "tokens/par.": lambda run: f"{run.tokens / run.parameters:.3g}",
+    "batch": lambda run: f"{run.batch_tokens:,}",
+    "steps": lambda run: f"{run.steps:,}",
+    "lr": lambda run: f"{run.learning_rate:g}",
+    "seed": lambda run: str(run.seed),
+    "epochs": lambda run: "-" if run.epochs is None else f"{run.epochs:.2f}",
+    "hours": lambda run: "-" if run.hours is None else _hours(run.hours),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,34 +57,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def render(study: Study, runs: Sequence[PlannedRun]) -> str:
     """The plan for a console."""
-    table = aligned([HEADER, *(_row(run) for run in runs)], left=(0,))
-    return "\n".join([f"{study.name}: {_question(study)}", "", *table, "", *_notes(study, runs)])
-
-
-def _question(study: Study) -> str:
+    table = aligned([list(COLUMNS), *([text(run) for text in COLUMNS.values()] for run in runs)], left=(0,))
     others = [variant for variant in study.variants if variant != study.baseline]
     against = f"{', '.join(others)} against {study.baseline}" if others else study.baseline
-    return f"{against}; every run is {study.base} with settings of its own"
-
-
-def _row(run: PlannedRun) -> tuple[str, ...]:
-    return (
-        run.variant,
-        "-" if run.budget is None else f"{run.budget:.4g}",
-        f"{run.layers} x {run.width}",
-        str(run.heads),
-        f"{run.non_embedding_parameters:,}",
-        f"{run.parameters:,}",
-        f"{run.flops_per_token:,.0f}",
-        f"{run.tokens:,}",
-        f"{run.tokens / run.parameters:.3g}",
-        f"{run.batch_tokens:,}",
-        f"{run.steps:,}",
-        f"{run.learning_rate:g}",
-        str(run.seed),
-        "-" if run.epochs is None else f"{run.epochs:.2f}",
-        "-" if run.hours is None else _hours(run.hours),
-    )
+    question = f"{study.name}: {against}; every run is {study.base} with settings of its own"
+    return "\n".join([question, "", *table, "", *_notes(study, runs)])
 
 
 def _hours(hours: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from operator import attrgetter
 
 from fem_common.errors import ConfigError
@@ -21,6 +21,7 @@ from tools.scaling.study import ShapeRule, Size, Study
 
 WIDEST = 1 << 17
 OUTSIDE = ("embedding", "output layer")
+SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")  # of a model, as `Sizes` has them
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,11 @@ class Sizes:
     @property
     def words(self) -> tuple[str, ...]:
         """As settings of a run."""
-        return (
-            f"model.hidden_size={self.width}",
-            f"model.num_layers={self.layers}",
-            f"model.num_attention_heads={self.heads}",
-            f"model.ffn_hidden_size={self.ffn}",
-        )
+        return tuple(f"model.{key}={value}" for key, value in zip(SHAPE, astuple(self), strict=True))
 
     def of(self, model: ModelConfig) -> ModelConfig:
         """The model at these sizes."""
-        return replace(model, hidden_size=self.width, num_layers=self.layers, num_attention_heads=self.heads, ffn_hidden_size=self.ffn)
+        return replace(model, **dict(zip(SHAPE, astuple(self), strict=True)))
 
 
 def rule_words(shape: ShapeRule) -> str:
@@ -58,8 +54,7 @@ def rule_words(shape: ShapeRule) -> str:
 def shaped(shape: ShapeRule, width: int, size: Size | None = None) -> Sizes:
     """The shape of a width by the rule, but for what ``size`` states itself.
 
-    Raises:
-        ConfigError: the rule's heads do not divide the width.
+    Raises ConfigError (the rule's heads do not divide the width).
     """
     size = size or Size()
     if size.heads is None and width % shape.head_size:
@@ -88,8 +83,7 @@ def nearest_sizes(
 ) -> Sizes:
     """The rule's shape whose parameters are nearest to ``target``, by their ratio.
 
-    Raises:
-        ConfigError: no width of the rule reaches the target.
+    Raises ConfigError (no width of the rule reaches the target).
     """
     heads = range(1, WIDEST // shape.head_size + 1)
 
@@ -166,9 +160,7 @@ def short(value: float) -> str:
 def plan_study(study: Study) -> list[PlannedRun]:
     """Every run, the cheapest lengths first.
 
-    Raises:
-        ConfigError: a run is refused (named, with the nearest fix), or two would be the same.
-        StorageError: a file system failed.
+    Raises ConfigError (a run is refused (named, with the nearest fix), or two would be the same), StorageError.
     """
     return list(Planner(study).runs())
 
@@ -206,9 +198,8 @@ class Planner:
     def prepared(self, key: str, config: RunConfig) -> tuple[RunConfig, DataFacts | None]:
         """A configuration checked for the study's processes, with what the data fills in; told with the study's key. Raises ConfigError."""
         processes = self.study.cluster.processes
-        layout = replace(config.parallel, world_size=processes)
         try:
-            prepared = prepare(replace(config, parallel=layout), processes, plan_only=True)
+            prepared = prepare(replace(config, parallel=replace(config.parallel, world_size=processes)), processes, plan_only=True)
         except ConfigError as error:
             raise ConfigError(f"{self.study.path}: {key}: {error}") from None
         return prepared.config, prepared.facts
@@ -220,8 +211,7 @@ class Planner:
         return self._models[variant, size]
 
     def _new_model(self, variant: str, size: Size) -> Model:
-        study = self.study
-        where = f"variants.{variant} at {size.told}"
+        study, where = self.study, f"variants.{variant} at {size.told}"
         try:
             sizes = self._sizes(size)
         except ConfigError as error:
@@ -242,11 +232,11 @@ class Planner:
         return nearest_sizes(self.study.shape, replace(baseline.model, vocab_size=vocabulary), size.parameters)
 
     def _run(self, length: _Length, size: Size, variant: str, rate: float, seed: int) -> PlannedRun:
-        study, model = self.study, self.model(variant, size)
+        model, cluster = self.model(variant, size), self.study.cluster
         batch = model.config.train.global_batch_size * model.config.data.seq_length
         steps = max(1, round(self._tokens(length, size, model) / batch))
         tokens = steps * batch
-        cluster, flops = study.cluster, tokens * model.flops_per_token
+        flops = tokens * model.flops_per_token
         run = PlannedRun(
             name=f"{variant}-{model.label}-{length.label}-lr{short(rate)}-s{seed}",
             variant=variant,
@@ -308,8 +298,7 @@ class Planner:
         self._told[told] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
-        warmup = self.study.warmup
-        least = max(self.study.min_steps, math.ceil(1 / warmup) if warmup else 1)
+        warmup, least = self.study.warmup, self.study.least_steps
         if run.steps >= least and round(warmup * run.steps) < run.steps:
             return
         if run.steps < self.study.min_steps:

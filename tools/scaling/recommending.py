@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,6 @@ def main(arguments: argparse.Namespace) -> int:
     study = study_of(arguments)
     if not 0 < arguments.flops < math.inf:
         raise ConfigError(f"--flops {arguments.flops:g}: must be more than 0")
-    if not study.fit_json.exists():
-        raise ConfigError(f"{study.fit_json} is not there; first: python -m tools.scaling fit {study.path}")
     fit = load_fit(study.fit_json)
     found = recommend(study, fit, arguments.flops, arguments.variant, arguments.extrapolate)
     for line in warnings(study, found):
@@ -81,8 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
 def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, extrapolate: bool) -> Recommendation:
     """The run for a compute budget: the shape of the study's rule nearest to the optimal N, whole steps, the law's learning rate.
 
-    Raises:
-        ConfigError: the variant is not there or has no law, the budget is too far beyond the runs, or the run that comes out cannot be.
+    Raises ConfigError (the variant is not there or has no law, the budget is too far beyond the runs, or the run that comes out cannot be).
     """
     measured = _measured(study, fit)
     if flops > FARTHEST * measured and not extrapolate:
@@ -99,8 +97,7 @@ def recommend(study: Study, fit: StudyFit, flops: float, variant: str | None, ex
     model = planner.model(name, Size(width=sizes.width))
     batch = model.config.train.global_batch_size * model.config.data.seq_length
     steps = round(flops / (model.flops_per_token * batch))
-    least = max(study.min_steps, math.ceil(1 / study.warmup) if study.warmup else 1)
-    if steps < least:
+    if steps < (least := study.least_steps):
         raise ConfigError(
             f"--flops {flops:g}: {name} at width {sizes.width} would make {steps} steps of {batch} tokens, and a run has {least} or more; "
             f"the least that will do: --flops {short(float(f'{1.01 * least * batch * model.flops_per_token:.2g}'))}"
@@ -154,9 +151,9 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
     yield f"Learning rate: {found.rate_from}."
     factor = optimum.flops / found.measured
     yield f"The largest run of the study had {found.measured:.3g} FLOPs: this is {factor:.3g} times as much. Fit: {study.fit_json}."
-    for other, laws in fit.variants.items():
-        if other != found.variant and _predictable(laws, optimum.flops) is not None:
-            yield f"  for comparison, {other} at its own optimum: {optimal(laws, optimum.flops).loss.text('.4f')}"
+    for other, its in _optima(study, fit, optimum.flops).items():
+        if other != found.variant:
+            yield f"  for comparison, {other} at its own optimum: {its.loss.text('.4f')}"
     for line in warnings(study, found):
         yield f"WARNING: {line}."
     yield "Settings that are not here have their defaults (docs/configuration.md)."
@@ -164,26 +161,26 @@ def _comments(study: Study, fit: StudyFit, found: Recommendation) -> Iterator[st
 
 def _chosen(study: Study, fit: StudyFit, flops: float, variant: str | None) -> str:
     """The variant asked for, or the one with the least predicted loss. Raises ConfigError."""
-    known = [name for name in study.variants if name in fit.variants]
     if variant is not None:
         if variant not in study.variants:
             raise ConfigError(f"--variant {variant}: {study.path} has no such variant; {did_you_mean(variant, list(study.variants))}")
         if variant not in fit.variants:
             raise ConfigError(f"--variant {variant}: {study.fit_json} has no fit of it; run it, then collect and fit again")
         return variant
-    losses = {name: loss for name in known if (loss := _predictable(fit.variants[name], flops)) is not None}
-    if not losses:
-        told = "; ".join(note for name in known for note in fit.variants[name].notes)
+    optima = _optima(study, fit, flops)
+    if not optima:
+        told = "; ".join(note for name in study.variants if name in fit.variants for note in fit.variants[name].notes)
         raise ConfigError(f"{study.fit_json}: no variant of {study.path} has a law that gives an optimum{f': {told}' if told else ''}")
-    return min(losses, key=lambda name: losses[name])
+    return min(optima, key=lambda name: optima[name].loss.value)
 
 
-def _predictable(laws: VariantFit, flops: float) -> float | None:
-    """The loss at a variant's optimum; None where it has no law."""
-    try:
-        return optimal(laws, flops).loss.value
-    except ConfigError:
-        return None
+def _optima(study: Study, fit: StudyFit, flops: float) -> dict[str, Optimum]:
+    """The best run for ``flops`` of each of the study's variants that has a law."""
+    found = {}
+    for name in study.variants:
+        with suppress(ConfigError, KeyError):  # no law, no fit
+            found[name] = optimal(fit.variants[name], flops)
+    return found
 
 
 def _rate(laws: VariantFit, model: Model, parameters: int) -> tuple[float, str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, files_told
@@ -56,11 +57,7 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
     """The identity of what a run read: what its newest checkpoint records, and the manifests beside the data.
 
     ``run`` is its directory, None where there is none (Weights & Biases). A pair without a manifest is identified by its .idx and a
-    sample of its .bin.
-
-    Raises:
-        ConfigError: neither is there, or the data on disk is no longer what the run was trained on.
-        StorageError: a file system failed.
+    sample of its .bin. Raises ConfigError (neither is there, or the data on disk is no longer what the run was trained on), StorageError.
     """
     with files_told():
         recorded = _recorded(run) if run is not None else None
@@ -73,11 +70,12 @@ def data_identity(config: RunConfig, run: Path | None) -> DataIdentity:
         )
     if recorded is not None and held is not None and recorded != held:
         raise ConfigError(
-            f"it was trained on other data (contents {_short(recorded)}) than {config.data.train[0].prefix} holds now ({_short(held)}); "
+            f"it was trained on other data (contents {recorded[:12]}) than {config.data.train[0].prefix} holds now ({held[:12]}); "
             "restore the data, or run it again"
         )
     contents = recorded or held or ""
-    return DataIdentity(contents, tuple(_shares(part) for part in _splits(config)), config.data.seq_length, _tokenizer(config))
+    shares = (_shares(config.data.train), _shares(config.data.valid))
+    return DataIdentity(contents, shares, config.data.seq_length, _tokenizer(config))
 
 
 def config_hash(config: RunConfig, data: DataIdentity) -> str:
@@ -101,7 +99,9 @@ def heldout_tokens(config: RunConfig) -> int:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    return {key: value for key, value in _leaves(plain(config), "") if not _passed_over(key)}
+    """Key -> value of all that decides what a run learns."""
+    no_matter = re.compile(rf"({'|'.join(map(re.escape, _NO_MATTER))})(\..*)?|.*\.prefix")
+    return {key: value for key, value in _leaves(plain(config), "") if not no_matter.fullmatch(key)}
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -113,14 +113,6 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{prefix}.{number}")
     else:
         yield prefix, value
-
-
-def _passed_over(key: str) -> bool:
-    return any(key == word or key.startswith(word + ".") for word in _NO_MATTER) or key.endswith(".prefix")
-
-
-def _splits(config: RunConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    return config.data.train, config.data.valid
 
 
 def _shares(sources: tuple[Source, ...]) -> tuple[float, ...]:
@@ -146,8 +138,8 @@ def _recorded(run: Path) -> str | None:
 def _held(config: RunConfig) -> str | None:
     """`Contents.key` of what lies under the configuration's prefixes; None where a source is not there."""
     sources: list[SourceContents] = []
-    for split, listed in zip(("train", "valid"), _splits(config), strict=True):
-        for source in listed:
+    for split in ("train", "valid"):
+        for source in getattr(config.data, split):
             path = Path(source.prefix)
             manifest = read_manifest(path.parent / "manifest.json")
             if manifest is None:
@@ -160,7 +152,7 @@ def _held(config: RunConfig) -> str | None:
 
 
 def _read(config: RunConfig) -> str | None:
-    files = [Path(source.prefix + ending) for listed in _splits(config) for source in listed for ending in (".bin", ".idx")]
+    files = [Path(source.prefix + ending) for source in (*config.data.train, *config.data.valid) for ending in (".bin", ".idx")]
     return check_contents(check_data(config)).key if all(file.is_file() for file in files) else None
 
 
@@ -178,15 +170,10 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:DIGITS]
 
 
-def _short(key: str) -> str:
-    return key[:12] or "none"
-
-
 EXPORTED_KEYS = ("_step", "loss", "step_seconds", "valid_loss")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A training step that was logged; ``seconds`` stand for all steps since the one logged before."""
 
     step: int
@@ -228,9 +215,7 @@ class Record:
 def read_directory(folder: Path) -> Record | None:
     """The run in a directory; None where none was started there.
 
-    Raises:
-        ConfigError: its configuration is not one that this code knows.
-        StorageError: a file system failed.
+    Raises ConfigError (its configuration is not one that this code knows), StorageError.
     """
     if not (folder / "config.yaml").is_file():
         return None
@@ -245,24 +230,18 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
     progress, steps = read_progress(folder), Schedule.of(config).steps
     if progress is None:
         return "not begun: no progress.json"
-    state, step = progress["state"], progress["step"]
-    if state == "complete" and step >= steps:
+    state, at = progress["state"], f"at step {progress['step']} of {steps}"
+    if state == "complete" and progress["step"] >= steps:
         return ""
-    if state == "failed":
-        return f"failed at step {step} of {steps}: {progress.get('message')}"
-    if state == "stopped":
-        return f"stopped by {progress.get('signal')} at step {step} of {steps}"
-    return f"{state} at step {step} of {steps}, or ended without a word"
+    said = {"failed": f"failed {at}: {progress.get('message')}", "stopped": f"stopped by {progress.get('signal')} {at}"}
+    return said.get(state, f"{state} {at}, or ended without a word")
 
 
 def read_export(path: Path) -> dict[str, Record]:
     """Name of the run -> record, of a JSON-lines export: a line a run, {"name", "config", "history"} as docs/scaling.md makes it.
 
-    The logger writes every ``log.interval`` steps, so training losses and seconds are means over the steps that it wrote.
-
-    Raises:
-        ConfigError: a line is no such object, lacks a key, or a run is there twice.
-        StorageError: a file system failed.
+    The logger writes every ``log.interval`` steps, so training losses and seconds are means over the steps that it wrote. Raises
+    ConfigError (a line is no such object, lacks a key, or a run is there twice), StorageError.
     """
     records: dict[str, Record] = {}
     try:
@@ -297,9 +276,9 @@ def _exported(where: str, line: str) -> Record:
         absent = "name" if not values.get("name") else "model.vocab_size"
         raise ConfigError(f"{place}: config: {absent} is missing: it is not the configuration that pretrain logs")
     rows = sorted(_rows(place, raw["history"]), key=lambda row: int(row["_step"]))
-    absent_keys = [key for key in EXPORTED_KEYS if not any(key in row for row in rows)]
-    if absent_keys:
-        raise ConfigError(f"{place}: history: no row has {', '.join(absent_keys)}; export the rows with {', '.join(EXPORTED_KEYS)}")
+    nowhere = [key for key in EXPORTED_KEYS if not any(key in row for row in rows)]
+    if nowhere:
+        raise ConfigError(f"{place}: history: no row has {', '.join(nowhere)}; export the rows with {', '.join(EXPORTED_KEYS)}")
     steps, before = [], 0
     for row in rows:
         if "loss" in row and "step_seconds" in row:

@@ -44,6 +44,7 @@ class Listing(NamedTuple):
 
 
 Report = dict[str, Any]
+_BY = {"isoflop": "isoFLOP minima", "parametric": "parametric law"}
 
 
 def report_of(study: Study, fit: StudyFit, table: pd.DataFrame, collected: Collected | None, words: Sequence[str]) -> Report:
@@ -98,12 +99,7 @@ def number(value: float) -> str:
 
 def estimate(value: Estimate | None, text: Callable[[float], str] = number) -> str:
     """A number with its interval: 0.49 (0.45–0.53); – where there is none."""
-    if value is None:
-        return "–"
-    if value.low is None or value.high is None:
-        return f"{text(value.value)} (no interval)"
-    between = " to " if value.value < 0 else "–"
-    return f"{text(value.value)} ({text(value.low)}{between}{text(value.high)})"
+    return "–" if value is None else value.text(text, " (no interval)")
 
 
 # --- the sections --------------------------------------------------------------------------------------------------------------
@@ -142,19 +138,17 @@ def statements(fit: StudyFit) -> Iterator[str]:
     """Comparisons first, then each variant's frontier."""
     yield from (comparison.words for comparison in fit.comparisons)
     for name, variant in fit.variants.items():
+        exponents = {}
         if variant.isoflop is not None and variant.isoflop.n_opt is not None and variant.isoflop.d_opt is not None:
-            n, d = variant.isoflop.n_opt.exponent, variant.isoflop.d_opt.exponent
-            yield f"{name}: {_frontier('isoFLOP minima', n, d)}"
+            exponents["isoflop"] = variant.isoflop.n_opt.exponent, variant.isoflop.d_opt.exponent
         if variant.parametric is not None:
-            a, b = variant.parametric.a, variant.parametric.b
-            yield f"{name}: {_frontier('parametric law', a, b)}"
+            exponents["parametric"] = variant.parametric.a, variant.parametric.b
+        for method, both in exponents.items():
+            n, d = (estimate(one, "{:.3f}".format) for one in both)
+            yield f"{name}: by the {_BY[method]} the best size grows as C^{n}, the best tokens as C^{d}."
         rates = variant.learning_rate
         if rates is not None and rates.by_parameters is not None:
             yield f"{name}: the best peak learning rate goes as N^{estimate(rates.by_parameters.exponent, '{:.3f}'.format)}."
-
-
-def _frontier(by: str, n: Estimate, d: Estimate) -> str:
-    return f"by the {by} the best size grows as C^{estimate(n, '{:.3f}'.format)}, the best tokens as C^{estimate(d, '{:.3f}'.format)}."
 
 
 def notes(fit: StudyFit) -> list[str]:
@@ -170,28 +164,23 @@ def listings(fit: StudyFit, final: pd.DataFrame | None = None) -> list[Listing]:
 
 def _parametric(fit: StudyFit) -> Listing:
     rows = []
-    for name, variant in fit.variants.items():
-        law = variant.parametric
-        if law is not None:
-            values = [estimate(one, number) for one in (law.E, law.A, law.B)]
-            values += [estimate(one, "{:.3f}".format) for one in (law.alpha, law.beta, law.a, law.b)]
-            rows.append((name, *values, f"{100 * law.noise:.2g}%", str(law.points), f"{law.resamples - law.failed} of {law.resamples}"))
+    for name, law in fit.fitted("parametric").items():
+        values = [estimate(one, number) for one in (law.E, law.A, law.B)]
+        values += [estimate(one, "{:.3f}".format) for one in (law.alpha, law.beta, law.a, law.b)]
+        rows.append((name, *values, f"{100 * law.noise:.2g}%", str(law.points), f"{law.resamples - law.failed} of {law.resamples}"))
     header = "variant|E, nats a token|A|B|α|β|a: N ∝ C^a|b: D ∝ C^b|typical distance|runs|resamples converged"
     return Listing("Parametric law L = E + A/N^α + B/D^β", header.split("|"), rows)
 
 
 def _isoflop(fit: StudyFit) -> Listing:
     rows = []
-    for name, variant in fit.variants.items():
-        for parabola in variant.isoflop.parabolas if variant.isoflop is not None else ():
+    for name, found in fit.fitted("isoflop").items():
+        for parabola in found.parabolas:
             inside = "inside" if parabola.inside else "outside the sizes measured: no optimum"
             values = (estimate(parabola.n_opt), estimate(parabola.d_opt), estimate(parabola.loss)) if parabola.inside else ("–", "–", "–")
             rows.append((name, number(parabola.budget), *values, inside, str(len(parabola.runs))))
     header = "variant|budget, FLOPs|best N|best D, tokens|loss there, nats a token|minimum|sizes"
     return Listing("Minima of the isoFLOP parabolas", header.split("|"), rows)
-
-
-_BY = {"isoflop": "isoFLOP minima", "parametric": "parametric law"}
 
 
 def _optima(fit: StudyFit, final: pd.DataFrame) -> Listing:
@@ -229,8 +218,8 @@ def _left_out(fit: StudyFit) -> Listing:
 
 def _rates(fit: StudyFit) -> Listing:
     rows = []
-    for name, variant in fit.variants.items():
-        for entry in variant.learning_rate.optima if variant.learning_rate is not None else ():
+    for name, found in fit.fitted("learning_rate").items():
+        for entry in found.optima:
             rate = f"at the edge, {number(entry.rate.value)}: no optimum" if entry.edge else estimate(entry.rate)
             rows.append((name, number(entry.parameters), rate, number(entry.loss), ", ".join(map(number, entry.rates))))
     header = "variant|parameters|best peak learning rate|loss there, nats a token|rates measured"

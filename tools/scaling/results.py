@@ -108,15 +108,13 @@ class ParametricFit:
         n, d = np.asarray(n, dtype=np.float64), np.asarray(d, dtype=np.float64)
         return self.E.value + self.A.value * n**-self.alpha.value + self.B.value * d**-self.beta.value
 
-    def draw_losses(self, n: ArrayLike, d: ArrayLike) -> Array:
-        """The loss by each draw ``[draws, points]``."""
-        e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).reshape(-1, 5).T[:, :, None]
-        n, d = np.asarray(n, dtype=np.float64).reshape(1, -1), np.asarray(d, dtype=np.float64).reshape(1, -1)
-        return e + a * n**-alpha + b * d**-beta
-
     def band(self, n: ArrayLike, d: ArrayLike) -> tuple[Array, Array] | None:
         """(low, high) of the law itself at each point; None without draws."""
-        return percentiles(self.draw_losses(n, d), self.interval) if self.draws else None
+        if not self.draws:
+            return None
+        e, a, b, alpha, beta = np.asarray(self.draws, dtype=np.float64).T[:, :, None]
+        n, d = np.asarray(n, dtype=np.float64).reshape(1, -1), np.asarray(d, dtype=np.float64).reshape(1, -1)
+        return percentiles(e + a * n**-alpha + b * d**-beta, self.interval)
 
     @property
     def values(self) -> Array:
@@ -133,11 +131,18 @@ class ParametricFit:
         n = (alpha * a / (self.phi * beta * b) * (flops / self.k) ** beta) ** (1 / (alpha + self.phi * beta))
         return n, flops / self.k / n**self.phi
 
-    def frontier(self, parameters: ArrayLike) -> Array:
-        """(K, -p, E) ``[r, 3]`` of the least loss for C FLOPs, ``E + K C^-p``, by each row of ``parameters`` ``[r, 5]``."""
-        e, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
-        n, d = self.best(parameters, 1.0)
-        return np.stack([a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1)
+    @property
+    def frontier(self) -> PowerLaw:
+        """The least loss for C FLOPs, ``E + K C^-p``, its draws those of the law."""
+
+        def rows(parameters: ArrayLike) -> list[tuple[float, float, float]]:
+            e, a, b, alpha, beta = np.asarray(parameters, dtype=np.float64).reshape(-1, 5).T
+            n, d = self.best(parameters, 1.0)
+            found = np.stack([a * n**-alpha + b * d**-beta, -alpha * beta / (alpha + self.phi * beta), e], axis=1)
+            return [tuple(row) for row in found.tolist()]
+
+        k, exponent, e = map(Estimate, rows(self.values)[0])
+        return PowerLaw("FLOPs", "loss", k, exponent, e, rows(self.draws))
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,12 @@ class VariantFit:
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def least_loss(self, method: str) -> PowerLaw | None:
+        """The least loss for C FLOPs by ``method`` ("isoflop" or "parametric"), where it has such a law."""
+        if method == "isoflop":
+            return self.isoflop.loss if self.isoflop else None
+        return self.parametric.frontier if self.parametric else None
+
 
 @dataclass(frozen=True)
 class Multiplier:
@@ -254,28 +265,9 @@ class StudyFit:
     notes: list[str] = field(default_factory=list)
     format: int = FORMAT
 
-    def to_json(self) -> str:
-        """The fit as JSON text; `from_json` gives an equal one back."""
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False) + "\n"
-
-    @staticmethod
-    def from_json(text: str, where: str = "fit.json") -> StudyFit:
-        """Reads `to_json`'s text.
-
-        Raises:
-            ConfigError: it is no JSON, or not of this format.
-        """
-        again = "write it again: python -m tools.scaling fit STUDY.yaml"
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}: line {error.lineno}: no JSON ({error.msg}); {again}") from None
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ConfigError(f"{where}: format: not a fit of format {FORMAT}; {again}")
-        try:
-            return typing.cast(StudyFit, built(StudyFit, values))
-        except (TypeError, KeyError, ValueError, AttributeError):
-            raise ConfigError(f"{where}: not the fields of a fit; {again}") from None
+    def fitted(self, what: str) -> dict[str, Any]:
+        """Variant -> its fit by ``what`` ("isoflop", "parametric" or "learning_rate"), of those that have one."""
+        return {name: found for name, variant in self.variants.items() if (found := getattr(variant, what)) is not None}
 
 
 @dataclass(frozen=True)
@@ -293,17 +285,13 @@ def predict_loss(fit: VariantFit, n: float, d: float) -> Estimate:
     """The loss of one run with N parameters on D tokens by the parametric law.
 
     The interval is a run's: the law's uncertainty (percentiles over the draws) and a run's scatter about the law, both in log loss,
-    added in quadrature.
-
-    Raises:
-        ConfigError: the variant has no parametric law.
+    added in quadrature. Raises ConfigError (the variant has no parametric law).
     """
     law = fit.parametric
     if law is None:
         why = f": {'; '.join(fit.notes)}" if fit.notes else ""
         raise ConfigError(f"{fit.name}: no parametric law was fitted, so no loss can be predicted{why}")
-    mean = float(law.loss(n, d))
-    band = law.band(n, d)
+    mean, band = float(law.loss(n, d)), law.band(n, d)
     if band is None:
         return Estimate(mean)
     scatter = law.noise * NormalDist().inv_cdf(0.5 + law.interval / 2)
@@ -315,9 +303,7 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
     """The N and D that give the least loss for ``flops``, and that loss.
 
     By the parametric law where there is one (`ParametricFit.best`), else by the isoFLOP frontier's power laws; ``method`` asks for one.
-
-    Raises:
-        ConfigError: the variant has no such fit.
+    Raises ConfigError (the variant has no such fit).
     """
     if fit.parametric is not None and method in (None, "parametric"):
         law = fit.parametric
@@ -333,29 +319,25 @@ def optimal(fit: VariantFit, flops: float, method: str | None = None) -> Optimum
 
 
 def load_fit(path: Path) -> StudyFit:
-    """Reads ``fit.json``.
-
-    Raises:
-        ConfigError: it is not there (the message says what writes it), or no fit.
-        StorageError: a file system failed.
-    """
+    """Reads ``fit.json``. Raises ConfigError (it is not there, or no fit of this format), StorageError."""
     if not path.exists():
         raise ConfigError(f"{path}: not there; python -m tools.scaling fit STUDY.yaml writes it")
     with files_told():
         text = path.read_text(encoding="utf-8")
-    return StudyFit.from_json(text, str(path))
+    try:
+        values = json.loads(text)
+        if values["format"] != FORMAT:
+            raise ValueError(f"format {values['format']}")
+        return typing.cast(StudyFit, built(StudyFit, values))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise ConfigError(f"{path}: not a fit of format {FORMAT}; write it again: python -m tools.scaling fit STUDY.yaml") from None
 
 
 def save_fit(fit: StudyFit, path: Path) -> None:
-    """Writes ``fit.json``, whole or not at all.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-        StorageError: a file system failed.
-    """
+    """Writes ``fit.json``, whole or not at all. Raises ConfigError (the folder cannot be written), StorageError."""
     make_folder(path.parent)
     with files_told():
-        write_whole(path, fit.to_json())
+        write_whole(path, json.dumps(asdict(fit), separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def _law_at(law: PowerLaw, x: float, interval: float) -> Estimate:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,17 +66,23 @@ def main(arguments: argparse.Namespace) -> int:
     study = load_study(arguments.study)
     runs = plan_study(study)
     local = is_local(Path(arguments.cluster))
-    if local:
-        _refuse_without_data(study, runs[0])
+    if local:  # without its data each run would say so by itself
+        try:
+            with files_told():
+                check_data(load_run(study.base, runs[0].settings))
+        except ConfigError as error:
+            raise ConfigError(f"{study.path}: {error}") from None
     with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="study-", encoding="utf-8") as file:
         with files_told():
             file.write(run_list(runs))
             file.flush()
-        command = launch_command(study, arguments, file.name)
+        command, environment = launch_command(study, arguments, file.name), _environment()
         if arguments.dry_run:
-            return subprocess.run(command, env=_environment()).returncode
+            return subprocess.run(command, env=environment).returncode
         print(f"{study.name}: {counted(len(runs), 'run')}, {sum(run.flops for run in runs):.3g} FLOPs, in {study.directory}", flush=True)
-        environment = _environment() | (_threads(arguments.at_once or study.cluster.at_once, study.cluster.processes) if local else {})
+        if local:  # this machine's cores shared by the runs: threads of two that spin on the same core slow both down
+            at_once = (arguments.at_once or study.cluster.at_once) * study.cluster.processes
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
         code, came = _follow(command, environment, Progress(study, runs))
     return _end(study, runs, code, came, local)
 
@@ -120,22 +127,6 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
-def _threads(at_once: int, processes: int) -> dict[str, str]:
-    """This machine's cores shared by the runs: threads of two that spin on the same core slow both down."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (at_once * processes)))}
-
-
-def _refuse_without_data(study: Study, run: PlannedRun) -> None:
-    """Raises ConfigError where the training data is not there: each run would say so by itself."""
-    try:
-        with files_told():
-            check_data(load_run(study.base, run.settings))
-    except ConfigError as error:
-        raise ConfigError(f"{study.path}: {error}") from None
-
-
 # --- following what launch does --------------------------------------------------------------------------------------------------
 
 
@@ -173,16 +164,11 @@ def standings(study: Study) -> dict[str, dict[str, Any]] | None:
     return None if rows is None else {row["name"]: row for row in rows}
 
 
-class _Tied:
+def _tied(parent: int) -> None:
     """What launch's process does between fork and exec: ask for SIGTERM at its parent's death."""
-
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
-
-    def __call__(self) -> None:
-        _LIBC.prctl(*map(ctypes.c_ulong, (_PDEATHSIG, signal.SIGTERM, 0, 0, 0)))
-        if os.getppid() != self._parent:
-            os._exit(1)
+    _LIBC.prctl(*map(ctypes.c_ulong, (_PDEATHSIG, signal.SIGTERM, 0, 0, 0)))
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _follow(command: Sequence[str], environment: dict[str, str], progress: Progress) -> tuple[int, bool]:
@@ -191,7 +177,7 @@ def _follow(command: Sequence[str], environment: dict[str, str], progress: Progr
     It has a session of its own and is handed every signal once: one to this process's whole group would otherwise reach it twice, and the
     second means at once.
     """
-    process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_Tied(os.getpid()))
+    process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=partial(_tied, os.getpid()))
     told, came = time.monotonic(), list[int]()
 
     def take(number: int, _: FrameType | None) -> None:

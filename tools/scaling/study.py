@@ -6,6 +6,7 @@ The keys and their meaning are the fields of `Study`. Which runs a study makes i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -153,6 +154,11 @@ class Study:
         return next(iter(self.variants))
 
     @property
+    def least_steps(self) -> int:
+        """Fewest steps of a run, whose warm-up has at least one."""
+        return max(self.min_steps, math.ceil(1 / self.warmup) if self.warmup else 1)
+
+    @property
     def runs_csv(self) -> Path:
         """The table that `fit` and `plot` read; `collect` writes it in results."""
         return self._read(TABLE)
@@ -186,9 +192,7 @@ def study_of(arguments: argparse.Namespace) -> Study:
 def load_study(path: str | Path) -> Study:
     """The study in a YAML file, checked by itself: no run is planned.
 
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type or contradicts another.
-        StorageError: a file system failed.
+    Raises ConfigError (a key is unknown, a value has the wrong type or contradicts another), StorageError.
     """
     path = Path(path)
     study = load(Study, path)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from fem_common.errors import ConfigError, files_told, told
@@ -46,6 +46,7 @@ COLUMNS = {
 }
 REQUIRED = ("variant", "parameters", "tokens", "flops", "loss")
 _POSITIVE = ("parameters", "tokens", "flops", "loss")
+_MISSING = {"text": "", "int": pd.NA, "float": math.nan, "bool": False}
 _PANDAS = {"text": "str", "int": "Int64", "float": "float64", "bool": "bool"}
 _ROUNDED_FROM = 1000  # published counts may be fractions; a small one is in millions or billions
 _PARQUET = (".parquet", ".pq")
@@ -62,19 +63,19 @@ def read_table(path: Path) -> pd.DataFrame:
     """The table at ``path``, all COLUMNS with their types: CSV, or Parquet by its suffix.
 
     A foreign table needs the REQUIRED columns alone; a row is then a run of its own, complete, and what it does not tell is missing
-    (``<NA>``, NaN or empty). Whole numbers may be written as 4.4e7. Columns that are not COLUMNS are refused, not passed over.
-
-    Raises:
-        ConfigError: a column is missing or unknown, a cell is missing or of the wrong kind, a loss is not a positive number, a run has a
-            step twice or two last rows, two runs have one configuration hash, or data or tokenizers are mixed.
-        StorageError: a file system failed.
+    (``<NA>``, NaN or empty). Whole numbers may be written as 4.4e7. Columns that are not COLUMNS are refused, not passed over. Raises
+    ConfigError (a column is missing or unknown, a cell is missing or of the wrong kind, a loss is not a positive number, a run has a step
+    twice or two last rows, two runs have one configuration hash, or data or tokenizers are mixed), StorageError.
     """
     path = Path(path)
     raw = _raw(path)
     _check_columns(path, list(raw.columns))
     foreign = "run" not in raw.columns
-    given = {column: _column(path, raw[column], kind) for column, kind in COLUMNS.items() if column in raw.columns}
-    frame = pd.DataFrame({column: given.get(column, _missing(kind, len(raw))) for column, kind in COLUMNS.items()})
+    read = {}
+    for column, kind in COLUMNS.items():
+        cells = raw[column] if column in raw.columns else None
+        read[column] = [_MISSING[kind]] * len(raw) if cells is None else [_cell(path, *at, column, kind) for at in enumerate(cells, 2)]
+    frame = as_table([dict(zip(read, row, strict=True)) for row in zip(*read.values(), strict=True)])
     if foreign:
         frame["run"] = pd.Series([f"{variant}/{row}" for row, variant in enumerate(frame["variant"], 1)], dtype="str")
     if "final" not in raw.columns:
@@ -126,9 +127,7 @@ def final_runs(frame: pd.DataFrame) -> pd.DataFrame:
 def write_table(frame: pd.DataFrame, path: Path) -> None:
     """Writes the table beside ``path``, then renames it: CSV whose numbers read back exactly, or Parquet by the suffix.
 
-    Raises:
-        ConfigError: the path is wrong.
-        StorageError: a file system failed.
+    Raises ConfigError (the path is wrong), StorageError.
     """
     path, content = Path(path), io.BytesIO()
     if path.suffix in _PARQUET:
@@ -139,12 +138,7 @@ def write_table(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a whole file or leaves the old one, and makes its folder.
-
-    Raises:
-        ConfigError: the path is wrong.
-        StorageError: a file system failed.
-    """
+    """Writes a whole file or leaves the old one, and makes its folder. Raises ConfigError (the path is wrong), StorageError."""
     make_folder(path.parent)
     with files_told():
         write_whole(path, content)
@@ -178,19 +172,8 @@ def _check_columns(path: Path, found: list[str]) -> None:
         raise ConfigError(f"{path}: column {', '.join(absent)} is missing; a table needs at least {', '.join(REQUIRED)}")
 
 
-def _missing(kind: str, rows: int) -> pd.Series:
-    value = {"text": "", "int": pd.NA, "float": math.nan, "bool": False}[kind]
-    return pd.Series([value] * rows, dtype=_PANDAS[kind])
-
-
-def _column(path: Path, cells: pd.Series, kind: str) -> pd.Series:
-    """The cells as their kind, each wrong one named by line and column."""
-    name = str(cells.name)
-    values = [_cell(path, line, name, cell, kind) for line, cell in enumerate(cells, 2)]
-    return pd.Series(values, dtype=_PANDAS[kind])
-
-
-def _cell(path: Path, line: int, name: str, cell: object, kind: str) -> object:
+def _cell(path: Path, line: int, cell: object, name: str, kind: str) -> object:
+    """A cell as its column's kind; a wrong one is named by line and column. Raises ConfigError."""
     where = f"{path}: line {line}: {name}"
     missing = cell is None or cell is pd.NA or cell == "" or (isinstance(cell, float) and math.isnan(cell))
     if kind == "text":
@@ -204,7 +187,7 @@ def _cell(path: Path, line: int, name: str, cell: object, kind: str) -> object:
     if missing:
         if name in REQUIRED:
             raise ConfigError(f"{where} is missing; leave the run out, or run it again")
-        return pd.NA if kind == "int" else math.nan
+        return _MISSING[kind]
     value = _number(cell)
     if value is None:
         raise ConfigError(f"{where} = {cell!r}: expected a number")
@@ -221,12 +204,7 @@ def _cell(path: Path, line: int, name: str, cell: object, kind: str) -> object:
 
 def _number(cell: object) -> int | float | None:
     """A cell as a number, whole ones exactly; None where it is none."""
-    if isinstance(cell, bool | np.bool_):
-        return None
     for kind in (int, float):
-        try:
-            value = kind(str(cell))
-        except ValueError:
-            continue
-        return value
+        with suppress(ValueError):  # True and False are neither
+            return kind(str(cell))
     return None

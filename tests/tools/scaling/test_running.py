@@ -19,6 +19,7 @@ from launch.verbs.sweep import read_list
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
 from tests.tools.scaling.studies import write
+from tests.tools.scaling.test_collect import make
 from tools.scaling import running
 from tools.scaling.__main__ import main
 from tools.scaling.planning import plan_study
@@ -125,23 +126,6 @@ def test_a_study_that_cannot_run_is_refused_before_anything_is_written(
 # --- real training ----------------------------------------------------------------------------------------------------------------
 
 
-def real_study(folder: Path) -> Path:
-    """Two sizes of one mixer, some hundred steps each."""
-    write_folder(folder / "data", vocab_size=64, tokens=20_000)
-    shape = {"head_size": 8, "aspect_ratio": 32, "min_layers": 1, "ffn_multiple": 8}
-    changed = {"variants": {"fem_softmax": ["model.mixer=fem_softmax"]}, "shape": shape, "sizes": [16, 8], "tokens": [40_000]}
-    changed |= {"directory": str(folder / "runs"), "budgets": [], "min_steps": 20, "validations": 2}
-    return write(
-        folder,
-        lambda values: values.update(changed),
-        model={"vocab_size": None, "make_vocab_size_divisible_by": 8},
-        data={"train": [{"prefix": str(folder / "data/train")}], "valid": [{"prefix": str(folder / "data/valid")}], "seq_length": 32},
-        train={"micro_batch_size": 4, "eval_batches": 8},
-        checkpoint={"interval": 1000, "keep_last": 1},
-        log={"diagnostics_interval": 0, "straggler_interval": 0, "interval": 1000},
-    )
-
-
 def trained(folder: Path) -> list[int]:
     """Steps whose loss is in metrics.jsonl, in its order; a line may be being written."""
     file = folder / "metrics.jsonl"
@@ -149,11 +133,15 @@ def trained(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("\n") and '"loss"' in line]
 
 
+QUIET = "train.eval_batches=8 checkpoint.interval=1000 log.diagnostics_interval=0 log.straggler_interval=0 log.interval=1000".split()
+
+
 @pytest.mark.slow
 def test_a_study_killed_on_its_way_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = real_study(tmp_path)
-    study = load_study(path)
-    runs = plan_study(study)
+    data = [f"data.{split}.0.prefix={tmp_path}/data/{split}" for split in ("train", "valid")]
+    shape = {"head_size": 8, "aspect_ratio": 32, "min_layers": 1, "ffn_multiple": 8}
+    more = {"sizes": [16, 8], "budgets": [], "tokens": [80_000], "validations": 2, "shape": shape, "settings": [*QUIET, *data]}
+    path, study, runs = make(tmp_path, **more)
     folders = [Path(study.directory) / run.name for run in runs]
     command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)

@@ -101,44 +101,32 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(tmp_path: Path) -
 
 
 TOO_SHORT = [2e8, 4e10]
-WRONG: list[dict[str, Any]] = [
-    {"varients": {}},
-    {"variants": {}},
-    {"variants": {"a b": []}},
-    {"variants": {"x": ["model.mixr=cem"]}},
-    {"variants": {"x": ["model.hidden_size=64"]}},
-    {"variants": {"x": ["model.mixer"]}},
-    {"variants": {"x": [], "y": ["model.mixer=transformer"]}},
-    {"settings": ["optimizer.eps=1e-9", "optimizer.eps=1e-8"]},
-    {"learning_rates": [1e-3]},
-    {"sizes": [32, 64]},
-    {"sizes": [32, 64, 64]},
-    {"sizes": [32, 64, 90]},
-    {"sizes": [32, 64, {"layers": 2}]},
-    {"sizes": [32, 64, {"width": 96, "heads": 7}]},
-    {"sizes": {"parameters": [1e5, 1.01e5, 5e5]}},
-    {"budgets": [3e10, 3e10]},
-    {"budgets": [0]},
-    {"budgets": []},
-    {"tokens": [1e6]},
-    {"budgets": TOO_SHORT},
-    {"budgets": TOO_SHORT, "min_steps": 1},
-    {"warmup": 1.0},
-    {"seeds": []},
-    {"cluster": {"processes": 3}},
-    {"base": "bse.yaml"},
-    {"base": ""},
-    {"name": "a/b"},
-    {"path": "x"},
-    {"fit": {"approaches": ["isoflops"]}},
-    {"fit": {"approaches": []}},
-]
+# Key of the study -> what it may not be.
+WRONG: dict[str, list[Any]] = {
+    "varients": [{}],
+    "variants": [{}, {"a b": []}, *({"x": [word]} for word in ("model.mixr=cem", "model.hidden_size=64", "model.mixer"))],
+    "settings": [["optimizer.eps=1e-9", "optimizer.eps=1e-8"]],
+    "learning_rates": [[1e-3]],
+    "sizes": [
+        *([32, 64], [32, 64, 64], [32, 64, 90], [32, 64, {"layers": 2}], [32, 64, {"width": 96, "heads": 7}]),
+        {"parameters": [1e5, 1.01e5, 5e5]},
+    ],
+    "budgets": [[3e10, 3e10], [0], [], TOO_SHORT],
+    "tokens": [[1e6]],
+    "warmup": [1.0],
+    "seeds": [[]],
+    "cluster": [{"processes": 3}],
+    "base": ["bse.yaml", ""],
+    "name": ["a/b"],
+    "path": ["x"],
+    "fit": [{"approaches": ["isoflops"]}, {"approaches": []}],
+}
+TOGETHER: tuple[dict[str, Any], ...] = ({"variants": {"x": [], "y": ["model.mixer=transformer"]}}, {"budgets": TOO_SHORT, "min_steps": 1})
 
 
 def test_a_wrong_study_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
-    for changed in WRONG:
-        path = write(tmp_path, partial(dict.update, **changed))
-        assert main(["plan", str(path)]) == 2, changed
+    for changed in (*({key: value} for key, values in WRONG.items() for value in values), *TOGETHER):
+        assert main(["plan", str(write(tmp_path, partial(dict.update, **changed)))]) == 2, changed
         out, error = capsys.readouterr()
         assert out == "" and error.startswith("tools.scaling: error: ") and error.count("\n") == 1
         wording(error)

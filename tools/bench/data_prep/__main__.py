@@ -126,15 +126,12 @@ class Bench:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools.bench.data_prep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = runner.command_line("tools.bench.data_prep", __doc__ or "")
     parser.add_argument("--quick", action="store_true", help="less text, two rounds, 10M documents to index: under 4 minutes on two cores")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, default=list(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--corpus", type=Path, metavar="PATH", help="measure on this parquet file or folder (columns text and id)")
     parser.add_argument("--peers", type=Path, metavar="PATH", help="an environment with datatrove; default: one that is made here, once")
     parser.add_argument("--write-table", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
-    runner.add_json_option(parser)
     return parser.parse_args(arguments)
 
 

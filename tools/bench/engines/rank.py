@@ -38,11 +38,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def measure(job: Job) -> dict[str, Any]:
     """Seconds of every timed step, peak bytes beyond what was held before the engine was built, and the last loss.
 
-    peak_bytes: of the device: CUDA's allocator, or the resident set on a CPU. host_bytes: of the machine's memory, on CUDA alone.
-
-    Raises:
-        ConfigError: DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings.
-        RuntimeError: a step was skipped.
+    peak_bytes: of the device: CUDA's allocator, or the resident set on a CPU. host_bytes: of the machine's memory, on CUDA alone. Raises
+    ConfigError (DeepSpeed's ops cannot be compiled or loaded here, or it does not take its settings), RuntimeError (a step was skipped).
     """
     from pretrain.engines.building import initialize_model_parallel
     from pretrain.run import make_engine
@@ -80,8 +77,7 @@ def measure(job: Job) -> dict[str, Any]:
 def take_steps(engine: Engine, stream: Iterator[dict[str, torch.Tensor]], steps: int) -> tuple[list[float], float]:
     """Seconds of each step, all ranks having begun together, and the last one's loss.
 
-    Raises:
-        RuntimeError: a step was skipped, so that what it took says nothing.
+    Raises RuntimeError (a step was skipped, so that what it took says nothing).
     """
     seconds, loss = [], float("nan")
     for _ in range(steps):

@@ -71,8 +71,7 @@ class Job:
 def configuration(job: Job) -> RunConfig:
     """The run of a job, checked; a step is one micro-batch on every rank unless the overrides give a global batch.
 
-    Raises:
-        ConfigError: an override is wrong, or the variant's engine cannot do this run.
+    Raises ConfigError (an override is wrong, or the variant's engine cannot do this run).
     """
     from fem_common.errors import ConfigError
     from pretrain.config import run_of  # PyYAML: the GPU suite plans without it
@@ -141,8 +140,7 @@ class CannotRun(Exception):
 def launch(job: Job) -> list[Answer]:
     """The ranks' answers (`tools.bench.engines.rank`), of fresh processes.
 
-    Raises:
-        CannotRun: a rank failed, ended, or took longer than the job's limit.
+    Raises CannotRun (a rank failed, ended, or took longer than the job's limit).
     """
     with tempfile.TemporaryDirectory(prefix="bench-engines-") as name:
         folder = Path(name)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fem_common.cli import Parser
 from fem_common.errors import UserError, end
 from fem_megatron.megatron import platform
 from kernels.fem_attention.table import write as write_table
@@ -43,11 +42,17 @@ class Progress:
         print(f"[{now:4.0f} s] {outcome.task.name}{state}; {left} tasks, about {seconds:.0f} s to go", file=sys.stderr, flush=True)
 
 
+def parts_of(planned: list[Task]) -> tuple[list[Task], list[Task], float]:
+    """What may run together, what runs alone, and the share of the time that the first may have."""
+    together, alone = ([task for task in planned if task.together is which] for which in (True, False))
+    return together, alone, TOGETHER_SHARE if alone else 1.0
+
+
 def dry(planned: list[Task], minutes: float) -> str:
     """The plan as text: the tasks in their order, and how much of it the guessed times let fit."""
-    together, alone = ([task for task in planned if task.together is which] for which in (True, False))
+    together, alone, share = parts_of(planned)
     lines, used, left_out = [], 0.0, 0
-    for part, at_once, until in ((together, MOST_WORKERS, 60 * minutes * (TOGETHER_SHARE if alone else 1)), (alone, 1, 60 * minutes)):
+    for part, at_once, until in ((together, MOST_WORKERS, 60 * minutes * share), (alone, 1, 60 * minutes)):
         for task in part:
             needed = task.seconds / at_once
             fits = used + needed <= until
@@ -60,13 +65,12 @@ def dry(planned: list[Task], minutes: float) -> str:
 def run(planned: list[Task], clock: Clock, log: Path) -> tuple[list[Outcome], list[Task]]:
     """First what is not timed, several tasks at once; then the rest, alone."""
     progress = Progress(clock)
-    together, alone = ([task for task in planned if task.together is which] for which in (True, False))
+    together, alone, most = parts_of(planned)
     count = max(1, min(MOST_WORKERS, platform.device_memory_bytes() // BYTES_A_WORKER, len(together)))
     workers = [Worker(log) for _ in range(count)]
-    outcomes: list[Outcome] = []
-    left_out: list[Task] = []
+    outcomes, left_out = list[Outcome](), list[Task]()
     try:
-        for part, serving, share in ((together, workers, TOGETHER_SHARE if alone else 1.0), (alone, workers[:1], 1.0)):
+        for part, serving, share in ((together, workers, most), (alone, workers[:1], 1.0)):
             for worker in workers[len(serving) :]:
                 worker.close()
             done, skipped = work(part, serving, clock, progress, share)
@@ -98,9 +102,9 @@ def write(folder: Path, results: Results, machine: dict[str, Any], cannot: dict[
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(
-        prog="python -m tools.bench.gpu_suite",
-        description="Correctness and speed of every operation, then whole models, on one GPU. Needs this checkout and torch; Triton, "
+    parser = runner.command_line(
+        "tools.bench.gpu_suite",
+        "Correctness and speed of every operation, then whole models, on one GPU. Needs this checkout and torch; Triton, "
         "flash-attn, flash-linear-attention and matplotlib are used where they are installed.",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_suite"), help="folder of the report (default: runs/gpu_suite)")
@@ -109,7 +113,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", metavar="OP", choices=sorted({w.op for w in WORKLOADS.values()}), help="these operations alone")
     parser.add_argument("--write-table", action="store_true", help="write what fem_attention's engines took to its table.json")
     parser.add_argument("--dry", action="store_true", help="print the plan and stop; needs no GPU")
-    runner.add_json_option(parser)
     options = parser.parse_args(arguments)
     options.parts = tuple(options.only.split(","))
     unknown = [part for part in options.parts if part not in PARTS]

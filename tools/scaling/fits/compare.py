@@ -7,53 +7,47 @@ geometric mean over the baseline's budgets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from ..laws import Array, Estimate, PowerLaw, percentiles
+from ..laws import Array, Estimate, percentiles
 from ..results import Comparison, Multiplier, VariantFit
 
-Frontier = tuple[Array, Array]  # value [1, 3] and draws [r, 3] of L = offset + k C^s
+METHODS = {"isoflop": "isoFLOP frontier", "parametric": "parametric law"}
 
 
 def compare(variant: VariantFit, baseline: VariantFit, interval: float) -> list[Comparison]:
     """One comparison by each method that both have."""
-    found = []
-    methods: tuple[tuple[str, Callable[[VariantFit], Frontier | None]], ...] = (("isoflop", _by_isoflop), ("parametric", _by_parametric))
-    for method, frontier in methods:
-        ours, theirs = frontier(variant), frontier(baseline)
-        if ours is not None and theirs is not None:
-            found.append(_compared(variant, baseline, method, ours, theirs, interval))
-    return found
+    return [
+        _compared(variant, baseline, method, interval)
+        for method in METHODS
+        if variant.least_loss(method) is not None and baseline.least_loss(method) is not None
+    ]
 
 
-def _compared(variant: VariantFit, baseline: VariantFit, method: str, ours: Frontier, theirs: Frontier, interval: float) -> Comparison:
-    names = {"isoflop": "isoFLOP frontier", "parametric": "parametric law"}
-    flops = _budgets(baseline)
-    reach = _loss(theirs[0], flops)[0]  # the baseline's, falling
-    own = _loss(ours[0], _budgets(variant))[0]
+def _compared(variant: VariantFit, baseline: VariantFit, method: str, interval: float) -> Comparison:
+    by, flops = METHODS[method], _budgets(baseline)
+    (ours, our_draws), (theirs, their_draws) = (_rows(fit, method) for fit in (variant, baseline))
+    reach, own = _loss(theirs, flops)[0], _loss(ours, _budgets(variant))[0]  # the baseline's, falling
+    none = ""
     if own.min() > reach.max() or reach.min() > own.max():
-        words = (
-            f"{variant.name} and {baseline.name} reach no common loss ({own.min():.3f} to {own.max():.3f} and {reach.min():.3f} to "
-            f"{reach.max():.3f} by the {names[method]}), so there is no compute multiplier"
-        )
-        return Comparison(variant.name, baseline.name, method, [], None, words)
-    value = _flops_for(ours[0], reach[None]) / flops
+        spans = f"{own.min():.3f} to {own.max():.3f} and {reach.min():.3f} to {reach.max():.3f}"
+        none = f"{variant.name} and {baseline.name} reach no common loss ({spans} by the {by})"
+    value = _flops_for(ours, reach[None]) / flops
     kept = np.isfinite(value[0])
     if not kept.any():
-        words = f"{variant.name} reaches none of {baseline.name}'s losses by the {names[method]}, so there is no compute multiplier"
-        return Comparison(variant.name, baseline.name, method, [], None, words)
+        none = none or f"{variant.name} reaches none of {baseline.name}'s losses by the {by}"
+    if none:
+        return Comparison(variant.name, baseline.name, method, [], None, f"{none}, so there is no compute multiplier")
     flops, reach, value = flops[kept], reach[kept], value[:, kept]
-    draws = min(len(ours[1]), len(theirs[1]))
-    ratios = _flops_for(ours[1][:draws], _loss(theirs[1][:draws], flops)) / flops
+    draws = min(len(our_draws), len(their_draws))
+    ratios = _flops_for(our_draws[:draws], _loss(their_draws[:draws], flops)) / flops
     multipliers = [
         Multiplier(float(c), float(loss), _estimate(float(v), column, interval))
         for c, loss, v, column in zip(flops, reach, value[0], ratios.T, strict=True)
     ]
     overall = _estimate(float(np.exp(np.log(value[0]).mean())), np.exp(np.log(ratios).mean(axis=1)), interval)
     words = (
-        f"{variant.name} reaches {baseline.name}'s loss with {overall.text('.2f')} of its FLOPs, by the {names[method]} "
+        f"{variant.name} reaches {baseline.name}'s loss with {overall.text('.2f')} of its FLOPs, by the {by} "
         f"from {flops.min():.1e} to {flops.max():.1e} FLOPs"
     )
     if overall.low is None:
@@ -71,19 +65,12 @@ def _budgets(fit: VariantFit) -> Array:
     return np.geomspace(flops.min(), flops.max(), 3)
 
 
-def _by_isoflop(fit: VariantFit) -> Frontier | None:
-    law: PowerLaw | None = fit.isoflop.loss if fit.isoflop else None
-    if law is None:
-        return None
-    offset = law.offset.value if law.offset else 0.0
-    return np.array([[law.coefficient.value, law.exponent.value, offset]]), np.array(law.draws).reshape(-1, 3)
-
-
-def _by_parametric(fit: VariantFit) -> Frontier | None:
-    law = fit.parametric
-    if law is None:
-        return None
-    return law.frontier(law.values), law.frontier(law.draws)
+def _rows(fit: VariantFit, method: str) -> tuple[Array, Array]:
+    """The law ``L = offset + k C^s`` as (k, s, offset): its value ``[1, 3]`` and its draws ``[r, 3]``."""
+    law = fit.least_loss(method)
+    assert law is not None
+    value = law.coefficient.value, law.exponent.value, law.offset.value if law.offset else 0.0
+    return np.array([value]), np.array(law.draws).reshape(-1, 3)
 
 
 def _loss(law: Array, flops: Array) -> Array:

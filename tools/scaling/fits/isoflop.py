@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fem_common.errors import ConfigError
+from fem_common.text import counted
 from tools.scaling.fits.points import student_over_normal
 from tools.scaling.study import FitConfig
 
@@ -60,13 +61,18 @@ class _Budget:
 def fit_isoflop(points: Points, config: FitConfig, rng: np.random.Generator) -> tuple[IsoFlopFit, list[str]]:
     """The parabolas and their frontier, and notes on budgets without a minimum inside and on missing intervals.
 
-    Raises:
-        ConfigError: a budget has fewer than three sizes.
-        NotIdentified: the runs have no budgets, or no parabola has a minimum.
+    Raises ConfigError (a budget has fewer than three sizes), NotIdentified (the runs have no budgets, or no parabola has a minimum).
     """
     if not points.budgets:
         raise NotIdentified("the runs have no budgets, so there are no isoFLOP parabolas")
-    _check_sizes(points)
+    for flops in points.budgets:
+        sizes = np.unique(points.n[points.budget == flops])
+        if len(sizes) < FEWEST_SIZES:
+            told = " and ".join(f"{size:.4g}" for size in sizes)
+            raise ConfigError(
+                f"budget {flops:.4g} FLOPs has {counted(len(sizes), 'size')} ({told} parameters), and a parabola needs {FEWEST_SIZES}: "
+                "add sizes, or leave this approach out with fit.approaches: [parametric]"
+            )
     budgets = [_Budget.of(flops, points.take(points.budget == flops)) for flops in points.budgets]
     drawn, notes = _draws(budgets, config, rng)
     parabolas, inside = [], []
@@ -88,43 +94,28 @@ def fit_isoflop(points: Points, config: FitConfig, rng: np.random.Generator) -> 
     return IsoFlopFit(parabolas, n_opt, d_opt, loss, config.resamples, failed, config.interval), notes
 
 
-def _check_sizes(points: Points) -> None:
-    for flops in points.budgets:
-        sizes = np.unique(points.n[points.budget == flops])
-        if len(sizes) < FEWEST_SIZES:
-            told = " and ".join(f"{size:.4g}" for size in sizes)
-            raise ConfigError(
-                f"budget {flops:.4g} FLOPs has {len(sizes)} size{'s' * (len(sizes) != 1)} ({told} parameters), and a parabola needs "
-                f"{FEWEST_SIZES}: add sizes, or leave this approach out with fit.approaches: [parametric]"
-            )
-
-
 def _draws(budgets: list[_Budget], config: FitConfig, rng: np.random.Generator) -> tuple[list[Array], list[str]]:
     """Resampled losses of each budget's runs, ``[0, r]`` where no residual is left to draw, and a note then."""
-    pool = []
-    fitted = []
+    pool, fitted = [], []
     degrees = sum(len(budget.points) - FEWEST_SIZES for budget in budgets)
     for budget in budgets:
-        loss = budget.points.loss
+        loss, free = budget.points.loss, 1 - budget.leverage
         smooth = _basis(np.log(budget.points.n) - budget.center) @ (budget.solve @ loss)
         fitted.append(smooth)
-        free = 1 - budget.leverage
         if free.sum() > 0.5:  # a degree of freedom is left
             some = free > 1e-6
             pool.append(((loss - smooth) / smooth)[some] / np.sqrt(free[some]))
     if not pool:
-        return [np.empty((0, len(one))) for one in fitted], [
-            "every budget has three sizes, through which a parabola goes exactly: no intervals"
-        ]
+        note = "every budget has three sizes, through which a parabola goes exactly: no intervals"
+        return [np.empty((0, len(one))) for one in fitted], [note]
     residuals = np.concatenate(pool) * student_over_normal(degrees, config.interval)
     signed = np.concatenate([residuals, -residuals])
     return [smooth * (1 + rng.choice(signed, size=(config.resamples, len(smooth)))) for smooth in fitted], []
 
 
 def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola | None, str | None]:
-    points = budget.points
+    points, sizes = budget.points, budget.points.n
     n, d, loss, _ = (float(value[0]) for value in budget.minima(points.loss[None]))
-    sizes = points.n
     if np.isnan(n) or np.isnan(loss):
         return None, f"budget {budget.flops:.3g} FLOPs: the parabola bends down, so it has no minimum"
     c0, c1, c2 = (float(value) for value in budget.solve @ points.loss)
@@ -134,10 +125,9 @@ def _parabola(budget: _Budget, drawn: Array, interval: float) -> tuple[Parabola 
         end = "smallest" if n < sizes.min() else "largest"
         note = f"budget {budget.flops:.3g} FLOPs: the minimum lies beyond the {end} size, and the frontier leaves it out; add sizes there"
     shifted = (c0 - c1 * budget.center + c2 * budget.center**2, c1 - 2 * c2 * budget.center, c2)
-    estimates = []
-    for value, draws in zip((n, d, loss), budget.minima(drawn)[:3], strict=True):
-        estimates.append(Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws)))
-    return Parabola(budget.flops, shifted, estimates[0], estimates[1], estimates[2], inside, [str(run) for run in points.run]), note
+    pairs = zip((n, d, loss), budget.minima(drawn)[:3], strict=True)
+    best, tokens, least = (Estimate.of(value, draws[np.isfinite(draws)], interval, len(draws)) for value, draws in pairs)
+    return Parabola(budget.flops, shifted, best, tokens, least, inside, [str(run) for run in points.run]), note
 
 
 def _frontier(
@@ -155,12 +145,10 @@ def _frontier(
     offset = len(budgets) >= FEWEST_WITH_OFFSET
     laws = []
     for name, one, some in zip(("N_opt", "D_opt", "loss"), value, draws[:, good], strict=True):
-        fit = with_offset if offset and name == "loss" else pure
-        laws.append(
-            power_law(
-                "FLOPs", name, fit(flops, one[None])[0], fit(flops, some), config.resamples, config.interval, offset and name == "loss"
-            )
-        )
+        has_offset = offset and name == "loss"
+        fit = with_offset if has_offset else pure
+        found, resampled = fit(flops, one[None])[0], fit(flops, some)
+        laws.append(power_law("FLOPs", name, found, resampled, config.resamples, config.interval, has_offset))
     return (laws[0], laws[1], laws[2]), int((~good).sum())
 
 

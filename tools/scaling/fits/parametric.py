@@ -13,6 +13,9 @@ runs gave 78 to 84%; with r/(r-p) in its place 35 runs gave up to 96%, as drawin
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 from scipy.optimize import minimize, nnls
 
@@ -35,12 +38,10 @@ NAMES = ("E", "A", "B", "alpha", "beta")
 def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) -> ParametricFit:
     """The law through all runs, with bootstrap intervals.
 
-    Raises:
-        NotIdentified: too few runs, sizes or lengths, or a parameter runs to its bound: the data do not determine it.
-        NotConverged: the minimisation does not.
+    Raises NotIdentified (too few runs, sizes or lengths, or a parameter runs to its bound: the data do not determine it), NotConverged (the
+    minimisation does not).
     """
-    _enough(points)
-    data = huber.Data.of(points.n, points.d, points.loss)
+    data = _enough(points)
     best, value, starts, agreeing = descend(data, config.huber_delta)
     _check_inside(best, data)
     plain = data.plain(best)[0]
@@ -76,13 +77,9 @@ def fit_parametric(points: Points, config: FitConfig, rng: np.random.Generator) 
 def residuals(points: Points, law: ParametricFit) -> list[Residual]:
     """Every run against the law."""
     predicted = law.loss(points.n, points.d)
-    rows = zip(points.run, points.n, points.d, points.c, points.budget, points.loss, predicted, strict=True)
-    return [
-        Residual(
-            str(run), float(n), float(d), float(c), None if np.isnan(budget) else float(budget), float(loss), float(p), float(loss / p - 1)
-        )
-        for run, n, d, c, budget, loss, p in rows
-    ]
+    columns = (points.n, points.d, points.c, points.budget, points.loss, predicted, points.loss / predicted - 1)
+    rows = zip(points.run.tolist(), *(column.tolist() for column in columns), strict=True)
+    return [Residual(run, n, d, c, None if math.isnan(budget) else budget, *rest) for run, n, d, c, budget, *rest in rows]
 
 
 def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[LeftOut], list[str]]:
@@ -93,10 +90,8 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
     for budget in points.budgets:
         rest, left = points.take(points.budget != budget), points.take(points.budget == budget)
         try:
-            _enough(rest)
-            data = huber.Data.of(rest.n, rest.d, rest.loss)
-            warm = data.centred(whole.plain(start))
-            end, _, _, _ = descend(data, delta, warm)
+            data = _enough(rest)
+            end, *_ = descend(data, delta, data.centred(whole.plain(start)))
             _check_inside(end, data)
         except (NotIdentified, NotConverged) as error:
             notes.append(f"left out {budget:.3g} FLOPs: {error}")
@@ -111,8 +106,7 @@ def leave_out(points: Points, law: ParametricFit, delta: float) -> tuple[list[Le
 def descend(data: huber.Data, delta: float, warm: Array | None = None) -> tuple[Array, float, int, int]:
     """From the grid of starts, and ``warm`` ones beside it: (best parameters ``[1, 5]``, centred; objective; starts; starts that agree).
 
-    Raises:
-        NotConverged: no start, or too few, ended in the least value with a vanishing gradient.
+    Raises NotConverged (no start, or too few, ended in the least value with a vanishing gradient).
     """
     lower, upper = data.bounds()
     weights = np.ones((1, len(data.x)))
@@ -142,20 +136,19 @@ def _starts(data: huber.Data, delta: float) -> Array:
     """The best starts of the grid ``[s, 5]``: exponents and E's share of the least loss are set, A and B are solved for."""
     loss = np.exp(data.target)
     lower, upper = data.bounds()
-    starts = []
-    for alpha in (0.1, 0.2, 0.35, 0.5, 0.8, 1.2):
-        for beta in (0.1, 0.2, 0.35, 0.5, 0.8, 1.2):
-            terms = np.stack([np.exp(-alpha * data.x), np.exp(-beta * data.y)], axis=1)
-            for share in (0.05, 0.3, 0.6, 0.85, 0.95):
-                e = share * loss.min()
-                (a, b), _ = nnls(terms / loss[:, None], (loss - e) / loss)
-                starts.append([np.log(e), np.log(max(a, 1e-12)), np.log(max(b, 1e-12)), alpha, beta])
+    exponents, starts = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2), []
+    for alpha, beta, share in itertools.product(exponents, exponents, (0.05, 0.3, 0.6, 0.85, 0.95)):
+        terms = np.stack([np.exp(-alpha * data.x), np.exp(-beta * data.y)], axis=1)
+        e = share * loss.min()
+        (a, b), _ = nnls(terms / loss[:, None], (loss - e) / loss)
+        starts.append([np.log(e), np.log(max(a, 1e-12)), np.log(max(b, 1e-12)), alpha, beta])
     grid = np.clip(np.array(starts), lower, upper)
     value, _ = huber.objective(grid, data, np.ones((1, len(loss))), delta)
     return grid[np.argsort(value, kind="stable")[:STARTS]]
 
 
-def _enough(points: Points) -> None:
+def _enough(points: Points) -> huber.Data:
+    """The runs as the objective has them. Raises NotIdentified where they are too few or alike."""
     sizes, lengths = len(np.unique(points.n)), len(np.unique(points.d))
     if len(points) < FEWEST_RUNS:
         raise NotIdentified(f"the parametric law has 5 parameters and there are {len(points)} runs; {FEWEST_RUNS} or more are needed")
@@ -164,6 +157,7 @@ def _enough(points: Points) -> None:
             f"the parametric law needs {FEWEST_VALUES} or more sizes and numbers of tokens, and the runs have {sizes} and {lengths}: "
             "E, A, B, alpha and beta are not identified"
         )
+    return huber.Data.of(points.n, points.d, points.loss)
 
 
 def _check_inside(parameters: Array, data: huber.Data) -> None:

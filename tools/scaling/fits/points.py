@@ -65,22 +65,18 @@ class Points:
 def points_of(frame: pd.DataFrame, parameters: str) -> Points:
     """One variant's final rows of the table as `Points`; ``parameters``: total or non_embedding.
 
-    Raises:
-        ConfigError: a loss, N, D or C is missing or not a positive number; the run and the column are named.
+    Raises ConfigError (a loss, N, D or C is missing or not a positive number; the run and the column are named).
     """
     runs = np.asarray(frame["run"].astype(str), dtype=np.str_)
     arrays = {}
     wanted = {"n": COLUMN[parameters], "d": "tokens", "c": "flops", "loss": "loss"}
-    for name, column in wanted.items():
-        values = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
-        for run, value in zip(runs, values, strict=True):
-            if not (np.isfinite(value) and value > 0):
-                fix = "; set fit.parameters: total" if column == COLUMN["non_embedding"] else "; take the run out, or run it again"
-                raise ConfigError(f"run {run}: {column} = {value:g}: a law needs a positive number{fix}")
-        arrays[name] = values
     optional = {"budget": "budget", "width": "width", "rate": "learning_rate", "seed": "seed"}
-    for name, column in optional.items():
+    for name, column in (wanted | optional).items():
         arrays[name] = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
+        wrong = ~(np.isfinite(arrays[name]) & (arrays[name] > 0))
+        if name in wanted and wrong.any():
+            fix = "; set fit.parameters: total" if column == COLUMN["non_embedding"] else "; take the run out, or run it again"
+            raise ConfigError(f"run {runs[wrong][0]}: {column} = {arrays[name][wrong][0]:g}: a law needs a positive number{fix}")
     return Points(run=runs, **arrays)
 
 
@@ -99,15 +95,11 @@ def by_rate(points: Points, rows: Iterable[int]) -> dict[float, NDArray[np.intp]
 
 def best_rates(points: Points) -> tuple[Points, str | None]:
     """Of each size and length the runs of the learning rate with the least mean loss, and a note where there were several rates."""
-    keep: list[int] = []
-    several = False
+    keep, several = list[int](), False
     for rows in cells(points):
         rates = by_rate(points, rows)
-        if len(rates) < 2:
-            keep += rows.tolist()
-            continue
-        several = True
-        keep += min(rates.values(), key=lambda some: float(points.loss[some].mean())).tolist()
+        several |= len(rates) > 1
+        keep += (min(rates.values(), key=lambda some: float(points.loss[some].mean())) if len(rates) > 1 else rows).tolist()
     note = "several learning rates: the laws take each size's best measured rate at each length" if several else None
     return points.take(np.asarray(sorted(keep), dtype=np.intp)), note
 

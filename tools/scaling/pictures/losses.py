@@ -7,22 +7,27 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fem_common.plot import QUIET, colour_of, new_figure, ordered_colours, plain_axes
+from fem_common.plot import QUIET, colour_of, new_figure, plain_axes
 from fem_common.text import count
-from tools.scaling.laws import Estimate, PowerLaw
-from tools.scaling.pictures.style import (
+from tools.scaling.laws import PowerLaw
+from tools.scaling.results import IsoFlopFit, Residual, StudyFit, VariantFit, optimal
+
+from .style import (
     draw_law,
     error_bars,
     flops_text,
+    headed,
     interval_text,
     law_text,
     legend_below,
-    log_ticks,
+    log_axis,
+    looks_of,
     marked,
     outer_labels,
     panels,
+    star,
+    titled_figure,
 )
-from tools.scaling.results import StudyFit, VariantFit, optimal
 
 
 def size_column(fit: StudyFit) -> str:
@@ -37,31 +42,23 @@ def size_words(fit: StudyFit) -> str:
 
 def isoflop(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     """A figure; None where no variant has an isoFLOP fit. ``final``: the complete runs."""
-    shown = {name: variant for name, variant in fit.variants.items() if variant.isoflop is not None}
+    shown: dict[str, IsoFlopFit] = fit.fitted("isoflop")
     if not shown:
         return None
-    budgets = sorted({parabola.budget for variant in shown.values() for parabola in variant.isoflop.parabolas})  # type: ignore[union-attr]
-    looks = dict(zip(budgets, ordered_colours(len(budgets)), strict=True))
+    looks = looks_of(parabola.budget for found in shown.values() for parabola in found.parabolas)
     figure, grid = panels(len(shown), f"{fit.study}: held-out loss against model size at equal training compute")
-    for axes, (name, variant) in zip(grid, shown.items(), strict=True):
-        _isoflop_panel(axes, variant, final[final["variant"] == name].set_index("run"), size_column(fit), looks)
-        law = variant.isoflop.n_opt if variant.isoflop else None
-        words = law_text("best N", law, "C") if law else "no law through the minima"
-        axes.set_title(f"{name}: {words}", loc="left", fontsize=9.5)
-        axes.set_xscale("log")
+    for axes, (name, found) in zip(grid, shown.items(), strict=True):
+        _isoflop_panel(axes, found, final[final["variant"] == name].set_index("run"), size_column(fit), looks)
+        headed(axes, f"{name}: {law_text('best N', found.n_opt, 'C') if found.n_opt else 'no law through the minima'}")
     outer_labels(grid, size_words(fit), "held-out loss, nats a token")
     sizes = final[final["variant"].isin(list(shown))][size_column(fit)].astype(float)
-    low, high = sizes.min() * 0.85, sizes.max() * 1.18
-    for axes in grid:
-        axes.set_xlim(low, high)
-        log_ticks(axes.xaxis, low, high, "count")
+    log_axis(grid[0].xaxis, sizes.min() * 0.85, sizes.max() * 1.18, "count")
     _budget_legend(figure, looks, "minimum of the parabola (open: outside the sizes measured)")
     return figure
 
 
-def _isoflop_panel(axes: Any, variant: VariantFit, runs: pd.DataFrame, column: str, looks: dict[float, dict[str, Any]]) -> None:
-    assert variant.isoflop is not None
-    for parabola in variant.isoflop.parabolas:
+def _isoflop_panel(axes: Any, found: IsoFlopFit, runs: pd.DataFrame, column: str, looks: dict[float, dict[str, Any]]) -> None:
+    for parabola in found.parabolas:
         look = looks[parabola.budget]
         points = runs.loc[[run for run in parabola.runs if run in runs.index]]
         n, losses = points[column].astype(float).to_numpy(), points["loss"].to_numpy()
@@ -70,13 +67,10 @@ def _isoflop_panel(axes: Any, variant: VariantFit, runs: pd.DataFrame, column: s
             x = np.geomspace(n.min(), n.max(), 80)
             axes.plot(x, parabola.at(x), color=look["color"], linewidth=1.3)
         if parabola.inside:
-            axes.plot(
-                [parabola.n_opt.value], [parabola.loss.value], marker="*", markersize=13, color=look["color"], markeredgecolor="white"
-            )
+            star(axes, parabola.n_opt.value, parabola.loss.value, look["color"], is_open=False)
         elif len(n):
-            edge = n[np.argmin(losses)]
-            axes.plot([edge], [losses.min()], marker="*", markersize=13, color="white", markeredgecolor=look["color"], zorder=3)
-    minima = [parabola for parabola in variant.isoflop.parabolas if parabola.inside]
+            star(axes, n[np.argmin(losses)], losses.min(), look["color"], is_open=True)
+    minima = [parabola for parabola in found.parabolas if parabola.inside]
     where = [parabola.n_opt.value for parabola in minima], [parabola.loss.value for parabola in minima]
     axes.plot(*where, color=QUIET, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
 
@@ -92,41 +86,30 @@ def _budget_legend(figure: Any, looks: dict[float, dict[str, Any]], star: str = 
 
 def residuals(fit: StudyFit) -> Any | None:
     """A figure: how far each run lies from its variant's parametric law, a panel a variant; None where no law was fitted."""
-    shown = {name: variant for name, variant in fit.variants.items() if variant.parametric is not None and variant.residuals}
-    if not shown:
+    shown = {name: (variant.parametric.noise, variant.residuals) for name, variant in fit.variants.items() if variant.parametric}
+    entries = [entry for _, some in shown.values() for entry in some]
+    if not entries:
         return None
-    groups = sorted({_group(entry.budget, entry.d) for variant in shown.values() for entry in variant.residuals})
-    looks = dict(zip(groups, ordered_colours(len(groups)), strict=True))
-    worst = max(abs(entry.relative) for variant in shown.values() for entry in variant.residuals)
+    looks = looks_of(_group(entry) for entry in entries)
+    worst = max(abs(entry.relative) for entry in entries)
     title = f"{fit.study}: measured loss against the parametric law's\nno run is further than {100 * worst:.2g}% from it"
     figure, grid = panels(len(shown), title, panel=(4.3, 3.0))
-    for axes, (name, variant) in zip(grid, shown.items(), strict=True):
-        _residual_panel(axes, variant, looks)
-        axes.set_title(f"{name}: typical distance {100 * variant.parametric.noise:.2g}%", loc="left", fontsize=9.5)  # type: ignore[union-attr]
-        axes.set_xscale("log")
+    for axes, (name, (noise, some)) in zip(grid, shown.items(), strict=True):
+        axes.axhspan(-100 * noise, 100 * noise, color=QUIET, alpha=0.10, linewidth=0)
+        axes.axhline(0.0, color=QUIET, linewidth=1.0)
+        for entry in some:
+            axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **looks[_group(entry)])
+        headed(axes, f"{name}: typical distance {100 * noise:.2g}%")
     outer_labels(grid, size_words(fit), "loss over law − 1, %")
-    sizes = [entry.n for variant in shown.values() for entry in variant.residuals]
-    low, high = min(sizes) * 0.85, max(sizes) * 1.18
-    for axes in grid:
-        axes.set_xlim(low, high)
-        axes.set_ylim(-130 * worst, 130 * worst)
-        log_ticks(axes.xaxis, low, high, "count")
-    with_budget = all(entry.budget is not None for variant in shown.values() for entry in variant.residuals)
-    _budget_legend(figure, looks, words="FLOPs" if with_budget else "tokens")
+    sizes = [entry.n for entry in entries]
+    log_axis(grid[0].xaxis, min(sizes) * 0.85, max(sizes) * 1.18, "count")
+    grid[0].set_ylim(-130 * worst, 130 * worst)
+    _budget_legend(figure, looks, words="FLOPs" if all(entry.budget is not None for entry in entries) else "tokens")
     return figure
 
 
-def _group(budget: float | None, tokens: float) -> float:
-    return tokens if budget is None else budget
-
-
-def _residual_panel(axes: Any, variant: VariantFit, looks: dict[float, dict[str, Any]]) -> None:
-    assert variant.parametric is not None
-    noise = 100 * variant.parametric.noise
-    axes.axhspan(-noise, noise, color=QUIET, alpha=0.10, linewidth=0)
-    axes.axhline(0.0, color=QUIET, linewidth=1.0)
-    for entry in variant.residuals:
-        axes.plot([entry.n], [100 * entry.relative], linestyle="", markersize=5.5, **looks[_group(entry.budget, entry.d)])
+def _group(entry: Residual) -> float:
+    return entry.d if entry.budget is None else entry.budget
 
 
 DASHED, OTHERS = (0, (5, 2)), "#bbbbbb"
@@ -139,29 +122,20 @@ def frontier(fit: StudyFit, final: pd.DataFrame) -> Any | None:
     if not shown:
         return None
     low, high = final["flops"].min() / _BEYOND, final["flops"].max() * _BEYOND
-    figure = new_figure((10.4, 1.4 + 2.35 * len(shown)))
-    figure.suptitle(
-        f"{fit.study}: model size N and training tokens D of least loss for a compute budget C\nN: {size_words(fit)}",
-        x=0.01, ha="left", fontsize=11,
-    )  # fmt: skip
+    title = f"{fit.study}: model size N and training tokens D of least loss for a compute budget C\nN: {size_words(fit)}"
+    figure = titled_figure((10.4, 1.4 + 2.35 * len(shown)), title)
     grid = figure.subplots(len(shown), 2, squeeze=False, sharex=True, sharey="col")
     for column, side in enumerate(("n", "d")):
         values: list[float] = []
         for axes, (name, variant) in zip(grid[:, column], shown.items(), strict=True):
-            for other in shown.values():
-                law = getattr(other.isoflop, f"{side}_opt", None)
-                if other is not variant and law is not None:
-                    axes.plot((low, high), law.at((low, high)), color=OTHERS, linewidth=1.2, zorder=1)
+            others = [getattr(other.isoflop, f"{side}_opt", None) for other in shown.values() if other is not variant]
+            for law in filter(None, others):
+                axes.plot((low, high), law.at((low, high)), color=OTHERS, linewidth=1.2, zorder=1)
             values += _frontier_lines(axes, variant, side, (low, high), colour_of(list(fit.variants).index(name)))
-            axes.set_title(_frontier_words(name, variant, side), loc="left", fontsize=9.5)
+            headed(axes, _frontier_words(name, variant, side))
             plain_axes(axes, "training compute C, FLOPs" if axes is grid[-1, column] else "", f"best {side.upper()}")
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-        for axes in grid[:, column]:
-            axes.set_xlim(low, high)
-            axes.set_ylim(min(values) / 1.4, max(values) * 1.4)
-            log_ticks(axes.xaxis, low, high, "flops")
-            log_ticks(axes.yaxis, min(values) / 1.4, max(values) * 1.4, "count")
+        log_axis(grid[0, column].xaxis, low, high, "flops")
+        log_axis(grid[0, column].yaxis, min(values) / 1.4, max(values) * 1.4, "count")
     _frontier_legend(figure, fit, shown)
     return figure
 
@@ -205,7 +179,7 @@ def _frontier_lines(axes: Any, variant: VariantFit, side: str, span: tuple[float
             axes.errorbar(where, values, yerr=error_bars(estimates), linestyle="", markersize=6, capsize=2, elinewidth=1.0, **look)
         law = getattr(variant.isoflop, f"{side}_opt")
         if law is not None:
-            draw_law(axes, law, *span, variant.isoflop.interval, look, "")
+            draw_law(axes, law, *span, variant.isoflop.interval, look)
             values += [float(law.at(edge)) for edge in span]
     if variant.parametric is not None:
         x = np.geomspace(*span, 40)
@@ -239,35 +213,27 @@ def loss_compute(fit: StudyFit, table: pd.DataFrame) -> Any | None:
         handles.append(marked(linewidth=1.7, markersize=6, **look))
         labels.append(f"{name}{words}")
     plain_axes(axes, "training compute C, FLOPs", "held-out loss, nats a token")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(low, high)
     shown = table[table["flops"] >= low]["loss"]
     ends_of_laws = [float(line.get_ydata()[-1]) for line in axes.lines if line.get_linewidth() > 1.5]
     bottom, top = min([final["loss"].min(), *ends_of_laws]) * 0.985, min(shown.max() * 1.02, final["loss"].max() * 1.25)
-    axes.set_ylim(bottom, top)
-    log_ticks(axes.xaxis, low, high, "flops")
-    log_ticks(axes.yaxis, bottom, top, "number")
+    log_axis(axes.xaxis, low, high, "flops")
+    log_axis(axes.yaxis, bottom, top, "number")
     told = f"points: finished runs; faint: on the way; lines: least loss for the compute, {fit.interval:.0%} bands"
-    axes.set_title(f"{fit.study}: held-out loss against training compute\n{told}", loc="left", fontsize=11)
+    headed(axes, f"{fit.study}: held-out loss against training compute\n{told}", 11)
     legend_below(figure, handles, labels, 1)
     return figure
 
 
 def _least_loss(axes: Any, variant: VariantFit, span: tuple[float, float], look: dict[str, Any]) -> str:
     """Draws L(C) along the frontier and says by which law."""
-    law = variant.isoflop.loss if variant.isoflop is not None else None
+    law = variant.least_loss("isoflop")
     if law is not None and variant.isoflop is not None:
-        draw_law(axes, law, *span, variant.isoflop.interval, look, "")
+        draw_law(axes, law, *span, variant.isoflop.interval, look)
         return f": least loss {_loss_words(law)} (isoFLOP minima)"
     if variant.parametric is None:
         return ": no law"
-    fitted = variant.parametric
-    coefficient, exponent, offset = fitted.frontier(fitted.values)[0].tolist()
-    draws = [tuple(row) for row in fitted.frontier(fitted.draws).tolist()]
-    least = PowerLaw("FLOPs", "loss", Estimate(coefficient), Estimate(exponent), Estimate(offset), draws)
-    draw_law(axes, least, *span, fitted.interval, look, "")
-    return f": least loss by the parametric law, E = {interval_text(fitted.E)}"
+    draw_law(axes, variant.parametric.frontier, *span, variant.parametric.interval, look)
+    return f": least loss by the parametric law, E = {interval_text(variant.parametric.E)}"
 
 
 def _loss_words(law: PowerLaw) -> str:

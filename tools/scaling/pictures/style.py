@@ -6,12 +6,12 @@ A variant has a colour of Okabe and Ito's and a marker of its own; budgets, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from fem_common.plot import new_figure, plain_axes
+from fem_common.plot import new_figure, ordered_colours, plain_axes
 from fem_common.text import count as count_text
 from tools.scaling.laws import Estimate, PowerLaw
 
@@ -22,13 +22,36 @@ def panels(count: int, title: str, panel: tuple[float, float] = (4.3, 3.6), belo
     """A figure with a title and ``count`` panels, at most WIDEST side by side, and inches ``below`` them for a legend; all axes shared."""
     across = 2 if count == 4 else min(count, WIDEST)
     rows = math.ceil(count / across)
-    figure = new_figure((max(6.4, panel[0] * across + 0.5), panel[1] * rows + below))
+    figure = titled_figure((max(6.4, panel[0] * across + 0.5), panel[1] * rows + below), title)
     grid = figure.subplots(rows, across, squeeze=False, sharex=True, sharey=True).ravel()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     for number, axes in enumerate(grid):
         axes.set_visible(number < count)
         axes.tick_params(labelbottom=number + across >= count)  # nothing under it
     return figure, list(grid[:count])
+
+
+def titled_figure(size: tuple[float, float], title: str, fontsize: float = 11) -> Any:
+    """A figure of so many inches with its title above all panels."""
+    figure = new_figure(size)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=fontsize)
+    return figure
+
+
+def headed(axes: Any, title: str, fontsize: float = 9.5) -> None:
+    """A panel's own title."""
+    axes.set_title(title, loc="left", fontsize=fontsize)
+
+
+def looks_of(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """A colour and a marker for each of the values, in their order."""
+    keys = sorted(set(values))
+    return dict(zip(keys, ordered_colours(len(keys)), strict=True))
+
+
+def star(axes: Any, x: float, y: float, color: Any, *, is_open: bool) -> None:
+    """An optimum; ``is_open``: it is on the edge of what was measured, and none."""
+    face = {"color": "white", "markeredgecolor": color} if is_open else {"color": color, "markeredgecolor": "white"}
+    axes.plot([x], [y], marker="*", markersize=13, zorder=3, **face)
 
 
 def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
@@ -38,8 +61,8 @@ def outer_labels(grid: Sequence[Any], x: str, y: str) -> None:
         plain_axes(axes, x if number + across >= len(grid) else "", y if number % across == 0 else "")
 
 
-def log_ticks(axis: Any, low: float, high: float, kind: str) -> None:
-    """Ticks between ``low`` and ``high`` of a logarithmic axis: decades, or 1-2-5 steps where there are few of them.
+def log_axis(axis: Any, low: float, high: float, kind: str) -> None:
+    """A logarithmic axis, and those that share it, from ``low`` to ``high``, with ticks at decades, or 1-2-5 steps where there are few.
 
     ``kind``: "count" (12M, 3.4B), "flops" (3·10¹⁸) or "number".
     """
@@ -52,6 +75,7 @@ def log_ticks(axis: Any, low: float, high: float, kind: str) -> None:
             break
     while len(inside) > 7:
         inside = inside[::2]
+    axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
     axis.set_major_locator(FixedLocator(inside))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
@@ -77,10 +101,10 @@ def law_text(what: str, law: PowerLaw, of: str) -> str:
     return f"{what} ∝ {of}^{interval_text(law.exponent)}"
 
 
-def draw_law(axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any], label: str) -> None:
+def draw_law(axes: Any, law: PowerLaw, low: float, high: float, interval: float, look: dict[str, Any]) -> None:
     """A power law as a line from ``low`` to ``high``, its band behind it."""
     x = np.geomspace(low, high, 60)
-    axes.plot(x, law.at(x), color=look["color"], linewidth=1.7, label=label)
+    axes.plot(x, law.at(x), color=look["color"], linewidth=1.7)
     band = law.band(x, interval)
     if band is not None:
         axes.fill_between(x, *band, color=look["color"], alpha=0.16, linewidth=0)
