@@ -90,7 +90,7 @@ def _index_faults(
 
 
 def _parts(
-    stream: BinaryIO, dtype: str, number: int, update: Callable[[npt.NDArray[Any]], None], advance: Callable[[int], None]
+    stream: BinaryIO, dtype: str, number: int, update: Callable[[Any], None], advance: Callable[[int], None]
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """(first index, values) of the next ``number`` values of a file, in parts."""
     for start in range(0, number, DOCUMENTS_AT_ONCE):

@@ -189,14 +189,14 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
     stepped = stepping and written is not None and written > began
     steps = [value for value in (progress.get("step"), step.get("step")) if value is not None]
     done, whole, seconds = max(steps, default=0), progress.get("steps"), step.get("step_seconds")
-    known = stepped and steps and whole is not None and seconds is not None
+    seconds_left = max(0, whole - done) * seconds if stepped and steps and whole is not None and seconds is not None else None
     return {
         "step": done if steps else None,
         "steps": whole,
         "loss": step.get("loss"),
         "valid_loss": next((line["valid_loss"] for line in lines if "valid_loss" in line), None),
         "tokens_per_second": step.get("tokens_per_second"),
-        "seconds_left": max(0, whole - done) * seconds if known else None,
+        "seconds_left": seconds_left,
         "step_age": now - written if active and written is not None else None,
     }
 

@@ -36,7 +36,7 @@ from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
-from kernels.linear_attention import reference
+from kernels import linear_attention as linear
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
 Arrays = dict[str, Tensor]
@@ -351,7 +351,7 @@ def test_without_a_mask_every_token_matters_and_the_reversed_sequence_gives_the_
 
 
 def test_the_planned_chunks_are_the_kernels() -> None:
-    assert (CHUNK, CHUNK_PER_CHANNEL) == (reference.CHUNK, reference.CHUNK_PER_CHANNEL)
+    assert (CHUNK, CHUNK_PER_CHANNEL) == (linear.CHUNK, linear.CHUNK_PER_CHANNEL)
 
 
 @pytest.mark.parametrize("budget", ["i", "ii"])

@@ -39,7 +39,7 @@ def test_the_runs_own_sections_and_the_typed_keys_make_deepspeeds_configuration(
     assert made["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     keys = ("sub_group_size=7", "prefetch_bucket_size=8", "param_persistence_threshold=9", "max_live_parameters=10", "pin_memory=true")
     zero = told(small("engine.zero_stage=3", "engine.offload_optimizer=true", *(f"engine.deepspeed.{key}" for key in keys)))
-    wanted = {"sub_group_size": 7, "stage3_prefetch_bucket_size": 8, "stage3_param_persistence_threshold": 9}
+    wanted: dict[str, object] = {"sub_group_size": 7, "stage3_prefetch_bucket_size": 8, "stage3_param_persistence_threshold": 9}
     wanted |= {"stage3_max_live_parameters": 10, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
     assert wanted.items() <= zero["zero_optimization"].items() and "offload_param" not in zero["zero_optimization"]
 

@@ -163,7 +163,8 @@ def coordinates(records: Sequence[Record]) -> Any:
             said = f"{'flat' if most.flat else 'not flat'}: {verdict} ({in_words(most.site)})"
             headed(axes, f"{NAMES[name]}, {words}\n{said}")
             plain_axes(axes, "width of the model" if row else "", f"over that at width {found[0].widths[0]}" if not column else "")
-    log_axis(grid[0, 0].yaxis, *grid[0, 0].get_ylim(), "number")
+    low, high = grid[0, 0].get_ylim()
+    log_axis(grid[0, 0].yaxis, low, high, "number")
     widths = next(iter(verdicts.values()))[0].widths
     grid[0, 0].set_xticks(widths, [str(width) for width in widths])
     labels = [in_words(site) + " (pale: not judged)" * (site == "logits") for site in looks]
