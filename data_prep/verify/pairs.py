@@ -110,7 +110,7 @@ def _token_faults(
     first = -1
     with path.open("rb", buffering=0) as stream:
         while len(part := np.fromfile(stream, kind, BLOCK_BYTES // kind.itemsize)):
-            digest.update(part)
+            digest.update(part.data)
             advance(part.nbytes)
             found += int(np.count_nonzero(part == ids.eod_id))
             foreign += int(np.count_nonzero((part < 0) | (part >= ids.vocab_size)))

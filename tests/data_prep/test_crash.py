@@ -9,6 +9,8 @@ import random
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 
 from data_prep.store.layout import SHARDS, read_plan
-from data_prep.store.staging import Staging, lock
+from data_prep.store.staging import LOCK, Staging, lock
 from data_prep.verbs.run import finished
 from fem_common.errors import UserError
 from fem_common.exits import Exit
@@ -229,3 +231,22 @@ def test_merges_at_once_without_a_working_lock_leave_the_data_whole(shards: Path
     # Refused as busy, or by a file that the other has moved away, depending on how far it was.
     assert "met" in result.stdout and (result.returncode, len(errors)) in ((0, 0), (2, 1), (75, 1)), result
     assert room.snapshot(shards) == room.snapshot(merged)
+
+
+def test_leftovers_of_the_dead_go_those_of_the_living_stay(tmp_path: Path, masked: list[object]) -> None:
+    out = tmp_path / "out"
+    room.done(*masked, "--task-id", 0, "--tasks", 2)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    shards, host = out / "shards", socket.gethostname()
+    mine = temporary(shards / "00001")
+    of_another = f"{mine.name.rpartition('~')[0]}~{dead.pid}"
+    of_the_dead = [shards / of_another, out / f".plan.json{of_another.removeprefix('.00001')}"]
+    elsewhere, long_ago = (shards / mine.name.replace(f"~{host}~", f"~{name}~") for name in ("elsewhere", "long-ago"))
+    for folder in (mine, of_the_dead[0], elsewhere, long_ago):
+        folder.mkdir()
+        (folder / "train.bin").write_bytes(b"part")
+    of_the_dead[1].write_bytes(b"{")
+    os.utime(long_ago, times=(time.time() - 100_000,) * 2)
+    room.done(*masked, "--task-id", 1, "--tasks", 2)
+    assert {path for path in (*shards.glob(".*"), *out.glob(".*")) if path.name != LOCK} == {mine, elsewhere}

@@ -136,20 +136,23 @@ MISTAKES = [
 
 
 def test_mistakes_are_one_line(server: Hub, wording: Wording) -> None:
-    def told(call: Callable[[], object]) -> None:
+    for address, subset in MISTAKES:
         with pytest.raises(CommandError) as error:
-            call()
+            hub.resolve(address, subset)
         assert "\n" not in str(error.value)
         wording(error.value, ENDPOINT=server.endpoint)
-
-    for address, subset in MISTAKES:
-        told(lambda address=address, subset=subset: hub.resolve(address, subset))
     for url in (f"{EDU}@main/gone.parquet", f"{EDU}@main", "hf://datasets/some/gated@main/a.jsonl"):
-        told(lambda url=url: hub.open_remote(url).read())
+        with pytest.raises(CommandError) as error, hub.open_remote(url) as stream:
+            stream.read()
+        wording(error.value, ENDPOINT=server.endpoint)
     for name in ("hf://org/none", "hf://org/gone", "hf://a", "no/such/folder"):
-        told(lambda name=name: find_tokenizer(name))
+        with pytest.raises(CommandError) as error:
+            find_tokenizer(name)
+        wording(error.value, ENDPOINT=server.endpoint)
     server.faults = {"api/datasets": [200]}
-    told(lambda: hub.resolve(EDU))
+    with pytest.raises(CommandError) as error:
+        hub.resolve(EDU)
+    wording(error.value, ENDPOINT=server.endpoint)
 
 
 def test_a_tokenizer_by_name_is_its_files_alone(server: Hub, tokenizer: Path) -> None:

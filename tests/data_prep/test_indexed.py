@@ -22,6 +22,7 @@ from data_prep.store.indexed import (
     write_index,
 )
 from fem_common.errors import UserError
+from tests.data_prep import conftest as room
 
 EOD = 0
 
@@ -119,3 +120,19 @@ def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(FormatError):
             read_index(path)
+
+
+def test_memory_does_not_grow_with_the_index(tmp_path: Path) -> None:
+    """The index of 20 million documents, 400 MB, in less than 150 MB over what numpy takes."""
+    code = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from data_prep.store.indexed import read_index, write_index
+part = np.full(1_000_000, 700, np.int32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+size, _ = write_index(Path(sys.argv[1]), 20_000_000, "uint16", lambda: (part for _ in range(20)))
+print(size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, read_index(Path(sys.argv[1])).pointers[-1])
+"""
+    size, grown, last = map(int, room.python(code, tmp_path / "a.idx").stdout.split())
+    assert size == 34 + 20 * 20_000_000 + 8 and last == 1400 * (20_000_000 - 1) and grown < 150_000

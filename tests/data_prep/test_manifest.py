@@ -18,6 +18,14 @@ from data_prep.store.indexed import sample_digest
 from data_prep.store.layout import read_plan
 from data_prep.store.manifest import PLACES_KEPT, SplitEntry, UnitEntry, read_entry, read_manifest
 from fem_common.errors import UserError
+from tests.data_prep import conftest as room
+from tests.wording import Wording
+
+DAMAGE = """
+shards/00002.json: rows -23; rows 61; dropped.lost 0; bad.0.reason "x"; splits.dev {}; splits.train.bin_sample "1000:s"
+manifest.json: format 1; tokenizer.eod_id -1; source.files 3; splits.train {}; source.settings []
+plan.json: format 1; units []; units.0 [[1]]; units.0.0 9; settings.min_bytes -1; tokenizer.eod_id 9
+"""
 
 PAIR = SplitEntry(10, 500, 2000, "b" * 64, "i" * 64, 1000, 242)
 BAD = (BadRow(4, Drop.NULL_TEXT), BadRow(9, Drop.NULL_TEXT, 'quoted " \ud800 and é'))
@@ -113,3 +121,21 @@ def test_numbers_as_people_write_them() -> None:
     assert ranges([]) == "" and ranges([4]) == "4" and ranges([5, 4, 1, 2, 3, 9, 11, 12]) == "1-5, 9, 11-12"
     long = ranges(range(0, 1000, 2))
     assert shortened("1, 2") == "1, 2" and len(shortened(long)) <= 205 and shortened(long).endswith(", ...")
+
+
+def test_what_is_said_of_a_damaged_file(shards: Path, merged: Path, wording: Wording) -> None:
+    shutil.copy(merged / "manifest.json", shards)
+    for line in DAMAGE.strip().splitlines():
+        name, changes = line.split(": ", 1)
+        whole = (shards / name).read_bytes()
+        for change in changes.split("; "):
+            room.spoil(shards, f"{name} set {change}")
+            with pytest.raises(UserError) as error:
+                READ[name](shards)
+            wording(error.value, FINGERPRINT=json.loads((shards / "plan.json").read_bytes())["fingerprint"][:12])
+            (shards / name).write_bytes(whole)
+    (shards / "manifest.json").unlink()
+    for folder in (shards, shards / "tokenizer"):
+        with pytest.raises(UserError) as error:
+            read_manifest(folder)
+        wording(error.value)

@@ -245,3 +245,16 @@ def test_a_document_of_50_mb_among_small_ones(tmp_path: Path, tokenizer: Path, e
     room.done("run", file, "--tokenizer", tokenizer, "--out", out, *room.ALL_TRAIN, *limit, "--encoder", encoder)
     assert dropped(out) == ({} if limit else {"above_max_bytes": 1})
     assert texts(out, tokenizer)["train"] == ["first", *[long] * bool(limit), "last"]
+
+
+def test_malformed_lines_and_lone_surrogates_in_json(tmp_path: Path, tokenizer: Path) -> None:
+    lines = [
+        *(b'{"id": "a", "text": "fine"}', b'{"id": "b", "text": "lone \\ud800 surrogate"}', b'{"id": "c", "text": "never closed'),
+        *(b'{"id": "d"}', b'{"id": "e", "text": null}', b'{"id": "f", "text": ""}', b'{"text": "no id"}', b"[1, 2]"),
+        *(b'{"id": "g", "text": "not \xff UTF-8"}', b'{"id": "h", "text": 5}', b'{"id": "i", "text": "<|endoftext|> is text"}'),
+        b'{"id": "j", "text": "last, without a line end"}',
+    ]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    run(tmp_path / "rows.jsonl", tokenizer, tmp_path / "out", *room.ALL_TRAIN, "--max-bad", 9)
+    assert dropped(tmp_path / "out") == {"null_text": 1, "empty_text": 1, "invalid_utf8": 2, "null_id": 1, "malformed": 4}
+    assert texts(tmp_path / "out", tokenizer)["train"] == ["fine", "<|endoftext|> is text", "last, without a line end"]

@@ -333,3 +333,29 @@ def kept_bytes(name: str, length: int) -> int:
 def test_linear_time_mixers_and_windows_keep_memory_linear_in_the_length(name: str) -> None:
     # 5%: what is kept once, whatever the length.
     assert kept_bytes(name, 8192) == pytest.approx(2 * kept_bytes(name, 4096), rel=0.05)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_no_gradient_flows_back_from_the_past(name: str) -> None:
+    x = tokens().requires_grad_()
+    block_of(name)(x, Context())[:6].square().sum().backward()
+    assert x.grad is not None and x.grad[:6].any() and not x.grad[6:].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_batch_do_not_meet(name: str) -> None:
+    block, x = block_of(name), tokens()
+    with torch.no_grad():
+        both, alone = block(x, Context()), block(x[:, 1:], Context())
+    # Another batch size may change the order of a sum, no more.
+    torch.testing.assert_close(both[:, 1:], alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", LINEAR_TIME)
+def test_8192_tokens_forward_and_backward_are_finite(name: str) -> None:
+    block = block_of(name, torch.float32, attention_backend="auto")
+    x = tokens(8192, torch.float32)[:, :1].requires_grad_()
+    y = block(x, Context())
+    y.square().mean().backward()
+    assert y.isfinite().all()
+    assert all(value.grad is not None and value.grad.isfinite().all() for value in (x, *block.parameters()))

@@ -223,3 +223,39 @@ def test_bidirectional() -> None:
 
 
 # --- the shapes ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_energies_fall_along_small_steps(preconditioner: str) -> None:
+    # P as it starts: softplus(1) I.
+    switches: dict[str, Any] = {"diagonal": "none", "preconditioner": preconditioner, "eta_attention": 0.02, "eta_mlp": 0.02}
+    for layer in both(**switches):
+        with torch.no_grad():
+            for name, weight in layer.named_parameters():
+                if name.startswith("precondition"):
+                    weight.fill_(0.25 if name.endswith("p") else 0.0)
+        h = tokens(9)
+        before, points = energy(layer, h, rms_norm(h, None, 1e-6)), [h]
+        for _ in range(6):
+            known = (h, points[-1], Context()) if isinstance(layer, CemAttention) else (h, points[-1])
+            points.append(layer.descend(*known))
+            after = energy(layer, h, rms_norm(points[-1], None, 1e-6))
+            assert (after < before).all()
+            before = after
+
+
+def test_a_preconditioner_folded_or_not() -> None:
+    for layer in both():
+        w, c = (layer.query if isinstance(layer, CemAttention) else layer.up).weight, tokens(9, hidden=16)
+        c = torch.cat((c, c), -1)[..., : len(w)]
+        torch.testing.assert_close(layer.precondition(w, 1000)(c), layer.precondition(w, 1)(c), **ROUNDING)
+
+
+def test_numbers_of_parameters() -> None:
+    """Half of attention's D^2 and two thirds of a gated MLP's; every weight once."""
+    shapes = CemAttentionShape.of(model(**PLAIN)).weights(), CemMlpShape.of(model(**PLAIN)).weights()
+    assert [sum(w.size for w in weights.values() if len(w.shape) == 2) for weights in shapes] == [2 * 16**2, 2 * 16 * 24]
+    sizes = [sum(w.size for w in weights.values()) for weights in (layer.shape.weights() for layer in both())]
+    preconditioners = [4 * 16 * (1 + 2 * 4), 16 * (1 + 2 * 16)]
+    assert sizes == [16 + 2 * 16**2 + 2 + 16 + preconditioners[0], 16 + 2 * 16 * 24 + preconditioners[1]]
+    assert [sum(weight.numel() for weight in layer.parameters()) for layer in both()] == sizes

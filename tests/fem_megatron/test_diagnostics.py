@@ -237,3 +237,47 @@ def test_afts_prior_is_of_its_keys(query: str) -> None:
     mu = (first.exp() * v).cumsum(0) / first.exp().cumsum(0)
     assert values["energy"] == pytest.approx(-free_energy.mean().item(), **ROUNDING)
     assert values["free_energy_gap"] == pytest.approx((free_energy - mu).mean().item(), **ROUNDING)
+
+
+def test_the_gap_is_a_divergence() -> None:
+    """A FEM whose values differ: F > mu, and the posterior is sharper than a flat prior."""
+    made = block()
+    parts = made.mixer.shape.prior.slices()
+    rows = made.mixer.in_proj.weight.view(made.mixer.shape.heads, -1, SMALL.hidden_size)
+    with torch.no_grad():
+        rows[:, : sum(parts.values())] = 0.0
+    values = own(seen(made, tokens()))
+    heads, width = made.mixer.shape.heads, made.mixer.shape.value_head
+    asked = [max(0, number * LENGTH // (heads * width) - 1) for number in range(1, heads * width + 1)]
+    assert values["prior_entropy"] == pytest.approx(sum(math.log(t + 1) for t in asked) / len(asked), **ROUNDING)
+    assert values["free_energy_gap"] > 0.01
+    assert values["posterior_entropy"] < values["prior_entropy"] - 0.01
+
+
+def test_switches_of_the_fem() -> None:
+    x = tokens()
+    assert set(own(seen(block(fem=FemConfig(free_energy=False)), x))) == {"step_norm", "prior_entropy"}
+    without = set(own(seen(block(fem=FemConfig(temperature=False)), x)))
+    assert without == {"step_norm", "prior_entropy", "posterior_entropy", "energy", "free_energy_gap"}
+
+
+def test_hypersets_iterations_have_their_own_weights() -> None:
+    """With depth-wise LoRA the second iteration is measured by the second adapter."""
+    made, x = block("hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2)), tokens(batch=1)
+    with torch.no_grad():
+        middle = made.mixer(x, Context(origin=x, memory={}))
+    then = made.mixer.diagnose(middle, Context(iteration=1), torch.arange(LENGTH))
+    found = seen(made, x)["layer_03/iteration_01/mixer/attention_energy_before"]
+    assert found == pytest.approx(then["attention_energy"].mean().item(), **ROUNDING)
+
+
+def test_values_and_normaliser_do_not_bend_the_prior() -> None:
+    """Mamba's prior reads sigmoid(v): its weights are those of the same prior reading v. The ablation's weights do not add up to one."""
+    made, x = block("fem_mamba"), tokens()
+    usual, shape = own(seen(made, x)), made.mixer.shape
+    assert shape.prior.squash and shape.prior.normalise
+    for changed in (replace(shape.prior, squash=False), replace(shape.prior, normalise=False)):
+        made.mixer.shape = made.mixer.prior.shape = replace(shape, prior=changed)
+        other = own(seen(made, x))
+        assert usual["prior_entropy"] == pytest.approx(other["prior_entropy"], **ROUNDING)
+        assert usual["energy"] != pytest.approx(other["energy"], rel=1e-3)

@@ -34,10 +34,15 @@ from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
+from kernels import linear_attention as linear
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
-from kernels import linear_attention as linear
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
+
+
+def stream(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(tokens, batch, 32, generator=torch.Generator().manual_seed(tokens), dtype=torch.float64).to(dtype)
+
 
 Arrays = dict[str, Tensor]
 PRIORS: dict[str, type[PriorShape]] = {
@@ -361,3 +366,35 @@ def test_the_budget_is_four_times_the_width_squared(name: str, budget: str) -> N
         shape = shape_of(name, replace(config, budget=budget), hidden_size=768, num_attention_heads=8)
         size = sum(weight.size for key, weight in shape.weights().items() if key.endswith(".weight") and len(weight.shape) == 2)
         assert size == 4 * 768**2 + (8 * 768 if name == "gla" else 0)  # and a row a head for the decay
+
+
+@every_scan
+def test_rope_and_the_conditioner_reach_the_prior(name: str) -> None:
+    x = stream(9)
+    plain = build(shape_of(name, rope=False))
+    turned = build(shape_of(name, rope=True))
+    assert torch.equal(turned.in_proj.weight, plain.in_proj.weight)
+    assert torch.equal(turned(x, Context()), plain(x, Context())) == (name == "lrnn_decay")
+    if name != "linear":
+        before = plain(x, Context())
+        rows = plain.tdc.out_proj.weight.data.unflatten(0, (2, -1))
+        start = plain.shape.head_width - sum(list(plain.shape.slices.values())[-3:]) - 1
+        rows[:, start] *= 3  # phi's row for the decay
+        assert not torch.equal(plain(x, Context()), before)
+
+
+def test_with_all_switches_off_it_is_aft() -> None:
+    mixer = build(shape_of("aft", OFF))
+    x = stream(11)
+    parts = by_head(mixer, x)
+    weights = parts["k"].exp()
+    read = parts["q"].sigmoid() * (weights * parts["v"]).cumsum(0) / weights.cumsum(0)
+    expected = x + read.flatten(2) @ mixer.out_proj.weight.T
+    torch.testing.assert_close(mixer(x, Context()), expected, rtol=1e-12, atol=1e-12)  # float64 rounding
+
+
+def test_the_state_does_not_grow() -> None:
+    shape = shape_of("gla")
+    assert shape.state_bytes(1, 2) == shape.state_bytes(8192, 2)
+    # d_k = 16, d_v = 8, 2 heads: sums over [v, U, 1] and two ends of the values, fp32; the conditioner's four
+    assert shape.state_bytes(1, 2) == 4 * (2 * (16 * 17 + 2 * 8) + 4)

@@ -248,3 +248,35 @@ def test_the_paper_s_parameter_count() -> None:
     weights = shape(hidden=768, heads=12, multiplier=4, time_size=512, step_norm=False, recurrence=24).weights()
     rest = 10 * 768 + 81 * 768 + 768 + 9 * 768
     assert round((sum(weight.size for weight in weights.values()) + rest) / 1e6, 2) == 5.20
+
+
+@pytest.mark.parametrize("attention", CAUSAL)
+def test_where_causal_a_step_lowers_the_token_s_own_energy(attention: str) -> None:
+    """Each token moves alone: its energy among the others where they stood."""
+    layer = build(attention=attention, step_size="fixed", alpha=0.02, gamma=0.0, recurrence=1)
+    with torch.no_grad():
+        layer.subspaces.weight.copy_(torch.linalg.qr(layer.subspaces.weight)[0])
+        layer.subspaces_norm.weight.fill_(1.0)
+    x = tokens(9)
+    before, after = (turned(layer, layer.project_heads(part, Context())) for part in (x, layer(x, Context())))
+    energies = [attention_energy(z, before, kind=attention).sum(1) for z in (before, after)]
+    # The first token of softmax sees itself alone: its energy is its norm's, which the step cannot lower on the sphere.
+    first = 1 if attention == "softmax" else 0
+    assert (energies[1] < energies[0])[:, first:].all()
+
+
+@pytest.mark.parametrize("update", ["rmsprop", "adam"])
+def test_a_gradient_of_zero_has_a_gradient(update: str) -> None:
+    layer, x = build(update=update), tokens(4)
+    with torch.no_grad():
+        layer.subspaces.weight.zero_()
+    x.requires_grad_()
+    run(layer, x).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    assert all(weight.grad.isfinite().all() for weight in layer.parameters() if weight.grad is not None)
+
+
+def test_a_causal_token_sees_half_the_square() -> None:
+    assert shape().flops(9)["attention"] == 4 * 16 * 5
+    assert shape(attention="linear").flops(1000)["attention"] == 4 * 16 * (65 / 2 + 8)
+    assert shape(causal=False).flops(9)["attention"] == 6 * 16 * 9

@@ -76,3 +76,12 @@ def test_norm_of_many_parts_is_exact() -> None:
     norm, _ = _l2_norm(0, torch.zeros(1), [[heavy, rest, torch.zeros(0)]], False)
     # float32's own resolution.
     assert norm.item() == pytest.approx(wanted, rel=1e-7)
+
+
+def test_without_padding_nothing_is_added() -> None:
+    from fem_megatron.megatron.model import Layout, build
+
+    hooks = [
+        len(build(padding.model_of(name, tied=False), Layout(), 4, seed=1)[0].output_layer._forward_hooks) for name in padding.VOCABULARIES
+    ]
+    assert hooks == [1, 0, 1]

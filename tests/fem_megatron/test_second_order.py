@@ -16,6 +16,16 @@ from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
+
+def descending(kind: str, eta: float) -> Any:
+    """W_O = -(eta / H) W_Q^T: the paper's step, before its W_O was learned."""
+    layer = build(kind, jitter=0.0)
+    with torch.no_grad():
+        layer.norm.weight.fill_(1.0)
+        layer.out_proj.weight.copy_(-eta / 2 * layer.in_proj.weight.unflatten(0, (2, 2, 8))[:, 0].flatten(0, 1).mT)
+    return layer
+
+
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 through a few solves
 KINDS = ("mha2nd1st", "mha2nd", "energy_linear")
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -142,3 +152,21 @@ def test_diagnose_is_the_mean_over_heads_of_the_definition() -> None:
     torch.testing.assert_close(found["free_energy_before"], expected.detach(), **ROUNDING)
     half = layer.diagnose(x[:4], Context(), torch.tensor([3]))
     torch.testing.assert_close(half["free_energy_after"], found["free_energy_after"][3:4], **ROUNDING)
+
+
+def test_three_quarters_of_attention_and_half_its_cache() -> None:
+    for kind in KINDS:
+        matrices = [weight.size for weight in shape(kind).weights().values() if len(weight.shape) == 2]
+        assert sum(matrices) == 3 * 16 * 16
+    assert shape("mha2nd1st").state_bytes(100, 2) == 100 * 16 * 2  # attention's k and v: twice that
+    assert shape("energy_linear").state_bytes(100, 2) == shape("energy_linear").state_bytes(1, 2) == 2 * 8 * 8 * 4
+
+
+def test_a_small_step_lowers_the_free_energy() -> None:
+    layer, x, sample = descending("mha2nd1st", 0.05), tokens(9), torch.tensor([0, 3, 8])
+    with torch.no_grad():
+        layer.newton_temperature.fill_(1e9)  # the gradient alone; b is a second-order term
+    found = layer.diagnose(x, Context(), sample)
+    assert all(value.shape == (3, 2) for value in found.values())
+    assert (found["free_energy_after"] < found["free_energy_before"]).all()
+    torch.testing.assert_close(found["step_norm"], (layer(x, Context()) - x)[sample].norm(dim=-1), **ROUNDING)

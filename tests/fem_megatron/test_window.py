@@ -16,7 +16,7 @@ from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 from fem_megatron.state import Context, Room, State
 from pretrain.config import RunConfig
 from pretrain.plan.run_plan import make_plan
-from tests.fem_megatron.test_catalogue import block_of
+from tests.fem_megatron.test_catalogue import SWITCHED, block_of
 
 FP64: Any = {"rtol": 1e-11, "atol": 1e-12}  # float64 over some tens of terms
 
@@ -89,3 +89,30 @@ def test_a_plan_compares_with_a_plain_transformer() -> None:
         plan.transformer_parameters == make_plan(replace(run, model=ModelConfig(mixer="transformer", vocab_size=100)), 1).total_parameters
     )
     assert plan.total_parameters < plan.transformer_parameters
+
+
+def test_memory_grows_with_tokens_times_window() -> None:
+    kept = []
+    for length in (256, 512):
+        q, k, v = (draw(1, 2, length, 8, seed=seed).requires_grad_() for seed in range(3))
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            windowed_attention(q, k, v, 16)
+        kept.append(sum(storages.values()))
+    assert kept[1] < 2.1 * kept[0]  # 10%: what does not grow, the first window and the mask
+
+
+def test_the_state_stops_growing() -> None:
+    shape = AttentionShape.of(ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=128)))
+    assert [shape.state_bytes(length, 2) for length in (1, 127, 128, 10**6)] == [2 * n * 768 * 2 for n in (1, 127, 127, 127)]
+
+
+def test_a_hybrid_takes_the_section_for_its_transformer_layers() -> None:
+    model = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, pattern=("transformer", "fem_softmax"), attention=SWITCHED)
+    switched, other = (block.mixer for block in model.blocks())
+    assert "in_proj.bias" in switched.weights() and "in_proj.bias" not in other.weights()

@@ -371,3 +371,11 @@ def test_following_shows_new_lines_and_attempts_and_ends_with_the_run(crashed: P
     write_json(launch_folder(crashed) / "state.json", {"state": "finished"})
     shown("[launch] finished")
     assert len(following) == len(set(following))
+
+
+def test_a_silent_slurm_makes_states_doubtful_and_nothing_lost(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "demo")
+    for state, expected in ((None, "unknown?"), ("running", "running?"), ("finished", "finished")):
+        if state:
+            says(job, state)
+        assert row(job, SILENT).state == expected

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -16,14 +17,28 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import MANIFEST, DamagedCheckpoint, read_metadata, read_part
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
-from tests.ranks import ended, losses, started, wait_until
+from tests.ranks import PATIENCE, ended, losses, started, wait_until
+
+
+def _sleep(pipe: Any) -> None:
+    pipe.send(os.getpid())
+    time.sleep(PATIENCE)
+
+
+def _rank_with_a_writer(pipe: Any) -> None:
+    context = multiprocessing.get_context("fork")
+    context.Process(target=platform.ending_with_parent(_sleep), args=(pipe,)).start()
+    time.sleep(PATIENCE)
+
 
 LARGER_THAN_METADATA = 300_000  # bytes; the small run's files of tensors are larger, all others smaller
 
@@ -255,3 +270,17 @@ def test_every_file_but_the_tensors_has_a_hash(pretrain: Command) -> None:
     step = pretrain.checkpoints / "step_00000004"
     hashed = set(json.loads((step / MANIFEST).read_text())["sha256"])
     assert {path.name for path in step.iterdir() if path.suffix != ".distcp"} == {*hashed, MANIFEST}
+
+
+def test_a_writer_ends_with_its_rank() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=_rank_with_a_writer, args=(theirs,))
+    rank.start()
+    theirs.close()
+    assert ours.recv()
+    rank.kill()
+    rank.join()
+    assert ours.poll(10), "nobody holds the other end any more"
+    with pytest.raises(EOFError):
+        ours.recv()

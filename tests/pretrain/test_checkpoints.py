@@ -10,6 +10,9 @@ import pickle
 import random
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +25,38 @@ from pretrain.checkpoint.reader import MANIFEST, load_full_model_state
 from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import PATIENCE, finished, losses, records, send, started, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={port}", "-m", "pretrain"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*start, DEMO, *overrides],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _steps(run_dir: Path) -> list[int]:
+    """Steps reported by the newest attempt: those after the last drop of the step number."""
+    steps: list[int] = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if "loss" in record:
+            steps.append(record["step"])
+    return steps
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -233,3 +268,57 @@ def test_two_runs_in_one_directory_are_refused(pretrain: Command) -> None:
     assert pretrain("train.steps=4") == 0
     assert pretrain("checkpoint.resume=none") == 2
     assert "checkpoint.resume = none, but" in pretrain.err
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_saves(settings: list[str], tmp_path: Path) -> None:
+    """torchrun passes it on to its ranks and waits for them; its own traceback is torch's."""
+    process = torchrun(2, [*settings, "train.steps=2000", "checkpoint.interval=0"])
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not _steps(tmp_path / "run"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    stopped = max(_steps(tmp_path / "run"))
+    assert f"stopped by SIGINT after step {stopped}" in output
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{stopped:08d}"]
+
+
+def test_changed_pickle_is_not_read(pretrain: Command) -> None:
+    assert pretrain() == 0
+    metadata = pretrain.checkpoints / "step_00000012" / ".metadata"
+    content = bytearray(metadata.read_bytes())
+    content[100] ^= 1
+    metadata.write_bytes(bytes(content))
+    assert pretrain() == 0
+    assert "step_00000012 is damaged (.metadata does not match the hash" in pretrain.out
+
+
+def test_resume_none_is_refused_where_checkpoints_exist(pretrain: Command) -> None:
+    assert pretrain("train.steps=4") == 0
+    assert pretrain("checkpoint.resume=none") == 2
+    assert "checkpoint.resume = none, but" in pretrain.err
+
+
+def test_saves_at_a_signal_and_at_the_end_amid_bad_steps_keep_the_last_good_checkpoint(pretrain: Command) -> None:
+    ruined = (*RUINED, "optimizer.schedule=constant")
+    assert pretrain(*ruined, "train.steps=1") == 0
+    rest = ("train.steps=40", "train.max_bad_steps=100", "checkpoint.interval=0", "checkpoint.keep_last=1")
+    metrics = pretrain.run_dir / "metrics.jsonl"
+
+    def send_when_skipped() -> None:
+        deadline = time.monotonic() + 60
+        while '"skipped": true' not in metrics.read_text() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send_when_skipped)
+    thread.start()
+    assert pretrain(*ruined, *rest) == 0
+    thread.join()
+    kept = bad_steps(pretrain.checkpoints)
+    stopped = max(kept)
+    assert 1 < stopped < 40 and kept == {1: 0, stopped: stopped - 1}
+    assert pretrain(*ruined, *rest) == 0
+    assert bad_steps(pretrain.checkpoints) == {1: 0, 40: 39}

@@ -25,9 +25,9 @@ MUP = [UNTIED, "model.parametrization=mup"]
 STEPS = 3
 
 
-def train(engine: Any) -> list[Any]:
+def train(engine: Any, steps: int = STEPS) -> list[Any]:
     batches = micro_batches(32)
-    return [engine.train_step(batches, 8 * (step + 1)) for step in range(STEPS)]
+    return [engine.train_step(batches, 8 * (step + 1)) for step in range(steps)]
 
 
 def groups(engine: Any) -> dict[tuple[float, float], int]:
@@ -175,3 +175,27 @@ def test_an_export_s_fresh_weights_start_as_training_s() -> None:
     for name, std in (("lm_head", 0.02 / 4), ("model.embed_tokens", 0.02), ("model.layers.0.mixer.in_proj", 0.01)):
         weight = model.get_submodule(name).weight
         assert weight.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * weight.numel()))
+
+
+def test_it_trains_as_an_output_multiplier_does(settings: list[str]) -> None:
+    """Lemma J.1, table 8's form: an output layer m times as large, with the base's rate and decay, behind a multiplier 1 / m.
+
+    m = 4 is a power of two, so that both runs round alike. What differs is Adam's epsilon, taken down here, and what clipping sees, which
+    is off: the losses are the same but for how a rate of lr / 4 times a moment is rounded, 1e-6.
+    """
+    plain = ["model.mixer=transformer", "model.mup.base_hidden_size=8", "parallel.use_distributed_optimizer=false"]
+    quiet = ["optimizer.clip_grad=0", "optimizer.eps=1.0e-20"]
+    losses = []
+    for multiplied in (False, True):
+        with engine_of([*settings, *MUP, *plain, *quiet, "train.precision=fp32"]) as engine:
+            if multiplied:
+                layer = engine.models[0].output_layer
+                layer.weight.data.mul_(4.0)
+                layer.register_forward_pre_hook(lambda module, given: (given[0] / 4.0, *given[1:]))
+                by_rate = {(group["lr_mult"], group["wd_mult"]): group["params"] for group in engine.optimizer.param_groups}
+                hidden = by_rate[0.25, 4.0]
+                (index,) = (i for i, parameter in enumerate(hidden) if parameter is layer.weight)
+                by_rate[1.0, 1.0].append(hidden.pop(index))
+            losses.append([result.loss for result in train(engine, 6)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert abs(losses[0][-1] - losses[0][0]) > 1e-3, "it learns"

@@ -202,3 +202,35 @@ def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
     wording(text)
     assert len(max(text.splitlines(), key=len)) <= 120
     assert "interleaved, 3 chunks" in render(make_plan(small(f"{PP}=2", f"{VPP}=3"), 2))
+
+
+def test_each_switch_takes_exactly_its_own_parameters_away() -> None:
+    def names(fem: FemConfig) -> set[str]:
+        shapes = parameter_shapes(ModelConfig(vocab_size=100, num_layers=1, fem=fem))
+        return {name.removeprefix("decoder.layers.0.mixer.") for name in shapes}
+
+    everything = names(FemConfig())
+    assert everything - names(FemConfig(conditioner=False)) == {
+        "tdc.norm.weight",
+        "tdc.in_proj.weight",
+        "tdc.state_norm.weight",
+        "tdc.out_proj.weight",
+    }
+    assert everything - names(FemConfig(temperature=False)) == {"beta"} == everything - names(FemConfig(free_energy=False))
+    assert everything == names(FemConfig(gate=False))
+    untied, tied = (set(parameter_shapes(ModelConfig(vocab_size=100, num_layers=1, tie_embeddings=tie))) for tie in (False, True))
+    assert untied - tied == {"output_layer.weight"}
+
+
+def test_budget_i_costs_what_the_transformer_costs_but_for_the_conditioner() -> None:
+    model = run(LARGE).model
+    fem, transformer = (forward_flops(replace(model, mixer=mixer), 4096) for mixer in ("fem_softmax", "transformer"))
+    conditioner = fem.pop("conditioner")
+    assert fem == transformer
+    assert conditioner == 2 * model.num_layers * (3 * 64 * 2048 + 64 * 3.5 * 2048)
+
+
+def test_the_papers_recipes_fit_their_gpus() -> None:
+    for name in (LARGE, "transformer_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml", "transformer_340m_15bt.yaml"):
+        # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
+        assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9

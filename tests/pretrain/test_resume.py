@@ -14,7 +14,7 @@ from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.fem.shape import FemConfig
-from pretrain.checkpoint.reader import read_common
+from pretrain.checkpoint.reader import MANIFEST, read_common
 from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
 from tests.pretrain.conftest import Command
@@ -167,3 +167,14 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     with pytest.raises(ConfigError, match="model.gone is 1 there, null here"):
         check_model(place, written, here)
     assert [(change.key, change.rule) for change in changes(written, here) if change.rule == TOLD] == [("old", TOLD)]
+
+
+def test_weights_alone_ask_for_the_same_model_and_nothing_more(pretrain: Command, tmp_path: Path) -> None:
+    assert pretrain("train.steps=4") == 0
+    start = [f"run_dir={tmp_path / 'second'}", f"checkpoint.load={pretrain.run_dir}", "train.steps=4"]
+    assert pretrain(*start, "model.hidden_size=48") == 2
+    assert "model.hidden_size is 32 there, 48 here" in pretrain.err
+    assert pretrain(*start, "data.seq_length=64", "train.seed=7", "train.precision=bf16", "parallel.use_distributed_optimizer=false") == 0
+    assert "weights taken from" in pretrain.out and "changed since" not in pretrain.out
+    manifest = json.loads((tmp_path / "second" / "checkpoints" / "step_00000004" / MANIFEST).read_text())
+    assert manifest["config"]["train"]["precision"] == "bf16"

@@ -15,7 +15,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from fem_megatron import catalogue
-from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, byte_tokenizer, opened, suite_file, task_folder
+from tests.tools.evaluate.tiny import CHOICES, CONTEXT, END, SHOWN, WORDS, byte_tokenizer, opened, suite_file, task_folder
 from tests.tools.refusals import Refused
 from tools.evaluate import results
 from tools.evaluate.catalogue import find_tasks
@@ -226,3 +226,22 @@ def test_a_group_weighs_by_size_and_tells_its_parts(tmp_path: Path) -> None:
     assert result["subtasks"]["tiny_fewer"]["value"] == pytest.approx(sum(scores[:2]) / 2)
     assert (result["subtasks"]["tiny_fewer"]["chance"], result["subtasks"]["tiny_choices"]["n"], result["n"]) == (0.25, 5, 7)
     assert result["chance"] == pytest.approx((0.4 * 5 + 0.25 * 2) / 7)
+
+
+def test_log_likelihood_tasks(tmp_path: Path) -> None:
+    model = opened("fem_gla")
+    column, found = asked(tmp_path, model, "task: tiny_words, metric: perplexity, higher_is_better: false")
+    values = [by_hand(model, row["text"], row["target"]) for row in WORDS]
+    assert found.scores["tiny_words"]["perplexity,none"] == pytest.approx(math.exp(-sum(value for value, _ in values) / 3), rel=1e-5)
+    assert found.scores["tiny_words"]["acc,none"] == sum(greedy for _, greedy in values) / 3
+    assert results.harness_result(column, found)["chance"] is None
+
+
+def test_written_answers(tmp_path: Path) -> None:
+    """One of the expected answers is what the model writes; the two others are not."""
+    model = opened("fem_softmax")
+    rows = [{"text": text, "answer": answer} for text, answer in (("Say it: abab", "ab"), ("one, two,", " three"))]
+    expected = [written_by_hand(model, row["text"], 6) == row["answer"] for row in rows]
+    rows.insert(1, {"text": "q", "answer": written_by_hand(model, "q", 6)})
+    _, found = asked(tmp_path, model, "task: tiny_written, metric: exact_match", written=rows)
+    assert found.scores["tiny_written"]["exact_match,none"] == pytest.approx((1 + sum(expected)) / 3)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -12,7 +15,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from fem_common.errors import ConfigError
-from tests.tools.evaluate.tiny import CHOICES, suite_file
+from tests.tools.evaluate.tiny import CHOICES, llama_folder, suite_file
 from tests.wording import Wording
 from tools.evaluate import catalogue
 from tools.evaluate.__main__ import main
@@ -90,3 +93,16 @@ def test_a_data_set_is_in_the_cache_or_told(tmp_path: Path, offline: Path, wordi
 
 def test_all_that_the_papers_suite_needs(offline: Path, wording: Wording) -> None:
     wording(missing("paper"))
+
+
+@pytest.mark.slow
+def test_the_papers_suite_on_a_machine_without_data(tmp_path: Path, offline: Path) -> None:
+    """The command itself: all that is missing, one error line, no traceback, nothing written."""
+    model = llama_folder(tmp_path / "model")
+    command = [sys.executable, "-m", "tools.evaluate", str(model), "--suite", "paper", "--cache", str(tmp_path / "cache")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([*command, "--out", str(tmp_path / "out")], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (2, ""), found.stderr
+    lines = found.stderr.splitlines()
+    assert lines[:-1] == missing("paper").splitlines()[:-1]
+    assert lines[-1].startswith("tools.evaluate: error: 14 of what the suite needs") and not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.wording import Wording
 from tools.evaluate.report import as_json, console, main, markdown, number, report
 from tools.evaluate.results import Score, ScoreError, read
 from tools.evaluate.suite import Suite, SuiteTask
-from tools.evaluate.table import Table, build, heldout, printed, summary
+from tools.evaluate.table import Table, build, heldout, printed, ranks, summary
 
 PAPER: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures/fem_table_2.json").read_text(encoding="utf-8"))
 
@@ -218,3 +219,13 @@ def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for arguments in ("absent", "empty", "good --suite papr", "good good", "bad"):
         refused(main, "tools.evaluate.report", *arguments.split())
     assert not list(tmp_path.glob("*/table.md"))
+
+
+def test_ranks_are_places_in_the_sorted_list() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        higher = draw.random() < 0.5
+        values = [draw.choice([0.31, 0.3104, 0.312, 0.4, 0.1]) for _ in range(draw.randint(1, 8))]
+        shown = [float(f"{value:.3f}") for value in values]
+        order = sorted(shown, reverse=higher)
+        assert ranks(values, higher) == [1 + order.index(value) for value in shown]

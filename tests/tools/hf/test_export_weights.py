@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,29 @@ from torch import Tensor
 from fem_common.progress import Progress
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import Weights
+from pretrain.config import DataConfig
+from pretrain.plan.run_plan import parameter_shapes
 from tests.tools.hf.checkpoints import equal, hf, tensors, weights
-from tests.tools.hf.runs import RUNS, edit_manifest, files, made, model_of, step_of
+from tests.tools.hf.runs import LENGTH, RUNS, edit_manifest, files, made, model_of, run_of, step_of, write_checkpoint
 from tests.tools.hf.small import Held, random_state, small
 from tests.tools.refusals import Refused
 from tools.hf import folder as shards
 from tools.hf.folder import byte_count, write_shards
 from tools.hf.recipes import to_fem
 from tools.hf.stock import to_stock
+
+MEASURE = """
+import sys
+from pathlib import Path
+import tools.hf.export
+from fem_megatron.megatron.platform import peak_resident_bytes
+from tools.hf.__main__ import main
+Path("/proc/self/clear_refs").write_text("5")
+before = peak_resident_bytes()
+code = main(sys.argv[1:])
+print(peak_resident_bytes() - before)
+sys.exit(code)
+"""
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,3 +160,17 @@ def test_sizes() -> None:
     for bad in ("", "GB", "-1GB", "0", "5 apples", "0.1B", "1e9"):
         with pytest.raises(ValueError, match="is no size of a file: write it as 5GB"):
             byte_count(bad)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process can be reset on Linux alone")
+def test_memory_is_a_shards(tmp_path: Path) -> None:
+    """110 MB in files of 20 MB: the process's peak above what it held is at most 1.3 x one shard and one tensor."""
+    model, shard = small("transformer", hidden_size=384, num_attention_heads=6, num_layers=8, ffn_hidden_size=1536, vocab_size=8000), 20e6
+    config = replace(run_of(model, tmp_path / "data"), data=DataConfig(seq_length=LENGTH))
+    state = {name: torch.zeros(shape).uniform_() for name, shape in parameter_shapes(model).items()}
+    step = write_checkpoint(tmp_path / "run", config, state)
+    command = [sys.executable, "-c", MEASURE, "export", str(step), str(tmp_path / "out"), "--max-shard-size", f"{shard:.0f}"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    sizes = [tensor.nbytes for tensor in state.values()]
+    assert int(done.stdout.split()[-1]) <= 1.3 * shard + max(sizes) < sum(sizes)

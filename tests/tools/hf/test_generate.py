@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from tests.tools.hf.small import NAMES, PADDED, Exported, close, here, padded_batch, small, tokens
 from tests.tools.refusals import Refused
@@ -121,3 +122,17 @@ def test_fine_tuning_by_low_rank_adapters(name: str) -> None:
         before = tuned(ids).logits
         # float64 rounding: W x + B A x, or (W + B A) x.
         close(tuned.merge_and_unload()(ids).logits, before, 1e-9)
+
+
+def test_a_trainer_takes_a_step(tmp_path: Path) -> None:
+    """transformers' own loop, with gradient checkpointing; what it saves loads again."""
+    tuned = here("fem_gla")
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4, 9)]
+    more: dict[str, Any] = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "report_to": [], "use_cpu": True}
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, gradient_checkpointing=True, **more)
+    before = tuned.lm_head.weight.detach().clone()
+    assert Trainer(tuned, arguments, train_dataset=rows).train().training_loss > 0 and not torch.equal(tuned.lm_head.weight, before)
+    tuned.save_pretrained(tmp_path / "saved")
+    again = FemLMForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens(1, 5)).logits, tuned.eval()(tokens(1, 5)).logits)

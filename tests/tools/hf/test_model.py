@@ -184,3 +184,14 @@ def test_saved_again_it_is_the_same(plain: Any, tmp_path: Path, open_folder: Cal
     with torch.no_grad():
         # float64 rounding: the output layer has more rows.
         close(again(tokens(2, 7)).logits[..., :VOCAB], plain(tokens(2, 7)).logits, 1e-12)
+
+
+def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
+    """Of different code, in folders of one name: what is loaded second does not change the first."""
+    ids = tokens(1, 7)
+    with torch.no_grad():
+        before = plain(ids).logits
+        second = load(small("cem"), random_state(small("cem")))
+        assert type(plain) is not type(second) and type(plain.model.layers[0].mixer) is not type(second.model.layers[0].mixer)
+        second(ids)
+        assert torch.equal(plain(ids).logits, before)

@@ -19,6 +19,11 @@ from tools.scaling.study import FitConfig
 
 from .studies import BUDGETS, points, runs
 
+
+def compared(ours: Points, theirs: Points) -> list[Comparison]:
+    return compare(variant("fem", ours), variant("transformer", theirs), 0.9)
+
+
 QUICK = FitConfig(resamples=200)
 
 
@@ -181,3 +186,11 @@ def test_the_laws_take_the_best_rate_of_each_size_and_budget() -> None:
     assert len(chosen) == 35 and (chosen.rate == 0.001).all() and note and "best measured rate" in note
     untouched, nothing = best_rates(some)
     assert len(untouched) == 35 and nothing is None
+
+
+def test_without_a_common_loss_there_is_no_number() -> None:
+    better = runs(0.001, 1)
+    worse = dataclasses.replace(runs(0.001, 2), loss=runs(0.001, 2).loss + 3)
+    for one in compared(better, worse):
+        assert one.overall is None and one.multipliers == []
+        assert "reach no common loss" in one.words and "no compute multiplier" in one.words
