@@ -61,6 +61,57 @@ def test_without_temperature_and_gate_it_is_standard_attention(implementation: s
     torch.testing.assert_close(twice, fem_attention(**x, implementation=implementation), rtol=1e-5, atol=1e-6)
 
 
+def weighed(x: dict[str, Tensor]) -> Tensor:
+    """The prior's logarithms, [b, h, queries, keys]."""
+    scores = x["q"] @ x["k"].mT * x["q"].shape[-1] ** -0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).log_softmax(-1)
+
+
+@fast_and_exact
+@pytest.mark.parametrize(("beta", "uniform"), [(0.02, 2.0), (1.95, 2.0), (40.0, 0.9), (1.0, 39.0)])
+def test_the_gap_is_a_divergence_and_the_free_energy_shifts_with_its_values(implementation: str, beta: float, uniform: float) -> None:
+    """F - mu = KL(p || q) / beta, q = p exp(beta (v - F)) the posterior; mu <= F <= the greatest value; F(v + c) = F(v) + c."""
+    dtype = torch.float32 if implementation in ("sdpa", "triton") else torch.float64
+    x = {name: t.detach() for name, t in inputs(dtype, beta=beta, uniform=uniform).items()}
+    ones = torch.ones_like(x["v"])
+    mu, free = (fem_attention(x["q"], x["k"], x["v"], x["beta"], lam, implementation=implementation) for lam in (0 * ones, ones))
+    # The rounding of sums over 21 tokens of the values' size, and of a logarithm divided by beta
+    rounding = 20 * torch.finfo(dtype).eps * (uniform + 1 / beta)
+    assert (free >= mu - rounding).all() and (free <= x["v"].cummax(2).values + rounding).all()
+    log_p = weighed(x)
+    divergence = (log_p.exp()[..., None] * beta * (free[:, :, :, None] - x["v"][:, :, None])).sum(3)
+    torch.testing.assert_close(free - mu, divergence / beta, rtol=0, atol=3 * rounding)
+    posterior = (log_p[..., None] + beta * (x["v"][:, :, None] - free[:, :, :, None])).logsumexp(3)
+    torch.testing.assert_close(posterior, torch.zeros_like(free), rtol=0, atol=3 * rounding * beta)
+    shift = torch.linspace(-8, 8, ones.shape[-1], dtype=dtype)
+    shifted = fem_attention(x["q"], x["k"], x["v"] + shift, x["beta"], ones, implementation=implementation)
+    torch.testing.assert_close(shifted, free + shift, rtol=0, atol=3 * rounding + 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "reference"])
+def test_lambda_is_a_temperature_between_none_and_beta(implementation: str) -> None:
+    """(1 - lam) mu + lam F(beta) is F at an inverse temperature between 0 and beta that rises with lam: the paper's hidden temperature."""
+    x = {name: t.detach() for name, t in inputs(torch.float64, tokens=9, heads=1, batch=1).items()}
+    log_p = weighed(x)
+
+    def at(temperature: Tensor) -> Tensor:  # [b, h, t, dv]: one for each token and channel
+        return (log_p[..., None] + temperature[:, :, :, None] * x["v"][:, :, None]).logsumexp(3) / temperature
+
+    def hidden(lam: float) -> Tensor:
+        mixed = fem_attention(x["q"], x["k"], x["v"], x["beta"], torch.full_like(x["lam"], lam), implementation=implementation)
+        low, high = torch.full_like(mixed, 1e-9), x["beta"][:, None].expand_as(mixed)
+        for _ in range(60):
+            middle = (low + high) / 2
+            under = at(middle) < mixed
+            low, high = torch.where(under, middle, low), torch.where(under, high, middle)
+        return low[:, :, 1:]  # the first token has one key: every temperature gives its value
+
+    found = [hidden(lam) for lam in (0.05, 0.3, 0.6, 0.95)]
+    # 1e-3: far under the steps, far over what 60 bisections leave.
+    assert all((higher - lower > 1e-3).all() for lower, higher in zip(found, found[1:], strict=False))
+    assert (found[0] > 0).all() and (found[-1] < x["beta"].max()).all()
+
+
 @fast_and_exact
 def test_an_output_moves_by_rounding_at_most_when_later_tokens_change(implementation: str) -> None:
     x = inputs()

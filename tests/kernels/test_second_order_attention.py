@@ -54,6 +54,23 @@ def test_the_step_is_newtons_by_autograds_hessian(exact: bool, causal: bool) -> 
     torch.testing.assert_close(second_order_attention(*x.values(), exact=exact, causal=causal), by_newton(x, order, causal), **ROUNDING)
 
 
+def test_with_orthonormal_rows_it_is_newton_in_the_tokens_own_space() -> None:
+    """Equation 27: the pseudoinverse of the Hessian in z. The paper's formula for it holds where W_Q W_Q^T = I."""
+    x = inputs(4, b=1)
+    w = torch.linalg.qr(torch.randn(11, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0].mT.unflatten(0, (2, 4))
+    z = torch.randn(4, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x |= {"q": (z @ w.mT)[None], "gram": w @ w.mT, "newton_temperature": x["temperature"]}
+    steps = torch.einsum("hde,htd->hte", w, second_order_attention(*x.values(), exact=True)[0])
+    for h, t in itertools.product(range(2), range(4)):
+        keys, temperature = x["k"][:, h : h + 1, : t + 1], x["temperature"][h : h + 1]
+
+        def energy(one: Tensor, w: Tensor = w[h], keys: Tensor = keys, temperature: Tensor = temperature) -> Tensor:
+            return free_energy((w @ one)[None, None, None], keys, temperature)[0, 0, 0]
+
+        newton = torch.linalg.pinv(torch.func.hessian(energy)(z[t]), rtol=1e-9) @ torch.func.grad(energy)(z[t])
+        torch.testing.assert_close(steps[h, t], newton, **ROUNDING)
+
+
 @BOTH
 def test_limits(exact: bool) -> None:
     """The first token steps to its only key; at an infinite T' the bias is gone, as 1 / T'; repeated steps find a minimum."""

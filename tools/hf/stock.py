@@ -26,6 +26,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
+from fem_common.config import build, plain
+from fem_common.errors import ConfigError
 from fem_common.text import one_line
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
@@ -162,7 +164,7 @@ def read_stock(config: dict[str, Any]) -> Any:
     _refuse_foreign(config, family)
     try:
         return FAMILIES[family].from_dict(deepcopy(config))
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise StockError(f"config.json is not one of {FAMILIES[family].__name__}: {one_line(error, 120)}") from None
 
 
@@ -201,7 +203,10 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
         ),
     )
     try:
+        model = build(ModelConfig, plain(model), "config.json")  # which checks the fields' ranges
         model.blocks()
+    except ConfigError as error:
+        raise StockError(str(error)) from None
     except ValueError as error:
         raise StockError(f"config.json: {error}") from None
     return model

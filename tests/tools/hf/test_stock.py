@@ -196,6 +196,8 @@ FOREIGN: list[dict[str, Any]] = [
     {"use_qk_norm": True},
     {"num_key_value_heads": 3},
     {"head_dim": 5},
+    {"num_attention_heads": 0},
+    {"initializer_range": 0.0},
     {"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "max_window_layers": 1},
     {"model_type": "mistral", "architectures": None, "layer_types": ["full_attention"] * 2},
 ]
