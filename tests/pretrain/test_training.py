@@ -169,6 +169,6 @@ def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None
     assert pretrain("optimizer.lr=1e18", "train.max_bad_steps=3", "optimizer.warmup_steps=0") == 3
     assert pretrain.err.count("\n") == 1
     assert "not finite for 3 steps in a row (up to step 4)" in pretrain.err
-    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from sample 8 on" in pretrain.err
+    assert "no checkpoint is from before them: start anew, with a lower optimizer.lr, or look at the data from sample 4 on" in pretrain.err
     assert [record["skipped"] for record in records(pretrain.run_dir) if "loss" in record] == [False, True, True, True]
     assert not pretrain.checkpoints.exists()
