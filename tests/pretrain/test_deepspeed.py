@@ -70,7 +70,7 @@ MOVES: list[tuple[str, int, list[str]]] = [
 
 def settings_of(data: Path) -> list[str]:
     base = [f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}", "data.test=[]", *SMALL]
-    return [*base, "model.tie_embeddings=false", "model.num_layers=2", "data.seq_length=16", "train.precision=fp32"]
+    return [*base, "model.tie_embeddings=false", "data.seq_length=16", "train.precision=fp32", "train.global_batch_size=8"]
 
 
 @pytest.fixture(scope="module")

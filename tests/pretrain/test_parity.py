@@ -85,7 +85,7 @@ Results = dict[str, Done]
 def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> Results:
     """``MODEL`` -> in one process, its checkpoint in passing; ``MODEL, bf16``; ``MODEL, LAYOUT`` -> from that checkpoint on."""
     base = [f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}", "data.test=[]", *SMALL]
-    base += ["model.num_layers=2", "data.seq_length=16", "train.precision=fp32"]
+    base += ["data.seq_length=16", "train.precision=fp32", "train.global_batch_size=8"]
 
     def overrides(model: str, layout: list[str]) -> list[str]:
         return [*base, *(MODELS | MIXERS)[model], *layout, f"run_dir={folder / model}"]
