@@ -6,13 +6,14 @@ transformers copies of an export's code goes to a folder of this process, one fo
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
 
 import pytest
 
-from tests.interpreter import mend_bfloat16
+from tests.interpreter import mend_bfloat16, mend_calls
 
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
@@ -21,6 +22,7 @@ import triton.language
 triton.knobs.runtime.interpret = True
 del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
 mend_bfloat16()
+mend_calls()
 pytest_plugins = ["tests.wording"]
 _COPIED_CODE = tempfile.TemporaryDirectory(prefix="hf_modules_")
 os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is imported
@@ -31,3 +33,9 @@ def interruptible() -> None:
     """A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that; ours are to hear it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported once is no garbage: a collection, which some code asks for at every call, looks at the tests' own objects alone."""
+    gc.collect()
+    gc.freeze()

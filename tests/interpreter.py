@@ -1,7 +1,10 @@
-"""What Triton's interpreter gets wrong and the tests of kernels need: bfloat16, in products and in rounding. Nothing of ours is patched."""
+"""What Triton's interpreter gets wrong and the tests of kernels need: bfloat16, in products and in rounding; and what takes half its time.
+
+Nothing of ours is patched."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,3 +35,33 @@ def mend_bfloat16() -> None:
         return cast(self, source, target)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+
+
+def mend_calls() -> None:
+    """Let a launch take ``triton.language`` over once, for all functions that the kernel calls.
+
+    The interpreter (triton 3.6, runtime/interpreter.py, InterpretedFunction.__call__) takes it over again at each of their calls and wraps
+    what is wrapped already, so that each call of a launch is slower than the one before.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, everything = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    taken = False
+
+    def patch_once(function: Any) -> Any:
+        nonlocal taken
+        if taken:
+            return None  # of a function that a kernel calls: nothing reads it
+        taken, scope = True, patch(everything)
+        restore = scope.restore
+
+        def give_back() -> None:
+            nonlocal taken
+            taken = False
+            restore()
+
+        scope.restore = give_back
+        return scope
+
+    interpreter._patch_lang = patch_once

@@ -75,9 +75,11 @@ def fem_attention(
     call = _call(x, reading)
     # One query: the exact form costs no more than the fused one, and asks nothing of the range.
     last = ("reference", "fused") if call.tq == 1 and not call.trains else ("fused", "reference")
-    chosen = _in_order(("decode", *order(call), *last)).choose(
-        implementation, q.device, lambda name: _unfit(name, call, torch.get_deterministic_debug_mode())
-    )
+
+    def unfit(name: str) -> str | None:
+        return _unfit(name, call, torch.get_deterministic_debug_mode()) if name == "decode" or name in ENGINES else None
+
+    chosen = _in_order(("decode", *order(call), *last)).choose(implementation, q.device, unfit)
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode
 
@@ -113,11 +115,9 @@ def _in_order(names: tuple[str, ...]) -> Op:
 
 @functools.lru_cache(maxsize=4096)
 def _unfit(name: str, call: Call, deterministic: int) -> str | None:
-    """deterministic: torch's mode, in which some engines step aside."""
+    """Why an engine, or "decode", does not take a call, or None. deterministic: torch's mode, in which some engines step aside."""
     if name in ENGINES:
         return ENGINES[name].unfit(call)
-    if name != "decode":
-        return None
     if call.trains:
         return "gradients"
     if call.tq > DECODED:

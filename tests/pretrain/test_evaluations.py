@@ -315,17 +315,10 @@ def test_scores_beside_a_task_that_failed_are_told(tmp_path: Path, monkeypatch: 
     old.write_text(SCORE.replace("held", "old"))
     os.utime(old, (1, 1))
     run.start()
-    run.store.write(10)
+    run.write(10)
     run.until(lambda: len(run.heard.messages) == 2)
     assert run.heard.values == [(10, {"evaluation/held": 2.5})], "and nothing of weights from before the checkpoint"
     assert run.heard.messages[0].startswith("evaluation of step 10: held 2.5000 (")
     assert run.heard.messages[1].startswith("evaluation of step 10 failed: exit code 1: failed: other; see")
     (line,) = records(tmp_path, NAME)
     assert (list(line["scores"]), line["failed"]) == (["held"], "exit code 1: failed: other")
-
-
-def test_a_resumed_run_without_a_step_left_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, f"sleep 0.3; {WRITE}", monkeypatch, interval=0, at_end=True)
-    run.store.write(40)
-    run.start(step=40).on_end()
-    assert run.heard.values == [(40, {"evaluation/held": 2.5})]

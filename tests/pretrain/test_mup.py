@@ -27,7 +27,7 @@ STEPS = 3
 
 def train(engine: Any, steps: int = STEPS) -> list[Any]:
     batches = micro_batches(32)
-    return [engine.train_step(batches, 8 * (step + 1)) for step in range(steps)]
+    return [engine.train_step(batches, 4 * (step + 1)) for step in range(steps)]
 
 
 def groups(engine: Any) -> dict[tuple[float, float], int]:
@@ -98,7 +98,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     """One process of 2 + 3 steps in one go, saved after 2; resumed from there in one process and in two."""
     folder = tmp_path_factory.mktemp("mup")
-    model = ["model.pattern=[cem, cem, transformer, transformer]", "model.mlp=swiglu", "model.mup.base_hidden_size=8"]
+    model = ["model.pattern=[cem, cem, transformer, transformer]", "model.num_layers=4", "model.mlp=swiglu", "model.mup.base_hidden_size=8"]
     data = [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]"]
     base = [*data, *SMALL, *MUP, *model, "train.precision=fp32", f"run_dir={folder / 'run'}"]
     jobs = {1: [Job("whole", base, 2 + STEPS, save_after=2)], 2: []}

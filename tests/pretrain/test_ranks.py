@@ -127,7 +127,7 @@ def test_the_probe_draws_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-QUIET = ["log.diagnostics_interval=0", "train.steps=8", "checkpoint.interval=4", "train.eval_interval=0"]
+QUIET = ["train.global_batch_size=8", "log.diagnostics_interval=0", "train.steps=8", "checkpoint.interval=4", "train.eval_interval=0"]
 
 
 def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_and_goes_on(settings: list[str], tmp_path: Path) -> None:

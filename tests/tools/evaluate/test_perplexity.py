@@ -181,6 +181,9 @@ def test_bits_a_byte_count_the_bytes_of_the_text(tmp_path: Path, fem: OpenModel,
 # --- training's own validation, and the command ----------------------------------------------------------------------------------
 
 
+WHOLE = ["train.steps=4", "train.global_batch_size=8", "train.precision=fp32"]  # a validation batch is the whole document
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps whose validation is one document of eight whole sequences, so that its windows are ours."""
@@ -192,7 +195,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pretrain.__main__ import main as pretrain
 
     settings = [f"data.{split}.0.prefix={data / split}" for split in ("train", "valid")]
-    assert pretrain([DEMO, f"run_dir={folder / 'run'}", *settings, "data.test=[]", *SMALL, "train.steps=4", "train.precision=fp32"]) == 0
+    assert pretrain([DEMO, f"run_dir={folder / 'run'}", *settings, "data.test=[]", *SMALL, *WHOLE]) == 0
     return folder / "run"
 
 
