@@ -22,7 +22,7 @@ from data_prep.store.indexed import dtype_name, index_bytes_of
 from data_prep.store.layout import MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_manifest
 from data_prep.store.staging import existing_folder
-from data_prep.verify.cache import cache_bytes, cache_faults
+from data_prep.verify.cache import cache_bytes, check_caches
 from data_prep.verify.pairs import Ids, pair_faults
 from data_prep.verify.sample import check_sample
 from fem_common.errors import UserError
@@ -83,8 +83,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | None) -> Report:
     """Check a folder that has a manifest. Raises UserError where ``caches`` is no folder."""
-    if caches:
-        existing_folder(caches, "index caches that pretrain or python -m data_prep index built")
     report = Report(agree=["hashes", "indices", "EOD"])
     fix = f"remove {folder / MANIFEST} and make it again with: python -m data_prep run --out {folder}"
     report.add(tokenizer_faults(folder / manifest.tokenizer.path, manifest.tokenizer), PUT_BACK)
@@ -107,8 +105,9 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
         strays = [folder / f"{name}.{kind}" for name in SPLITS if name not in manifest.splits for kind in ("bin", "idx")]
         report.add([f"{path} is not in the manifest; remove it, or {fix}" for path in strays if path.exists()])
         if caches:
-            report.add(cache_faults(caches, folder, manifest, reading.advance))
-            report.agree.append(f"{len(list(caches.glob('*/complete.json')))} index caches")
+            found = check_caches(caches, folder, manifest, reading.advance)
+            report.add(found.faults)
+            report.agree.append(f"{found.ours} index caches ({found.others} of other data, {found.unfinished} unfinished)")
     if (folder / SHARDS).exists():
         report.notes.append(f"{folder / SHARDS}: all of it is merged, and python -m data_prep merge {folder} removes it")
     if plan:

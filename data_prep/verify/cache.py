@@ -8,51 +8,86 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data_prep.store.manifest import Manifest
+from data_prep.store.staging import existing_folder
 from fem_common.files import sha256
 
 COMPLETE = "complete.json"
 FORMAT = 1
+AGAIN = "remove it and build it again with: python -m data_prep index RUN.yaml"
 
 
-def cache_faults(caches: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]) -> Iterator[str]:
-    """The faults of every cache below ``caches`` that was built from this folder's data. One that is unfinished is none."""
-    for file in sorted(caches.glob(f"*/{COMPLETE}")):
-        again = f"the cache {file.parent}: remove it and build it again with: python -m data_prep index RUN.yaml"
+@dataclass
+class Caches:
+    """Caches of this folder's data that were looked at, caches of other data, folders without complete.json, and the faults found."""
+
+    ours: int = 0
+    others: int = 0
+    unfinished: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+def check_caches(caches: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]) -> Caches:
+    """Look at every cache below a folder. Raises UserError where there is no such folder."""
+    existing_folder(caches, "index caches that pretrain or python -m data_prep index built")
+    result = Caches()
+    for cache in sorted(path for path in caches.iterdir() if path.is_dir()):
+        file = cache / COMPLETE
+        if not file.is_file():
+            result.unfinished += 1
+            continue
         try:
-            yield from (f"{fault}; {again}" for fault in _faults(file, folder, manifest, advance))
+            sources, files = _read(file)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            yield f"{file} is damaged ({type(error).__name__}: {error}); {again}"
-
-
-def _faults(file: Path, folder: Path, manifest: Manifest, advance: Callable[[int], None]) -> Iterator[str]:
-    raw = json.loads(file.read_bytes())
-    if raw["format"] != FORMAT:
-        raise ValueError(f"format {raw['format']!r}")
-    sources, files = raw["sources"], raw["files"]
-    ours = [source for source in sources if Path(source["prefix"]).parent.resolve() == folder.resolve()]
-    if not ours:
-        return
-    for source in ours:
-        entry = manifest.splits.get(Path(source["prefix"]).name)
-        if entry is None:
-            yield f"{file} is stale: built from {source['prefix']}, which the data no longer has"
-        elif source["bin"] not in (entry.bin_sha256, entry.bin_sample) or source["idx_sha256"] != entry.idx_sha256:
-            yield f"{file} is stale: built from other contents of {source['prefix']} than are there now"
-    for name, said in files.items():
-        path = file.parent / name
-        if not path.is_file():
-            yield f"{path} is missing"
-        elif path.stat().st_size != said["bytes"]:
-            yield f"{path}: {path.stat().st_size} bytes, {COMPLETE} says {said['bytes']}"
-        elif sha256(path) != said["sha256"]:
-            yield f"{path}: content differs from {COMPLETE}'s hash"
-        else:
-            advance(said["bytes"])
+            result.faults.append(f"{file} is damaged ({type(error).__name__}: {error}); the cache {cache}: {AGAIN}")
+            continue
+        ours = {Path(source["prefix"]).name: source for source in sources if _is_below(Path(source["prefix"]), folder)}
+        result.ours += bool(ours)
+        result.others += not ours
+        if ours:
+            found = [*_stale(cache, ours, manifest), *_damaged(cache, files, advance)]
+            result.faults += [f"{fault}; the cache {cache}: {AGAIN}" for fault in found]
+    return result
 
 
 def cache_bytes(caches: Path) -> int:
     """Bytes of all files of the caches, for the progress line."""
     return sum(path.stat().st_size for path in caches.glob("*/*") if path.is_file()) if caches.is_dir() else 0
+
+
+def _read(file: Path) -> tuple[list[dict[str, str]], dict[str, dict[str, Any]]]:
+    raw = json.loads(file.read_bytes())
+    if raw["format"] != FORMAT:
+        raise ValueError(f"format {raw['format']!r}")
+    sources = [{name: str(source[name]) for name in ("split", "prefix", "idx_sha256", "bin")} for source in raw["sources"]]
+    return sources, {str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in raw["files"].items()}
+
+
+def _is_below(prefix: Path, folder: Path) -> bool:
+    return prefix.parent.resolve() == folder.resolve()
+
+
+def _stale(cache: Path, sources: dict[str, dict[str, str]], manifest: Manifest) -> Iterator[str]:
+    for name, source in sources.items():
+        entry = manifest.splits.get(name)
+        if entry is None:
+            yield f"{cache / COMPLETE} is stale: built from {source['prefix']}, which the data no longer has"
+        elif source["idx_sha256"] != entry.idx_sha256 or source["bin"] not in (entry.bin_sha256, entry.bin_sample):
+            yield f"{cache / COMPLETE} is stale: built from other contents of {source['prefix']} than are there now"
+
+
+def _damaged(cache: Path, files: dict[str, dict[str, Any]], advance: Callable[[int], None]) -> Iterator[str]:
+    for name, said in files.items():
+        path = cache / name
+        if not path.is_file():
+            yield f"{path} is missing"
+            continue
+        if path.stat().st_size != said["bytes"]:
+            yield f"{path}: {path.stat().st_size} bytes, {COMPLETE} says {said['bytes']}"
+        elif sha256(path) != said["sha256"]:
+            yield f"{path}: content differs from {COMPLETE}'s hash"
+        advance(path.stat().st_size)

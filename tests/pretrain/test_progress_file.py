@@ -23,7 +23,7 @@ from pretrain.schedule import Schedule
 from tests.pretrain.conftest import DEMO, ROOT, Command
 from tests.ranks import records
 
-TOKENS = 8 * 32  # of a step
+TOKENS = 4 * 32  # of a step
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 
 

@@ -36,12 +36,12 @@ def test_run_directory_tells_all(pretrain: Command) -> None:
     assert "-m pretrain" in (folder / "relaunch.sh").read_text()
     steps = [record for record in records(folder) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
-    assert [record["consumed_tokens"] for record in steps] == [256, 512, 768, 1024]
+    assert [record["consumed_tokens"] for record in steps] == [128, 256, 384, 512]
     assert all(record["tokens_per_second"] > 0 and record["peak_memory_bytes"] > 2**20 and record["mfu"] is None for record in steps)
     assert steps[2]["lr"] > steps[0]["lr"] > 0
     assert [record["step"] for record in records(folder) if "valid_loss" in record] == [4]
     line = next(text for text in pretrain.out.splitlines() if text.startswith("step 2/4"))
-    for word in ("tokens 512", "loss", "lr", "grad norm", "tok/s", "TFLOP/s", "peak", "ETA"):
+    for word in ("tokens 256", "loss", "lr", "grad norm", "tok/s", "TFLOP/s", "peak", "ETA"):
         assert word in line
 
 
@@ -94,9 +94,9 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
 
 def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:
     assert pretrain("optimizer.schedule=wsd", "optimizer.decay_steps=4") == 0
-    tokens = ["train.steps=null", f"train.tokens={12 * 256 - 1}", "optimizer.warmup_steps=null", f"optimizer.warmup_tokens={3 * 256}"]
+    tokens = ["train.steps=null", f"train.tokens={12 * 128 - 1}", "optimizer.warmup_steps=null", f"optimizer.warmup_tokens={3 * 128}"]
     other = tmp_path / "tokens"
-    assert pretrain(f"run_dir={other}", *tokens, "optimizer.schedule=wsd", f"optimizer.decay_tokens={4 * 256}") == 0
+    assert pretrain(f"run_dir={other}", *tokens, "optimizer.schedule=wsd", f"optimizer.decay_tokens={4 * 128}") == 0
     rates = [record["lr"] for record in records(pretrain.run_dir) if "loss" in record]
     assert rates == [record["lr"] for record in records(other) if "loss" in record]
     peak, last = 3e-3, 3e-4

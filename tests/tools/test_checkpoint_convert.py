@@ -31,6 +31,7 @@ from tools.checkpoint.__main__ import main
 __all__ = ["tiny_data"]
 
 FROM, UNTIL = 3, 6
+LARGER = ["model.num_layers=4", "train.global_batch_size=8"]
 QUIET = ["train.eval_interval=0", "log.diagnostics_interval=0", f"train.steps={UNTIL}", f"checkpoint.interval={FROM}"]
 PLAIN, SPLIT = "parallel.use_distributed_optimizer=false", "parallel.use_distributed_optimizer=true"
 DEEPSPEED = ["engine.name=deepspeed", "engine.zero_stage=1"]
@@ -88,7 +89,14 @@ def altered(run_dir: Path, to: Path, contents: str | None = None, pipeline: int 
 
 @pytest.fixture(scope="module")
 def base(tiny_data: Path) -> list[str]:
-    return [f"data.train.0.prefix={tiny_data / 'train'}", f"data.valid.0.prefix={tiny_data / 'valid'}", "data.test=[]", *SMALL, *QUIET]
+    return [
+        f"data.train.0.prefix={tiny_data / 'train'}",
+        f"data.valid.0.prefix={tiny_data / 'valid'}",
+        "data.test=[]",
+        *SMALL,
+        *LARGER,
+        *QUIET,
+    ]
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])

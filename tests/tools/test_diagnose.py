@@ -47,7 +47,13 @@ def test_one_picture_of_layers_and_quantities(tmp_path: Path) -> None:
 
 def test_of_a_run(pretrain_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest checkpoint, the run's own validation data; the picture is below runs/, not in the folder the command is called in."""
-    mixers = ("model.pattern=[fem_softmax, cem]", "train.steps=2", "optimizer.warmup_steps=0", "checkpoint.interval=0")
+    mixers = (
+        "model.pattern=[fem_softmax, cem]",
+        "model.num_layers=4",
+        "train.steps=2",
+        "optimizer.warmup_steps=0",
+        "checkpoint.interval=0",
+    )
     assert pretrain_command(*mixers) == 0
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -17,18 +17,6 @@ from tests.tools.refusals import Refused
 from tools.evaluate.catalogue import Tasks, find_tasks, named_in
 from tools.evaluate.suite import SUITES, Suite, load_suite
 
-
-def items_module() -> Any:
-    """The quick suite's examples, loaded as the harness does: by path."""
-    spec = importlib.util.spec_from_file_location("items", SUITES.parent / "tasks" / "items.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-items = items_module()
-
 # The header of the paper's Table 2, and Appendix L's few-shot counts.
 TABLE = """
 MMLU-P acc 5, GPQA acc_norm 0, BBH acc_norm 3, MATH exact_match 4, MuSR acc_norm 0, IFE-I inst_level_strict_acc 0,
@@ -163,24 +151,3 @@ def test_a_wrong_suite_is_told(tmp_path: Path, raised: Refused) -> None:
 def test_a_task_that_is_not_what_the_suite_says(tmp_path: Path, raised: Refused, task: str) -> None:
     task_folder(tmp_path / "tasks")
     raised(find_tasks, load_suite(str(suite_file(tmp_path / "s.yaml", task))))
-
-
-@pytest.mark.parametrize("rows", [items.bracket_rows(), items.keyword_rows(), items.line_rows()], ids=["brackets", "keywords", "lines"])
-def test_multiple_choice_items_have_one_right_answer(rows: list[dict[str, Any]]) -> None:
-    assert 50 <= len(rows) <= 100 and all(len(set(row["choices"])) == len(row["choices"]) == 4 for row in rows)
-    places = [row["answer"] for row in rows]
-    assert {places.count(place) > len(rows) // 8 for place in range(4)} == {True}, "the right answer is at all places"
-    assert len({row["context"] for row in rows}) > len(rows) // 2
-
-
-def test_items_ask_what_they_say() -> None:
-    """Brackets close what is open, recall asks what was set."""
-    for row in items.bracket_rows():
-        for index, choice in enumerate(row["choices"]):
-            text = re.sub(r"[^()\[\]{}]", "", row["context"] + choice)
-            while text != (text := text.replace("()", "").replace("[]", "").replace("{}", "")):
-                pass
-            assert (text == "") == (index == row["answer"])
-    for row in items.recall_rows():
-        name = row["context"].splitlines()[-1].split()[1]
-        assert f"{name} = {row['answer']}\n" in row["context"] and f"assert {name} == {row['answer']}" not in row["context"]
