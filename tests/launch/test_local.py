@@ -14,6 +14,7 @@ from tests.launch.hostile import program
 from tests.launch.supervised import clean_up, wait_for
 from tests.launch.training import STEPS, Training, finish
 from tests.pretrain.conftest import tiny_data
+from tests.ranks import finished
 
 __all__ = ["tiny_data"]
 
@@ -26,14 +27,14 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 def test_a_killed_rank_leaves_no_trace_in_the_losses_and_a_finished_run_is_not_run_again(tmp_path: Path, tiny_data: Path) -> None:
     reference, run = Training(tmp_path / "reference", tiny_data), Training(tmp_path / "here", tiny_data)
-    said = finish(reference.local())
-    assert reference.outcomes == ["finished"] and sorted(reference.losses) == list(range(1, STEPS + 1))
-    assert f"step {STEPS}/{STEPS}" in said and "Traceback" not in said  # rank 0's lines, live
+    finished(2, reference.words, tmp_path / "ranks")
+    assert sorted(reference.losses) == list(range(1, STEPS + 1))
     process = run.local()
     wait_for(lambda: run.is_at(15, attempt=1), 120)
     os.kill(run.child(1, attempt=1), signal.SIGKILL)
     said = finish(process)
     assert run.outcomes == ["failed", "finished"], said
+    assert f"step {STEPS}/{STEPS}" in said  # rank 0's lines, live
     failure, start = (run.attempts[0]["failure"], run.attempts[1]["checkpoint_start"])
     assert (failure["kind"], failure["rank"], failure["exit"]) == ("signal", 1, 137)
     assert start >= 15 and f"from step {start}" in said and run.losses == reference.losses

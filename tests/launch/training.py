@@ -18,7 +18,6 @@ LONGER = [
     *(word for word in SMALL if "train.steps" not in word and "eval_interval" not in word),
     "checkpoint.interval=15",
     "train.eval_interval=30",
-    "model.num_layers=2",
     "log.interval=30",
 ]
 
