@@ -6,42 +6,65 @@ Commands are the lines of ```sh blocks, where each must be understood here, and 
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
+from fem_common import cli
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import make_plan, render
 from pretrain.run_directory import run_directory
 from pretrain.validate import planned_world_size, prepare, validate
+from tests.ranks import forked
 from tests.test_house import ROOT, project, texts
 from tools.scaling.planning import plan_study
 from tools.scaling.study import load_study
 
-# Runs a module's real parser on sys.argv and stops where its work would begin.
-PARSE_ONLY = """
-import argparse, runpy, sys
-def stopping(real):
-    def parse(self, args=None, namespace=None):
-        real(self, args, namespace)
-        sys.exit(0)
-    return parse
-for name in ("parse_args", "parse_intermixed_args"):
-    setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
-from fem_common import cli
-cli.parse = lambda *given, real=cli.parse, **more: (real(*given, **more), sys.exit(0))
-how, what, *sys.argv[1:] = sys.argv[1:]
-sys.path.insert(0, "")
-runpy.run_module(what, run_name="__main__", alter_sys=True) if how == "-m" else runpy.run_path(what, run_name="__main__")
-sys.exit("it parses no arguments")
-"""
+
+class Parsed(BaseException):
+    """Thrown where a command's work would begin."""
+
+
+def parse_alone(words: list[str]) -> None:
+    """Run a module's or a script's real parser on its words, ``["-m", "launch", …]``, in a process that ends with it.
+
+    launch checks the words that argparse leaves it, too.
+    """
+    sys.path.insert(0, "")
+    if words[:2] == ["-m", "launch"]:
+        from launch.__main__ import parse
+
+        parse(words[2:])
+        return
+
+    def stopping(real: Any) -> Any:
+        def parse(*given: Any, **more: Any) -> None:
+            real(*given, **more)
+            raise Parsed
+
+        return parse
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
+    cli.parse = stopping(cli.parse)
+    sys.argv[1:] = words[2:] if words[0] == "-m" else words[1:]
+    with contextlib.suppress(Parsed):
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True) if words[0] == "-m" else runpy.run_path(
+            words[0], run_name="__main__"
+        )
+        sys.exit("it parses no arguments")
 
 
 def commands_of(text: str) -> list[str]:
@@ -53,10 +76,6 @@ def commands_of(text: str) -> list[str]:
     )
     lines = [re.sub(r"^\s*\$ ", "", line).strip() for line in [*fenced, *indented]]
     return [line for line in lines if line and not line.startswith("#")]
-
-
-# launch checks the words that argparse leaves it, too.
-LAUNCH_PARSE_ONLY = "import sys; from launch.__main__ import parse; parse(sys.argv[1:])"
 
 
 def fault(command: str) -> str | None:
@@ -102,9 +121,9 @@ def _python(words: list[str], processes: int | None) -> str | None:
         return ended([sys.executable, *words])
     if words[:2] == ["-m", "pretrain"]:
         return _pretrain(words[2:], processes)
-    if words[:2] == ["-m", "launch"]:
-        return ended([sys.executable, "-c", LAUNCH_PARSE_ONLY, *words[2:]])
-    return ended([sys.executable, "-c", PARSE_ONLY, *(words if words[0] == "-m" else ["file", *words])])
+    with TemporaryDirectory() as folder, forked(1, parse_alone, words, output=Path(folder, "said")) as (process,):
+        process.join()
+        return Path(folder, "said.0").read_text() if process.exitcode else None
 
 
 def _pretrain(words: list[str], processes: int | None) -> str | None:

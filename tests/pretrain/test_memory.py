@@ -93,12 +93,12 @@ def measure() -> dict[str, list[float]]:
 def training(precision: str, engine: EngineConfig) -> RunConfig:
     """Large enough that the model's memory stands out against what the libraries hold."""
     model = ModelConfig(hidden_size=512, num_layers=6, num_attention_heads=8, ffn_hidden_size=1408, vocab_size=4096)
-    train = TrainConfig(steps=3, micro_batch_size=4, global_batch_size=4, precision=precision)
+    train = TrainConfig(steps=2, micro_batch_size=4, global_batch_size=4, precision=precision)
     return RunConfig(model=model, data=DataConfig(seq_length=256), train=train, optimizer=OptimizerConfig(warmup_steps=1), engine=engine)
 
 
 def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
-    """Bytes that the resident set grows by, at its largest, while an engine is built and takes three steps."""
+    """Bytes that the resident set grows by, at its largest, while an engine is built and takes two steps."""
     import torch
 
     from fem_megatron.megatron import platform
@@ -115,7 +115,7 @@ def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
     tokens = torch.randint(4096, (4, 257))
     positions = torch.arange(256).expand(4, 256)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(4, 256), "position_ids": positions}
-    for step in range(3):
+    for step in range(2):
         engine.train_step(iter([batch]), 4 * (step + 1))
     return {"peak": [platform.peak_memory_bytes() - before]}
 
