@@ -67,9 +67,17 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path) -> None:
-    """SIGKILL at random steps, twice; TP2 with sequence parallelism: same losses, norms and final weights as a run never stopped."""
-    layout = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true", "train.steps=20", "checkpoint.interval=3"]
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+        ["engine.name=deepspeed", "engine.zero_stage=2"],
+    ],
+    ids=["TP2 + SP", "DeepSpeed, DP2"],
+)
+def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path, layout: list[str]) -> None:
+    """SIGKILL on both ranks at random steps, twice: same losses, norms and final weights as a run never stopped."""
+    layout = [*layout, "train.steps=20", "checkpoint.interval=3"]
     seed = random.randrange(10**6)
     dice = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

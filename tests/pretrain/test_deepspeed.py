@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from fem_megatron.megatron import platform
-from tests.pretrain.conftest import SMALL
+from pretrain.checkpoint.reader import load_full_model_state
+from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.jobs import Done, Job, engine_of, micro_batches, run_jobs
-from tests.ranks import answer
+from tests.ranks import answer, finished, losses
 
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
@@ -116,6 +117,21 @@ def test_resumes_to_the_last_bit_at_the_same_layout(results: dict[str, Done], na
 def test_resumes_at_another_layout_stage_and_engine(results: dict[str, Done], number: int) -> None:
     # 1e-6: as between layouts; what is read has every bit of what was written.
     assert results[f"move {number}"].steps == [pytest.approx(step, rel=1e-6) for step in results["megatron"].steps[BEFORE + FIRST :]]
+
+
+@pytest.mark.slow
+def test_fifty_steps_give_the_megatron_engines_curve(settings: list[str], tmp_path: Path) -> None:
+    """From the same initial weights, the whole command; and weights of the same names and shapes, which every export reads."""
+    curves, weights = {}, {}
+    for name, more in {"megatron": [], "deepspeed": deepspeed(3)}.items():
+        run = [f"run_dir={tmp_path / name}", "train.steps=50", "train.eval_interval=25"]
+        finished(1, [DEMO, *settings, *more, *run], tmp_path / f"out.{name}")
+        curves[name], state = losses(tmp_path / name), load_full_model_state(tmp_path / name)[0]
+        weights[name] = {key: (value.shape, value.dtype) for key, value in state.items()}
+    assert weights["deepspeed"] == weights["megatron"] and len(curves["megatron"]) == 50
+    for step, wanted in curves["megatron"].items():
+        # Adam divides a gradient of rounding's size by its own root: what starts at 1e-7 grows with every step.
+        assert curves["deepspeed"][step][0] == pytest.approx(wanted[0], rel=1e-5)
 
 
 # --- inside the engine --------------------------------------------------------------------------------------------------------------
