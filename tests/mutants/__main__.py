@@ -49,7 +49,7 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         tree, log = copy_tree(Path(folder, "tree")), Path(folder, "reached")
         log.touch()
-        without: set[str] = set()
+        without = {mutant.id for mutant in mutants if not mutant.file.endswith(".py")}
         for file in sorted({mutant.file for mutant in mutants if mutant.file.endswith(".py")}):
             lines = {mutant.id: mutant.place(ROOT) for mutant in mutants if mutant.file == file}
             text, not_here = probed((ROOT / file).read_text(encoding="utf-8"), lines, log)
@@ -65,7 +65,7 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
             reached.setdefault(name, set()).add(test.rpartition(" (")[0])
     answer = {}
     for mutant in mutants:
-        found = reached.get(mutant.id, set())
+        found = reached.get(mutant.id, set()) & seconds.keys()  # tests run tests of their own, in copies
         rooms = [f"tests/{room}" for room in (os.path.dirname(mutant.file), mutant.file.split("/")[0]) if (ROOT / "tests" / room).is_dir()]
         known = sorted(found, key=lambda test: seconds.get(test, 0.0))
         answer[mutant.id] = known if known or mutant.id not in without else rooms[:1] or ["tests"]
