@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,3 +119,10 @@ with signals_as_interrupt():
 def test_a_forked_worker_is_ended_by_the_first_signal() -> None:
     """Even by one that comes while Python prepares the child, which swallows an exception there."""
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=60).returncode == 0
+
+
+def test_the_table_of_the_page_has_every_code() -> None:
+    """A script, and a launcher elsewhere, reads the numbers there; KILLED is never a command's own."""
+    page = (Path(__file__).parents[2] / "fem_common" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE)
+    assert [int(code) for row in rows for code in row.split(",")] == [code for code in Exit if code is not Exit.KILLED]

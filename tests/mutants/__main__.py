@@ -59,10 +59,13 @@ def learn(mutants: list[Mutant], tests: list[str]) -> dict[str, list[str]]:
         run_tests(tree, [*QUICK, "-n", "2", "--dist", "loadfile", "--junitxml", f"{folder}/times.xml", "-o", "junit_family=xunit1", *tests])
         cases = ElementTree.parse(f"{folder}/times.xml").iter("testcase")
         seconds = {f"{case.get('file')}::{case.get('name')}": float(case.get("time", 0)) for case in cases}
+        for file in {test.partition("::")[0] for test in seconds}:  # what a fixture of its module reaches
+            seconds[file] = sum(time for test, time in seconds.items() if test.startswith(f"{file}::"))
         reached: dict[str, set[str]] = {}
         for line in log.read_text().splitlines():
             name, _, test = line.partition("\t")
-            reached.setdefault(name, set()).add(test.rpartition(" (")[0])
+            test, _, when = test.rpartition(" (")
+            reached.setdefault(name, set()).add(test.partition("::")[0] if when == "setup)" else test)
     answer = {}
     for mutant in mutants:
         found = reached.get(mutant.id, set()) & seconds.keys()  # tests run tests of their own, in copies

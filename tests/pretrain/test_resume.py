@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fem_common.config import plain, walk
 from fem_common.errors import ConfigError
@@ -17,6 +19,7 @@ from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.checkpoint.reader import MANIFEST, read_common
 from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
+from pretrain.trainer import Trainer
 from tests.pretrain.conftest import Command
 from tests.ranks import records
 
@@ -178,3 +181,20 @@ def test_weights_alone_ask_for_the_same_model_and_nothing_more(pretrain: Command
     assert "weights taken from" in pretrain.out and "changed since" not in pretrain.out
     manifest = json.loads((tmp_path / "second" / "checkpoints" / "step_00000004" / MANIFEST).read_text())
     assert manifest["config"]["train"]["precision"] == "bf16"
+
+
+def test_random_numbers_go_on(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer draws in a step, as dropout would, is what it would have drawn in a run that nobody stopped."""
+    drawn, step = list[float](), Trainer._step
+
+    def drawing(trainer: Trainer, stream: Any) -> Any:
+        drawn.append(float(torch.rand(())))
+        return step(trainer, stream)
+
+    monkeypatch.setattr(Trainer, "_step", drawing)
+    assert pretrain("train.steps=4", "checkpoint.interval=2") == 0
+    shutil.rmtree(pretrain.checkpoints / "step_00000004")
+    whole = drawn[:]
+    drawn.clear()
+    assert pretrain("train.steps=4", "checkpoint.interval=2") == 0
+    assert drawn == whole[2:] and len(set(whole)) == 4
