@@ -97,10 +97,14 @@ def refused(*arguments: object, code: int = 2, **environment: str) -> str:
     return result.stderr
 
 
+def little(environment: dict[str, str]) -> dict[str, str]:
+    """Hardly a variable but these; which test runs is told to what it starts (tests.mutants asks)."""
+    return {"PYTHONPATH": str(ROOT), "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", ""), **environment}
+
+
 def alone(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command in its own process."""
-    known = {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command(*arguments), cwd=ROOT, env=known, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(*arguments), cwd=ROOT, env=little(environment), capture_output=True, text=True, timeout=60)
 
 
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -111,8 +115,10 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     """Start ``python -m data_prep …`` in a session of its own, as a terminal does."""
-    pipe, known = subprocess.PIPE, {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.Popen(command(*arguments), cwd=ROOT, env=known, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command(*arguments), cwd=ROOT, env=little(environment), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
 
 
 def children(process: int) -> list[int]:
