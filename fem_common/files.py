@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ def locked(path: Path, busy: str = "", *, shared: bool = False, wait: bool = Fal
     Raises:
         InUse: others hold it, with the words ``busy``. ConfigError, StorageError: the file cannot be opened.
     """
-    descriptor = _opened(path)
+    descriptor, owner = _opened(path), os.getpid()
     try:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -148,6 +148,9 @@ def locked(path: Path, busy: str = "", *, shared: bool = False, wait: bool = Fal
             held = False
         yield held
     finally:
+        if os.getpid() == owner:  # what was forked meanwhile has the descriptor as well, and may end later
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

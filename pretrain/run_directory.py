@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform as host
@@ -11,14 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fem_common.config import dump_yaml
-from fem_common.errors import ConfigError
+from fem_common.errors import ConfigError, InUse
+from fem_common.files import locked
 from pretrain.config import RunConfig
 
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
@@ -54,14 +54,12 @@ def claimed(folder: Path) -> Iterator[bool]:
     A file system without locks counts as free.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(locked(folder / "lock"))
+        except InUse:
             yield False
             return
-        except OSError:
-            pass
         yield True
 
 

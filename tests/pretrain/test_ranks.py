@@ -134,7 +134,7 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     """The same run twice: compared at every second step with rank 1's data slow, and never compared with rank 1 stopped for a while."""
     compared, stopped = tmp_path / "compared", tmp_path / "stopped"
     slow = [DEMO, *settings, *QUIET, f"run_dir={compared}", "log.straggler_interval=2"]
-    with started(2, slow, tmp_path / "slow", naps={1: 0.1}) as ranks:
+    with started(2, slow, tmp_path / "slow", naps={1: 0.25}) as ranks:
         for rank in ranks:
             rank.join(PATIENCE)
     said = (tmp_path / "slow.0").read_text()
@@ -142,9 +142,10 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     lines = records(compared, "ranks.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
     assert ["hosts" in line for line in lines] == [True, False, False, False]
+    # Two micro-batches a step, each after a nap; the other rank waits for that in the reduction, unless it is held up once itself.
+    assert sorted(line["waiting_seconds"][0] for line in lines)[1] > 0.1
     for line in lines:
-        # Two micro-batches a step, each after a nap; the other rank waits for that in the reduction.
-        assert line["seconds"][1] > 0.2 and line["waiting_seconds"][0] > 0.1
+        assert line["seconds"][1] > 0.5
         assert line["slowest"]["rank"] == 1 and line["slowest"]["ratio"] > 1.2 and line["slowest"]["by"] == "step"
     told = [line for line in records(compared) if "ranks/slowest" in line]
     assert [(line["step"], line["ranks/slowest"], line["ranks/slowest_ratio"] > 1.2) for line in told] == [
