@@ -6,7 +6,6 @@ transformers copies of an export's code goes to a folder of this process, one fo
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import tempfile
@@ -33,9 +32,3 @@ def interruptible() -> None:
     """A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that; ours are to hear it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_finish() -> None:
-    """What was imported once is no garbage: a collection, which some code asks for at every call, looks at the tests' own objects alone."""
-    gc.collect()
-    gc.freeze()

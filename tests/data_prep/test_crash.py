@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import random
 import shutil
@@ -47,6 +48,7 @@ def dies_at(number: int, out: Path) -> bool:
     """`work` in a copy of this process that is gone, without a word, before the call of that number; whether there was such a call."""
     child = os.fork()
     if not child:
+        gc.disable()  # what libraries of other tests leave is not to be finalized here, where their threads are gone
         left = [number]
 
         def dying(call: Callable[..., Any]) -> Callable[..., Any]:
