@@ -112,6 +112,7 @@ def _fill(cache: IndexCache, settings: GPTDatasetConfig, sizes: Sequence[int], s
     with ExitStack() as stack:
         folder = from_rank_0(lambda: stack.enter_context(cache.building()))
         _open(folder, settings, sizes)
+        torch.distributed.barrier()  # other ranks may still be opening files in a folder that is about to be renamed
         from_rank_0(lambda: cache.publish(folder))
     say(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
     return True

@@ -107,7 +107,12 @@ def clean_up(folder: Path) -> None:
 
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
+    return state_of(pid) not in ("Z", None)
+
+
+def state_of(pid: int) -> str | None:
+    """The kernel's letter for what a process does: S sleeps, T is stopped, Z has ended; None: it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return None

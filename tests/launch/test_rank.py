@@ -19,7 +19,7 @@ from launch.job import rank_log, rank_record
 from launch.node import stacks
 from launch.node.failures import Findings
 from launch.node.logs import Scribe
-from tests.launch.supervised import alive, wait_for
+from tests.launch.supervised import alive, state_of, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cr3t/value+of a key"
@@ -237,16 +237,17 @@ def test_what_the_command_leaves_running_is_ended(keep: Keep, tmp_path: Path) ->
 
 def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Path) -> None:
     """One that has a handler, one that has none, and one that is stopped."""
-    go = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.05)"
-    waits = (
-        f"import os\n{HANDLES}def waits_for_peers(secret):\n  print('up')\n  {go}\n  print('went on', secret)\nwaits_for_peers({SECRET!r})"
-    )
+    os.mkfifo(go := tmp_path / "go")
+    waits = f"{HANDLES}def waits_for_peers(secret):\n  print('up')\n  open({str(go)!r})\n  print('went on', secret)\n"
+    waits += f"waits_for_peers({SECRET!r})"
     kept = keep(waits, MY_TOKEN=SECRET)
     bare = keep("from signal import *; signal(SIGUSR2, SIG_DFL)\ndef sits(): print('up'); pause()\nsits()")
     stopped = keep(f"{HANDLES}def sits(): print('up'); time.sleep(300)\nsits()")
     for one in (kept, bare, stopped):
         one.says("up")
     os.kill(stopped.record["child"], signal.SIGSTOP)
+    states = [(kept, "S"), (bare, "S"), (stopped, "T")]
+    wait_for(lambda: all(state_of(one.record["child"]) == state for one, state in states))
     for one in (kept, bare, stopped):
         one.process.send_signal(signal.SIGUSR2)
     wait_for(lambda: "SIGUSR2 was sent" in kept.dump and "most recent call first" in kept.log)
@@ -255,7 +256,7 @@ def test_usr2_dumps_the_stacks_and_the_command_goes_on(keep: Keep, tmp_path: Pat
     wait_for(lambda: "sits" in bare.dump and "sits" in stopped.dump)
     assert "SIGUSR2 was sent" not in bare.dump and alive(bare.record["child"])
     assert "T (stopped)" in stopped.dump and stacks.stopped_ranks(stopped.attempt / "dumps") == [3]
-    (tmp_path / "go").touch()
+    go.write_text("")
     assert kept.wait() == 0 and "went on ***" in kept.log and "in waits_for_peers" in kept.log
 
 

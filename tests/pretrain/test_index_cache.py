@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 
 from pretrain.__main__ import main
@@ -24,7 +26,7 @@ from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
 from tests.pretrain.conftest import DEMO, ROOT, SMALL, Command
 from tests.pretrain.data_folder import write_folder
 from tests.pretrain.test_checkpoint_faults import largest_file
-from tests.ranks import finished
+from tests.ranks import answer, finished
 
 # --- the folder ------------------------------------------------------------------------------------------------------------------
 
@@ -264,6 +266,24 @@ def test_a_damaged_cache_is_built_again_with_a_line_and_ranks_share_it(run: Run)
     before = run.built()
     assert "index cache" not in finished(2, [DEMO, *run.settings, "train.eval_interval=0"], run.folder / "out")
     assert run.built() == before
+
+
+def late_reader(arguments: list[str]) -> int:
+    """A run in which rank 1 comes late to every index file that rank 0 has built."""
+    load = numpy.load
+
+    def late(*given: Any, **named: Any) -> Any:
+        time.sleep(0.2)
+        return load(*given, **named)
+
+    if os.environ["RANK"] == "1":
+        vars(numpy)["load"] = late
+    return main(arguments)
+
+
+def test_a_rank_that_reads_late_finds_the_files_where_they_were_built(run: Run) -> None:
+    assert answer(2, late_reader, [DEMO, *run.settings, "train.steps=1", "optimizer.warmup_steps=0"], output=run.folder / "out") == 0
+    assert len(run.built()) == 1
 
 
 def test_the_folder_follows_what_decides_the_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
