@@ -7,7 +7,6 @@ whether its data is there and fits, build its index cache.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -179,9 +178,6 @@ def _train(config: RunConfig, launched: int) -> int:
         import_megatron()
         from pretrain.run import train
 
-        # What is imported stays: Megatron collects garbage at every save, which would look through all of it, a third of a second.
-        gc.collect()
-        gc.freeze()
         outcome = train(prepared, received)
     if outcome.stopped_by and os.environ.get("RANK", "0") == "0":
         then = f"continues from {outcome.last_checkpoint}" if outcome.last_checkpoint else "starts it"

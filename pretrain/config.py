@@ -155,6 +155,9 @@ class CheckpointConfig:
         least=1,
     )
     async_save: bool = setting(False, "Write in a background process while training goes on.")
+    gb_per_second: float | None = setting(
+        None, "What the run's storage takes from all ranks together, in 10^9 bytes a second: --plan tells a save's seconds.", above=0
+    )
     resume: str = setting(
         "auto",
         "auto: continue from the newest good checkpoint of the run directory; none: start anew, refused where checkpoints exist.",

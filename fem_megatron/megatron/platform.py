@@ -1,8 +1,8 @@
 """What machine this is: device, collective backend, random state, and what Megatron-core needs where there is no CUDA.
 
 This is the only file that asks whether a GPU is there, and the only one that patches the pinned Megatron-core. Each patch says why and
-where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of the optimizer, gated on their own condition, and those
-of the processes that write checkpoints. Long, because all patches are here.
+where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of the processes that write checkpoints. Long, because
+all patches are here.
 """
 
 from __future__ import annotations
@@ -178,7 +178,6 @@ def prepare() -> str:
             f"megatron-core {megatron.core.__version__} is installed, but this code is verified against {MEGATRON_VERSION}: "
             f"pip install megatron-core=={MEGATRON_VERSION}"
         )
-    _fix_torch_adam_in_distributed_optimizer()
     _fix_checkpoint_writers()
     if has_cuda():
         return "nccl"
@@ -396,56 +395,6 @@ def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]
         whole = flat.numel() // 1024 * 1024
         parts += [torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1), torch.linalg.vector_norm(flat[whole:]).view(1)]
     return torch.cat(parts).double().norm().float().view(1), None
-
-
-def _fix_torch_adam_in_distributed_optimizer() -> None:
-    """Mend checkpoint loading of Megatron's distributed optimizer over torch's AdamW (on CUDA too, where TE and apex are absent).
-
-    Upstream (distrib_optimizer.py, 0.16.1): ``sharded_state_dict`` (line 1271) asks for a step that a fresh AdamW does not have;
-    ``_set_main_param_and_optimizer_states`` (911) copies into leaves that require grad and finds no "step" in the checkpoint;
-    ``load_state_dict`` (816) gives every parameter the *same* step tensor, which AdamW then bumps once a parameter: a resumed run
-    would be silently wrong from its second step on.
-    """
-    from megatron.core.optimizer import distrib_optimizer as upstream
-
-    cls = upstream.DistributedOptimizer
-    if upstream.HAVE_APEX_OR_TE or getattr(cls, "_torch_adam_fixed", False):
-        return
-    sharded_state_dict, load_state_dict = cls.sharded_state_dict, cls.load_state_dict
-
-    def fixed_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _fill_adam_state(self.optimizer)
-        return sharded_state_dict(self, *args, **kwargs)
-
-    def fixed_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
-    @torch.no_grad()
-    def fixed_set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        for key, target in {"param": main, **self.optimizer.state[main]}.items():
-            if key != "step":
-                target.copy_(tensors[key])
-
-    cls.sharded_state_dict = fixed_sharded_state_dict
-    cls.load_state_dict = fixed_load_state_dict
-    cls._set_main_param_and_optimizer_states = fixed_set_states
-    cls._torch_adam_fixed = True
-
-
-def _fill_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Give every parameter of a fresh AdamW its zero state."""
-    for group in adam.param_groups:
-        for param in group["params"]:
-            state = adam.state[param]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros_like(param)
-                state["exp_avg_sq"] = torch.zeros_like(param)
 
 
 def _fix_checkpoint_writers() -> None:

@@ -303,12 +303,14 @@ class CheckedReader(FileSystemReader):
         items = sorted(((self.storage_data[item.storage_index], item) for item in plan.items), key=lambda entry: _position(entry[0]))
         for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
             with (Path(self.path) / name).open("rb", buffering=0) as file:
-                for place, item in entries:
-                    stretches = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = read_part(file, place)[tuple(slice(start, start + length) for start, length in stretches)]
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
+                for _, wanted in groupby(entries, key=lambda entry: entry[0].offset):  # often several stretches of one part
+                    part = None
+                    for place, item in wanted:
+                        part = read_part(file, place) if part is None else part
+                        stretches = zip(item.storage_offsets, item.lengths, strict=True)
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(part[tuple(slice(start, start + length) for start, length in stretches)])
+                        planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -26,10 +26,10 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper, FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -135,9 +135,7 @@ class Checkpoints:
         with _written(final, temporary):
             from_rank_0(make_room)
             state = {**engine.sharded_state(), "rng": _rng_tensors(self.config)}
-            strategy = FullyParallelSaveStrategyWrapper(
-                get_default_save_sharded_strategy("torch_dist"), parallel_state.get_data_parallel_group(with_context_parallel=True)
-            )
+            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _data_parallel())
             request = write_tensors(_without_objects(state), temporary, strategy, asynchronous=self.config.checkpoint.async_save)
         manifest = manifest_of(self.config, progress, content_key, self.inherited)
 
@@ -177,10 +175,12 @@ class Checkpoints:
         longest = max(found.inherited.context_length, self.config.data.seq_length)
         self.inherited = replace(found.inherited, context_length=longest)
         platform.read_checkpoints_with(CheckedReader)
+        # What several data-parallel ranks need is read by one of them, which sends it to the others.
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(found.path)), _data_parallel())
 
         def read(state: dict[str, Any]) -> dict[str, Any]:
             try:
-                return dist_checkpointing.load(_without_objects(state), str(found.path), strict=StrictHandling.RAISE_UNEXPECTED)
+                return dist_checkpointing.load(_without_objects(state), str(found.path), strategy, strict=StrictHandling.RAISE_UNEXPECTED)
             except CheckpointException as error:
                 raise _read_failure(found.path, error) from None
 
@@ -305,6 +305,10 @@ def _set_aside(step: Path) -> Path:
     """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
     names = (f"damaged_{step.name}{again}" for again in itertools.chain([""], (f".{count}" for count in itertools.count(2))))
     return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))
+
+
+def _data_parallel() -> torch.distributed.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:

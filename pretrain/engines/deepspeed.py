@@ -27,8 +27,8 @@ from pretrain.engines import Beside, StepResult, StepTimes
 from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
-from pretrain.engines.megatron import SHARDING
-from pretrain.engines.zero_state import ZeroState, sharded_weights
+from pretrain.engines.sharding import Read, places
+from pretrain.engines.zero_state import ZeroState
 from pretrain.schedule import Schedule
 
 
@@ -68,8 +68,7 @@ class DeepSpeedEngine:
         (self.model,) = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
         if config.parallel.sequence_parallel:
             _sum_over_sequence_slices(self.model)
-        metadata = {**SHARDING, "dp_cp_group": MegatronGroups.get_data_parallel_group()}
-        weights = sharded_weights(self.model, metadata)
+        weights = places(self.model, MegatronGroups.get_data_parallel_group())
         numel = sum(parameter.numel() for parameter in self.model.parameters())
         settings, told = deepspeed_config(config, self.data_parallel, parameters=numel, cuda=platform.has_cuda())
         for line in told:
@@ -119,15 +118,9 @@ class DeepSpeedEngine:
 
     def sharded_state(self) -> dict[str, Any]:
         """What the Megatron engine would write of the same weights and moments."""
-        weights, states = self.state.saved()
-        optimizer = {
-            "optimizer": {"param_groups": self.state.groups()},
-            "param_state": dict(enumerate(states)),
-            "param_state_sharding_type": SHARDING["distrib_optim_sharding_type"],
-        }
-        return {"model0": weights, "optimizer": optimizer}
+        return self.state.saved()
 
-    def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False) -> None:
+    def restore(self, read: Read, *, model_only: bool = False) -> None:
         """Weights and optimizer from a checkpoint of either engine, at any layout."""
         self.state.restore(read, model_only=model_only)
 

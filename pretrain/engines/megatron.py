@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,8 @@ from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
 from pretrain.engines import Beside, StepResult, StepTimes
 from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
+from pretrain.engines.sharding import SHARDING, STATE, Held, Read, only_here, optimizer_state, places, read_optimizer
 from pretrain.schedule import Schedule
-
-# Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
-SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
 
 _STATE = ("params", "step")  # what of an optimizer's group is no setting
 
@@ -39,6 +37,7 @@ class MegatronEngine:
         self.settings = bare[0].config
         self.chunks = [self._wrap(chunk, first=i == 0) for i, chunk in enumerate(bare)]
         self.optimizer = self._optimizer()
+        self.split = _SplitState(self.optimizer, self.models) if config.parallel.use_distributed_optimizer else None
         self.rates = LearningRates(config, schedule, self.optimizer)
         self.reduction: list[platform.Moment] | None = None  # its beginning and end, noted where it is a list
         self._connect_schedule()
@@ -79,15 +78,23 @@ class MegatronEngine:
 
     def sharded_state(self) -> dict[str, Any]:
         """Sharded tensors named layer by layer, so that any layout can read them."""
-        return self._sharded_state(loading=False, model_only=False)
+        state = self._model_state()
+        if self.split is None:
+            return {**state, "optimizer": self.optimizer.sharded_state_dict(_whole(state), metadata=self._metadata())}
+        return {**state, "optimizer": optimizer_state(self.split.held(), self.split.groups())}
 
-    def restore(self, read: Callable[[dict[str, Any]], dict[str, Any]], *, model_only: bool = False) -> None:
+    def restore(self, read: Read, *, model_only: bool = False) -> None:
         """Weights first, then the optimizer; without its state, its main parameters are copied from the weights."""
-        state = read(self._sharded_state(loading=True, model_only=model_only))
+        asked = self._model_state()
+        if not model_only and self.split is None:
+            asked["optimizer"] = self.optimizer.sharded_state_dict(_whole(asked), is_loading=True, metadata=self._metadata())
+        state = read(asked) if model_only or self.split is None else read_optimizer(read, self.split.held(), asked)
         for i, model in enumerate(self.models):
             model.load_state_dict(state[f"model{i}"], strict=True)
         if model_only:
             self.optimizer.reload_model_params()
+        elif self.split:
+            self.split.take_step(state["optimizer"]["optimizer"]["param_groups"][0]["step"])
         else:
             ours = [{key: value for key, value in group.items() if key not in _STATE} for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(state["optimizer"])
@@ -99,16 +106,15 @@ class MegatronEngine:
         """Takes this engine out of the model's configuration: DDP's hooks hold that from C++, where no collector sees the circle."""
         self.settings.finalize_model_grads_func = None
 
-    def _sharded_state(self, *, loading: bool, model_only: bool) -> dict[str, Any]:
+    def _model_state(self) -> dict[str, Any]:
         if self.config.parallel.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        metadata = {**SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        state: dict[str, Any] = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
-        if not model_only:
-            model_state = state["model0"] if len(self.models) == 1 else dict(state)
-            state["optimizer"] = self.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
-        return state
+        return {f"model{i}": model.sharded_state_dict(metadata=self._metadata()) for i, model in enumerate(self.models)}
+
+    @staticmethod
+    def _metadata() -> dict[str, Any]:
+        return {**SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
     def _wrap(self, chunk: GPTModel, *, first: bool) -> DistributedDataParallel:
         layout = self.config.parallel
@@ -180,6 +186,46 @@ class MegatronEngine:
                 clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=grad_norm)
 
 
+class _SplitState:
+    """The state of Megatron's distributed optimizer, whose own ways to a checkpoint gather it (distrib_optimizer.py:1404, 0.16.1)."""
+
+    def __init__(self, optimizer: Any, models: list[GPTModel]) -> None:
+        (self.optimizer,) = optimizer.chained_optimizers
+        self.adam: torch.optim.Optimizer = self.optimizer.optimizer
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.places = {parameter: only_here(place) for model in models for parameter, place in places(model, group).items()}
+
+    def held(self) -> Iterator[Held]:
+        """This rank's parts of the parameters, of a fresh optimizer too."""
+        self._prepare()
+        for parameter, place in self.places.items():
+            if parameter in self.optimizer.model_param_gbuf_map:  # which knows those of which a part is here
+                state = self.optimizer._get_main_param_and_optimizer_states(parameter)
+                elements = self.optimizer._get_model_param_range_map(parameter)["param"]
+                yield Held(place, elements.start, len(elements), {name: state[name].detach().view(-1) for name in STATE})
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups without their parameters, with their step."""
+        self._prepare()
+        groups: list[dict[str, Any]] = self.optimizer.state_dict()["optimizer"]["param_groups"]
+        return groups
+
+    def take_step(self, step: float) -> None:
+        """Adam's count of steps: each tensor's own in torch's, the groups' in TE's and apex's."""
+        for group in self.adam.param_groups:
+            if "step" in group:
+                group["step"] = int(step)
+            for parameter in group["params"]:
+                if "step" in self.adam.state[parameter]:
+                    self.adam.state[parameter]["step"].fill_(step)
+
+    def _prepare(self) -> None:
+        self.optimizer.init_state_fn(self.adam, self.optimizer.config)
+        if isinstance(self.adam, torch.optim.Adam):  # AdamW is one; upstream's own makes no step for it (optimizer/__init__.py:391)
+            for state in self.adam.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
 class _Replay:
     """One stream of micro-batches read by several model chunks of a rank, each at its own pace."""
 
@@ -194,6 +240,11 @@ class _Replay:
                 for queue in self.waiting:
                     queue.append(batch)
             yield self.waiting[reader].pop(0)
+
+
+def _whole(state: dict[str, Any]) -> Any:
+    """The model's part of a state as the plain optimizer wants it."""
+    return state["model0"] if len(state) == 1 else dict(state)
 
 
 def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:

@@ -1,4 +1,4 @@
-"""ZeRO's weights and optimizer state as Megatron's sharded tensors and back: one parameter at a time, in the model's own shapes.
+"""ZeRO's weights and optimizer state as Megatron's sharded tensors and back, in the model's own shapes.
 
 What is written is what the Megatron engine writes: ``<name>`` in the training precision, ``optimizer.state.<one of STATE>.<name>`` in fp32,
 steps and rates in the common part. So either engine resumes the other's checkpoint, and any stage, DP and TP size resumes any other's.
@@ -6,39 +6,17 @@ steps and rates in the common part. So either engine resumes the other's checkpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.models.gpt import GPTModel
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE = ("param", *MOMENTS)  # Megatron's names of the fp32 weight and of Adam's moments
-PIECE = 2**28  # elements that are read at a time
-Read = Callable[[dict[str, Any]], dict[str, Any]]
+from pretrain.engines.sharding import MOMENTS, Held, Read, largest_part, only_here, optimizer_state, parts, read_optimizer
 
-
-@dataclass(frozen=True)
-class Fragment:
-    """What this rank holds of a flattened parameter: ``numel`` elements from ``start`` on, as views into the optimizer's fp32 tensors."""
-
-    start: int
-    numel: int
-    tensors: dict[str, torch.Tensor]  # by STATE's names; flat, at least numel long
-
-
-def sharded_weights(model: GPTModel, metadata: dict[str, Any]) -> dict[torch.nn.Parameter, ShardedTensor]:
-    """Every parameter's place in the checkpoint; while the model's parameters are still whole."""
-    found = {}
-    for entry in model.sharded_state_dict(metadata=metadata).values():
-        if isinstance(entry, ShardedTensor):
-            found[entry.data] = replace(entry, data=None)
-    missing = [name for name, parameter in model.named_parameters() if parameter not in found]
-    assert not missing and len(found) == len(list(model.parameters())), missing
-    return found
+PIECE = 2**28  # elements of whole weights that are read at a time
 
 
 class ZeroState:
@@ -67,23 +45,16 @@ class ZeroState:
                 state["step"] = self._step(0, flat)
                 state.update({name: torch.zeros_like(flat) for name in MOMENTS})
 
-    def saved(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """(weights, optimizer state) as sharded tensors on the host: whole tensors, each on one data-parallel rank, spread by size."""
+    def saved(self) -> dict[str, Any]:
+        """Weights and optimizer state, what this rank holds of them: of its fp32 weights the weights are made."""
         self.prepare()
-        load = [0] * self.group.size()
-        weights: dict[str, Any] = {}
-        states: list[dict[str, Any]] = []
-        for parameter, place in self.weights.items():
-            owner = load.index(min(load))
-            load[owner] += _numel(place)
-            whole = self._gather(parameter, owner)
-            if owner != self.group.rank():
-                continue
-            main = {replica: value.view(place.local_shape).cpu() for replica, value in whole.items()}
-            here = replace(place, replica_id=_first_replica(place))
-            weights[self.names[parameter]] = replace(here, data=main["param"].to(place.dtype))
-            states.append({name: _named(here, name, value) for name, value in main.items()})
-        return weights, states
+        held = {parameter: one for parameter in self.weights if (one := self.held(parameter))}
+        largest = largest_part(held.values())
+        weights = {
+            self.names[parameter]: parts(one.place, one.start, one.tensors["param"].to(one.place.dtype), largest)
+            for parameter, one in held.items()
+        }
+        return {"model0": weights, "optimizer": optimizer_state(held.values(), self.groups())}
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups without their parameters, with their step, as Megatron's optimizer stores them."""
@@ -95,23 +66,16 @@ class ZeroState:
 
     @torch.no_grad()
     def restore(self, read: Read, *, model_only: bool) -> None:
-        """Read everything, PIECE elements at a time; without optimizer state the fp32 weights are the weights."""
+        """Read the state in place, and the weights PIECE elements at a time; without a state the fp32 weights are the weights."""
         self.prepare()
-        steps = 0.0
         for piece in self._pieces():
-            asked: dict[str, Any] = {"model0": {}, "optimizer": {"param_state": {}}}
-            for number, parameter in enumerate(piece):
-                place = self.weights[parameter]
-                asked["model0"][self.names[parameter]] = _empty(place)
-                if not model_only:
-                    asked["optimizer"]["param_state"][number] = {name: _empty(_named(place, name, None)) for name in STATE}
-            given = read(asked)
-            for number, parameter in enumerate(piece):
-                weight = given["model0"][self.names[parameter]]
-                state = {"param": weight.float()} if model_only else given["optimizer"]["param_state"][number]
-                self._scatter(parameter, weight, state)
-            if not model_only:
-                steps = float(given["optimizer"]["optimizer"]["param_groups"][0]["step"])
+            given = read({"model0": {self.names[parameter]: _empty(self.weights[parameter]) for parameter in piece}})
+            for parameter in piece:
+                self._take(parameter, given["model0"][self.names[parameter]], with_main=model_only)
+        if model_only:
+            return
+        given = read_optimizer(read, filter(None, map(self.held, self.weights)))
+        steps = float(given["optimizer"]["optimizer"]["param_groups"][0]["step"])
         # A step of its own for every tensor: Adam adds to each.
         for flat in self._flat():
             self.adam.state[flat]["step"] = self._step(steps, flat)
@@ -159,16 +123,16 @@ class ZeroState:
             return int(value)
         return torch.tensor(value, device=flat.device if self.adam.defaults["fused"] else "cpu")
 
-    def fragment(self, parameter: torch.nn.Parameter) -> Fragment | None:
+    def held(self, parameter: torch.nn.Parameter) -> Held | None:
         """This rank's part of a parameter, None where it holds none."""
-        optimizer = self.engine.optimizer
+        optimizer, place = self.engine.optimizer, self.weights[parameter]
         if not self.stage:
             flat, start, offset, numel = parameter, 0, 0, parameter.numel()
         elif self.stage == 3:
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             flat = optimizer.fp32_partitioned_groups_flat[group]
             start = numel * self.group.rank()
-            numel = min(numel, _numel(self.weights[parameter]) - start)  # the last ranks hold padding
+            numel = min(numel, _numel(place) - start)  # the last ranks hold padding
         else:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is None:
@@ -179,24 +143,10 @@ class ZeroState:
         if numel <= 0:
             return None
         state = {"param": flat, **{name: self.adam.state[flat][name] for name in MOMENTS}}
-        return Fragment(start, numel, {name: tensor.detach().view(-1).narrow(0, offset, numel) for name, tensor in state.items()})
+        tensors = {name: tensor.detach().view(-1).narrow(0, offset, numel) for name, tensor in state.items()}
+        return Held(only_here(place) if self.stage else place, start, numel, tensors)
 
-    @torch.no_grad()
-    def _gather(self, parameter: torch.nn.Parameter, owner: int) -> dict[str, torch.Tensor]:
-        """The whole parameter's state on ``owner`` (a rank of the data-parallel group), flat; elsewhere what is there is of no use."""
-        fragment, numel = self.fragment(parameter), _numel(self.weights[parameter])
-        found = {}
-        for name in STATE:
-            whole = torch.zeros(numel, dtype=torch.float32, device=self.engine.device)
-            if fragment is not None:
-                whole[fragment.start : fragment.start + fragment.numel] = fragment.tensors[name].to(whole.device)
-            if self.stage:
-                # As integers: one rank's bits plus zeros are those bits, of -0.0 and NaN too.
-                torch.distributed.reduce(whole.view(torch.int32), torch.distributed.get_global_rank(self.group, owner), group=self.group)
-            found[name] = whole
-        return found
-
-    def _scatter(self, parameter: torch.nn.Parameter, weight: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _take(self, parameter: torch.nn.Parameter, weight: torch.Tensor, *, with_main: bool) -> None:
         if self.stage == 3:
             from deepspeed.runtime.zero import GatheredParameters
 
@@ -204,23 +154,12 @@ class ZeroState:
                 parameter.data.copy_(weight)
         else:
             parameter.data.copy_(weight)
-        fragment = self.fragment(parameter)
-        if fragment is not None:
-            for name, value in state.items():
-                fragment.tensors[name].copy_(value.reshape(-1)[fragment.start : fragment.start + fragment.numel])
+        if with_main and (held := self.held(parameter)):
+            held.tensors["param"].copy_(weight.reshape(-1)[held.start : held.start + held.numel])
 
 
 def _numel(place: ShardedTensor) -> int:
     return torch.Size(place.local_shape).numel()
-
-
-def _first_replica(place: ShardedTensor) -> Any:
-    """The place's replica id as if this were the first data-parallel rank: the only one that has the tensor at all."""
-    return (*place.replica_id[:-1], 0) if isinstance(place.replica_id, tuple) else place.replica_id
-
-
-def _named(place: ShardedTensor, name: str, data: torch.Tensor | None) -> ShardedTensor:
-    return replace(place, key=f"optimizer.state.{name}.{place.key}", data=data, dtype=torch.float32)
 
 
 def _empty(place: ShardedTensor) -> ShardedTensor:

@@ -192,6 +192,11 @@ class Plan:
         return self.schedule.steps * self.schedule.step_tokens
 
     @property
+    def save_memory(self) -> int:
+        """Bytes of host memory that the rank with most to write needs for it: each has its own part once more, nothing is gathered."""
+        return max(stage.parameters for stage in self.memory) * stored_bytes(self.config) // self.data_parallel
+
+    @property
     def peak_memory(self) -> int:
         """Bytes of the rank that needs most."""
         return max(stage.total for stage in self.memory)
@@ -229,13 +234,18 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of one checkpoint: the weights in the training precision and the optimizer's fp32 state.
+    """Size of one checkpoint."""
+    return sum(count_by_component(config.model).values()) * stored_bytes(config)
+
+
+def stored_bytes(config: RunConfig) -> int:
+    """Bytes that a checkpoint holds of one parameter: the weight in the training precision and the optimizer's fp32 state.
 
     Megatron's distributed optimizer stores its fp32 parameters beside the two moments in either precision; the plain one only in bf16.
     """
     bf16 = config.train.precision == "bf16"
     main_parameter = 4 if bf16 or config.parallel.use_distributed_optimizer else 0
-    return sum(count_by_component(config.model).values()) * ((2 if bf16 else 4) + main_parameter + 8)
+    return (2 if bf16 else 4) + main_parameter + 8
 
 
 def render(plan: Plan) -> str:
@@ -331,7 +341,12 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield from _zero_lines(plan)
     if excess := memory_excess(plan):
         yield f"DOES NOT FIT: {excess}"
-    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {plan.config.checkpoint.keep_last} kept"
+    checkpoint = plan.config.checkpoint
+    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {checkpoint.keep_last} kept"
+    meanwhile = "while training goes on" if checkpoint.async_save else "while training waits"
+    speed = checkpoint.gb_per_second
+    took = f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s" if speed else "(checkpoint.gb_per_second tells in how long)"
+    yield f"  written {took} {meanwhile}, from up to {gib(plan.save_memory)} of host memory a rank"
 
 
 def _zero_lines(plan: Plan) -> Iterator[str]:

@@ -109,8 +109,8 @@ def engine_of(overrides: list[str]) -> Iterator[Any]:
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
-    config = prepare(load_run(DEMO, overrides), 1).config
     platform.initialize_distributed()
+    config = prepare(load_run(DEMO, overrides), torch.distributed.get_world_size()).config
     initialize_model_parallel(config)
     engine = make_engine(config, Schedule.of(config), print)
     try:

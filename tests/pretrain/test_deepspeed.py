@@ -7,11 +7,13 @@ at another layout. Losses alone would not do: AdamW hides a gradient that is off
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.reader import load_full_model_state
@@ -182,8 +184,14 @@ def _look(engine: Any) -> dict[str, Any]:
     }
 
 
-def _entries(state: dict[str, Any]) -> list[Any]:
-    return [*state["model0"].values(), *(entry for three in state["optimizer"]["param_state"].values() for entry in three.values())]
+def _entries(state: Any) -> Iterator[ShardedTensor]:
+    """Every sharded tensor in it, each here the whole of a small tensor: the group is of one rank."""
+    for value in state.values():
+        if isinstance(value, ShardedTensor):
+            assert value.local_shape == value.global_shape
+            yield value
+        elif isinstance(value, dict):
+            yield from _entries(value)
 
 
 def _tensors(engine: Any) -> dict[str, torch.Tensor]:
@@ -198,14 +206,12 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def _filled(asked: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """What reading a checkpoint gives: tensors for what is asked, and the common part."""
     by_key = {entry.key: entry.data for entry in _entries(saved)}
-    states = asked["optimizer"]["param_state"].items()
-    return {
-        "model0": {name: by_key[entry.key] for name, entry in asked["model0"].items()},
-        "optimizer": {
-            "optimizer": saved["optimizer"]["optimizer"],
-            "param_state": {number: {name: by_key[entry.key] for name, entry in three.items()} for number, three in states},
-        },
-    }
+
+    def values(state: dict[str, Any]) -> dict[str, Any]:
+        return {name: by_key[value.key] if isinstance(value, ShardedTensor) else values(value) for name, value in state.items()}
+
+    given = values(asked)
+    return {**given, "optimizer": {**given.get("optimizer", {}), "optimizer": saved["optimizer"]["optimizer"]}}
 
 
 @pytest.fixture(scope="module")

@@ -202,6 +202,9 @@ def test_the_text_says_what_was_asked_for(wording: Wording) -> None:
     wording(text)
     assert len(max(text.splitlines(), key=len)) <= 120
     assert "interleaved, 3 chunks" in render(make_plan(small(f"{PP}=2", f"{VPP}=3"), 2))
+    timed = make_plan(run(LARGE, "checkpoint.gb_per_second=5", "checkpoint.async_save=false"), 8)
+    seconds = f"{timed.checkpoint_bytes / 5e9:.3g}"
+    assert f"  written in {seconds} s at 5 GB/s while training waits, from up to {timed.save_memory / 2**30:.2f} GiB of" in render(timed)
 
 
 def test_each_switch_takes_exactly_its_own_parameters_away() -> None:

@@ -42,8 +42,8 @@ def hidden(cluster: MiniSlurm, folder: Path) -> Iterator[None]:
 
 
 def queued(cluster: MiniSlurm) -> list[str]:
-    """The names of the jobs that are not over."""
-    return cluster.run("squeue", "--noheader", "--format=%j").stdout.split()
+    """The names of the jobs that are not over; one whose nodes are being cleaned up is."""
+    return cluster.run("squeue", "--noheader", "--states=pending,running", "--format=%j").stdout.split()
 
 
 def failed(said: Said) -> list[str]:

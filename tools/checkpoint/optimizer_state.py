@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fem_common.errors import ConfigError
 from pretrain.checkpoint.reader import NOT_WEIGHTS
-from pretrain.engines.megatron import SHARDING
-from pretrain.engines.zero_state import MOMENTS
+from pretrain.engines.sharding import MOMENTS, SHARDING
 
 STATE = "optimizer.state."
 DISTRIBUTED, PLAIN = f"{STATE}param.", f"{STATE}fp32_param."

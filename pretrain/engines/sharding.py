@@ -1,0 +1,148 @@
+"""What a rank holds of a model's optimizer, as Megatron's sharded tensors: nothing is gathered to write it, and it is read in place.
+
+Both optimizers that are split over data-parallel ranks (Megatron's distributed one, DeepSpeed's ZeRO) give a rank ranges of flattened
+parameters. A range of a tensor of n dimensions is at most 2n - 1 boxes of it: the rest of a row, whole rows, the beginning of another. Each
+box is contiguous in memory and is written as a part of the whole tensor, ``optimizer.state.<one of STATE>.<weight's name>`` in fp32. So the
+names and shapes are those of the model, and any engine at any layout reads any other's: of every tensor the parts that meet its own boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = ("param", *MOMENTS)  # Megatron's names of the fp32 weight and of Adam's moments
+# Layer by layer names in the checkpoint, whatever the pipeline split; optimizer state in the model's own shapes.
+SHARDING = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
+
+# A part is read whole, to compare its checksum, by every rank that needs some of it: it is small beside what a rank holds. It is not small
+# beside what is written with it: a thousand bytes of archive, and a thousand instructions of Python at every step of a save.
+_PARTS_OF_A_RANK = 64
+_SMALLEST_PART = 2**20  # elements
+Read = Callable[[dict[str, Any]], dict[str, Any]]  # a dictionary of sharded tensors comes back with their values
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a parameter: ``numel`` elements of it, flattened, from ``start`` on.
+
+    place: of the parameter in the checkpoint, with the replica id of what is held. tensors: by STATE's names, flat, fp32, at least
+    ``numel`` long, views into the optimizer's own.
+    """
+
+    place: ShardedTensor
+    start: int
+    numel: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+def places(model: GPTModel, group: torch.distributed.ProcessGroup) -> dict[torch.nn.Parameter, ShardedTensor]:
+    """Every parameter's place in the checkpoint, without its values; while the model's parameters are still whole."""
+    found = {}
+    for entry in model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group}).values():
+        if isinstance(entry, ShardedTensor):
+            found[entry.data] = replace(entry, data=None)
+    missing = [name for name, parameter in model.named_parameters() if parameter not in found]
+    assert not missing and len(found) == len(list(model.parameters())), missing
+    return found
+
+
+def only_here(place: ShardedTensor) -> ShardedTensor:
+    """The place of what no other data-parallel rank holds: its replica id is the first one's."""
+    return replace(place, replica_id=(*place.replica_id[:-1], 0)) if isinstance(place.replica_id, tuple) else place
+
+
+def optimizer_state(held: Iterable[Held], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a checkpoint holds of an optimizer: all that is held, in parts to be written; ``groups``: its groups without parameters."""
+    held = list(held)
+    largest = largest_part(held)
+    return {
+        "optimizer": {"param_groups": groups},
+        "param_state": {number: _state(one, largest) for number, one in enumerate(held)},
+        "param_state_sharding_type": SHARDING["distrib_optim_sharding_type"],
+    }
+
+
+@torch.no_grad()
+def read_optimizer(read: Read, held: Iterable[Held], beside: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read a checkpoint into what is held, in place; returns all that was read, ``beside`` it too, and the groups (`optimizer_state`)."""
+    asked = {number: _state(one, one.numel) for number, one in enumerate(held)}
+    targets = {number: {name: {n: part.data for n, part in parts.items()} for name, parts in one.items()} for number, one in asked.items()}
+    given = read({**(beside or {}), "optimizer": {"param_state": asked}})
+    for number, one in targets.items():
+        for name, parts_of_one in one.items():
+            for n, target in parts_of_one.items():
+                value = given["optimizer"]["param_state"][number][name][n]
+                if value.data_ptr() != target.data_ptr():  # what several ranks hold, one of them has read
+                    target.copy_(value)
+    return given
+
+
+def largest_part(held: Iterable[Held]) -> int:
+    """Elements of the largest part to write of what a rank holds."""
+    return max(_SMALLEST_PART, sum(one.numel for one in held) // _PARTS_OF_A_RANK)
+
+
+def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
+    named = {name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}") for name in STATE}
+    return {name: parts(place, held.start, held.tensors[name][: held.numel], largest) for name, place in named.items()}
+
+
+def parts(place: ShardedTensor, start: int, flat: torch.Tensor, largest: int) -> dict[int, ShardedTensor]:
+    """The elements from ``start`` on of the tensor at ``place``, flattened, as parts of it: views into ``flat``."""
+    assert not place.prepend_axis_num
+    found, position = {}, 0
+    for number, (offset, shape) in enumerate(boxes(tuple(place.local_shape), start, start + flat.numel(), largest)):
+        numel = math.prod(shape)
+        found[number] = replace(
+            place,
+            data=flat[position : position + numel].view(shape),
+            dtype=flat.dtype,
+            local_shape=shape,
+            global_offset=tuple(a + b for a, b in zip(place.global_offset, offset, strict=True)),
+            axis_fragmentations=None,
+        )
+        position += numel
+    return found
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its size
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int, largest: int) -> Iterator[Box]:
+    """The elements [start, end) of a flattened tensor as boxes of it, in the order of memory; none has more than ``largest`` elements.
+
+    But for that limit they are at most 2n - 1 of n dimensions; a row of a matrix is cut by the same rule.
+    """
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # the whole rows
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start, end, largest)
+        return
+    yield from _in_row(shape, first - 1, start, first * row, largest)
+    if row > largest:
+        for index in range(first, last):
+            yield from _in_row(shape, index, index * row, (index + 1) * row, largest)
+    else:
+        rows = largest // row
+        for index in range(first, last, rows):
+            yield (index, *(0 for _ in shape[1:])), (min(rows, last - index), *shape[1:])
+    yield from _in_row(shape, last, last * row, end, largest)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, end: int, largest: int) -> Iterator[Box]:
+    begin = index * math.prod(shape[1:])
+    for offset, size in boxes(shape[1:], start - begin, end - begin, largest):
+        yield (index, *offset), (1, *size)
