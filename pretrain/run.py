@@ -14,7 +14,8 @@ from fem_common.errors import MISTAKES, CommandError, ConfigError, InUse, Storag
 from fem_common.files import remove_leftovers
 from fem_megatron import catalogue
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.reader import DamagedCheckpoint, newest_good
+from pretrain.checkpoint.folder import newest_good
+from pretrain.checkpoint.reader import DamagedCheckpoint
 from pretrain.checkpoint.resume import TOLD
 from pretrain.checkpoint.starting import Start, find_start
 from pretrain.checkpoint.store import Checkpoints

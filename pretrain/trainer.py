@@ -13,7 +13,7 @@ import torch
 from fem_common.errors import CommandError
 from fem_common.exits import Exit
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.folder import Progress
 from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, batches

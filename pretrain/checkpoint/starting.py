@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fem_common.errors import ConfigError
-from pretrain.checkpoint.reader import Found, Progress, find
+from pretrain.checkpoint.folder import Found, Progress, find
 from pretrain.checkpoint.resume import Change, changes, check, check_model
 from pretrain.checkpoint.store import WEIGHTS_ALONE, Checkpoints
 from pretrain.config import RunConfig

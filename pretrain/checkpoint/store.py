@@ -37,18 +37,8 @@ from fem_common.config import plain
 from fem_common.errors import ConfigError, StorageError, reason
 from fem_common.files import remove_leftovers, sha256, sync_file, sync_folder, write_whole
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.reader import (
-    MANIFEST,
-    CheckedReader,
-    DamagedCheckpoint,
-    Found,
-    Inherited,
-    Progress,
-    Say,
-    damage,
-    newest_first,
-    newest_good,
-)
+from pretrain.checkpoint.folder import MANIFEST, WRITING, Found, Inherited, Progress, Say, damage, newest_first, newest_good
+from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
 from pretrain.ranks import from_rank_0
@@ -56,7 +46,6 @@ from pretrain.ranks import from_rank_0
 PICKLES = (".metadata", "common.pt")
 TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own
 _NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")  # what Megatron and Python put before the file system's words
-WRITING = ".writing_"  # what the names of folders begin with while they are written
 WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
 
 

@@ -23,7 +23,8 @@ import pytest
 import torch
 
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.reader import MANIFEST, DamagedCheckpoint, read_metadata, read_part
+from pretrain.checkpoint.folder import MANIFEST
+from pretrain.checkpoint.reader import DamagedCheckpoint, read_metadata, read_part
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
 from tests.ranks import PATIENCE, ended, losses, started, wait_until

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint.reader import MANIFEST, load_full_model_state
+from pretrain.checkpoint.folder import MANIFEST
+from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import PATIENCE, finished, losses, records, send, started, wait_until

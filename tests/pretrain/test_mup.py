@@ -14,7 +14,7 @@ import yaml
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.mup import MupConfig
-from pretrain.checkpoint.reader import find
+from pretrain.checkpoint.folder import find
 from tests.pretrain.conftest import SMALL, Command
 from tests.pretrain.jobs import Done, Job, engine_of, micro_batches, run_jobs
 from tests.ranks import answer

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.reader import MANIFEST
+from pretrain.checkpoint.folder import MANIFEST
 from pretrain.report.progress_file import NAME, ProgressFile, read_progress
 from pretrain.run_directory import relaunch_command
 from pretrain.schedule import Schedule

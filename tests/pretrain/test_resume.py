@@ -16,7 +16,8 @@ from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.fem.shape import FemConfig
-from pretrain.checkpoint.reader import MANIFEST, read_common
+from pretrain.checkpoint.folder import MANIFEST
+from pretrain.checkpoint.reader import read_common
 from pretrain.checkpoint.resume import FREE, RULES, TOLD, changes, check, check_model, rule
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.trainer import Trainer

@@ -121,7 +121,7 @@ def _bytes_read() -> int:
 
 def save_and_load(overrides: list[str], folder: str, source: str) -> dict[str, float]:
     """A run's asynchronous save, and a load from ``source``, with what they took; figures of memory are the worst rank's."""
-    from pretrain.checkpoint.reader import Progress, find
+    from pretrain.checkpoint.folder import Progress, find
     from pretrain.checkpoint.store import Checkpoints
     from pretrain.ranks import sum_over_ranks
 

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_common.files import sha256
 from pretrain.__main__ import main as pretrain
-from pretrain.checkpoint.reader import MANIFEST, read_common
+from pretrain.checkpoint.folder import MANIFEST
+from pretrain.checkpoint.reader import read_common
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
 from tests.pretrain.jobs import Job, run_jobs
 from tests.ranks import VARIABLES, answer, losses

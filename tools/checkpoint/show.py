@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import gib
-from pretrain.checkpoint.reader import MANIFEST, Found, damage, damaged_tensors, find, newest_first, read_metadata
+from pretrain.checkpoint.folder import MANIFEST, Found, damage, find, newest_first
+from pretrain.checkpoint.reader import damaged_tensors, read_metadata
 
 WORD_SECONDS = 10.0  # between lines that say how far it is
 

@@ -67,7 +67,7 @@ def diagnose(checkpoint: Path, data: Path | None, tokens: int) -> Found:
         raise ConfigError(f"--tokens {tokens}: must be at least 2")
     import_megatron()
     from fem_megatron.diagnostics import observing
-    from pretrain.checkpoint.reader import find
+    from pretrain.checkpoint.folder import find
     from pretrain.report.observer import blocks_of
 
     prefix = data or data_of_run(find(checkpoint).manifest["config"]["data"])

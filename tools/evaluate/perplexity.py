@@ -34,6 +34,7 @@ from fem_common import cli
 from fem_common.errors import CommandError, ConfigError, StorageError, UserError, files_told
 from fem_common.files import json_bytes, write_whole
 from fem_common.progress import Progress
+from pretrain.checkpoint.folder import find
 
 from .heldout import Kept, Settings, Sums, Text, Window, batched, check_vocabulary, open_text, windows
 from .suite import SuiteTask
@@ -227,8 +228,6 @@ def _manifest(path: Path) -> dict[str, Any]:
 
     if is_folder(path):
         return read_folder(path).training()
-    from pretrain.checkpoint.reader import find  # with Megatron: seconds
-
     return find(path).manifest
 
 

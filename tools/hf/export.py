@@ -33,7 +33,8 @@ from fem_common.errors import ConfigError, told
 from fem_common.progress import Progress
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import Found, Weights, find
+from pretrain.checkpoint.folder import Found, find
+from pretrain.checkpoint.reader import Weights
 from pretrain.data.facts import Manifest
 from pretrain.plan.run_plan import parameter_shapes
 

@@ -29,7 +29,7 @@ from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import import_megatron
 from fem_megatron.mup import starts_from
-from pretrain.checkpoint.reader import Inherited
+from pretrain.checkpoint.folder import Inherited, Progress
 from pretrain.config import RunConfig, run_of
 from pretrain.plan.run_plan import model_weights
 
@@ -97,8 +97,7 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
     plan = graft(source.model, config.model) if mixer else None
     source = source if plan else replace(source, model=config.model)
     kept = _kept(source) if plan is None else Kept()
-    from pretrain.checkpoint.reader import Progress  # Megatron-core takes seconds to import: not for a wrong argument
-    from pretrain.checkpoint.writer import save_weights
+    from pretrain.checkpoint.writer import save_weights  # Megatron-core takes seconds to import: not for a wrong argument
 
     with beside(out) as folder:
         weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))

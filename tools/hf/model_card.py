@@ -19,7 +19,7 @@ import yaml
 from fem_common.errors import ConfigError
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import Found
+from pretrain.checkpoint.folder import Found
 from pretrain.config import RunConfig, Source, run_of
 from pretrain.data.facts import Manifest, read_manifest
 from pretrain.plan.run_plan import flops_per_token

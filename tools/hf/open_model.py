@@ -25,7 +25,8 @@ from transformers.utils import logging as transformers_logging
 from fem_common.errors import ConfigError
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.reader import Found, Weights, find
+from pretrain.checkpoint.folder import Found, find
+from pretrain.checkpoint.reader import Weights
 
 from .configuration_fem import FemLMConfig
 from .export import AUTO_MAP, check_shapes, hf_config

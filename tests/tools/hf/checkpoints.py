@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import Progress, Weights, find
+from pretrain.checkpoint.folder import Progress, find
+from pretrain.checkpoint.reader import Weights
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from tools.hf.__main__ import main

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.folder import Progress
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 from tests.pretrain.data_folder import write_folder, write_manifest

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import find
+from pretrain.checkpoint.folder import find
 from pretrain.config import load_run
 from tests.tools.hf.checkpoints import changed, equal, hf, rewrite, save, stock_folder, tensors, weights
 from tests.tools.hf.small import VOCAB, export, random_state, small, write_tokenizer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import find
+from pretrain.checkpoint.folder import find
 from pretrain.plan.run_plan import count_by_component, model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import hf, stock_folder, tensors, weights

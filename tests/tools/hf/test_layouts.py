@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from pretrain.__main__ import main
-from pretrain.checkpoint.reader import find
+from pretrain.checkpoint.folder import find
 from tests.pretrain.conftest import DEMO
 from tests.pretrain.data_folder import write_folder
 from tests.ranks import VARIABLES, finished, losses

@@ -14,7 +14,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
-from pretrain.checkpoint.reader import find
+from pretrain.checkpoint.folder import find
 from tests.tools.hf.checkpoints import STOCK, changed, equal, hf, save, stock_folder, tensors, weights
 from tests.tools.hf.runs import files
 from tests.tools.hf.small import VOCAB, random_state, small

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.reader import Progress
+from pretrain.checkpoint.folder import Progress
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
 from tests.tools.hf.small import random_state, small

@@ -1,0 +1,132 @@
+"""Checkpoints as folders: what a manifest says, finding a good one. No torch; their tensors are ``pretrain.checkpoint.reader``'s."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import MISTAKES, ConfigError
+from fem_common.files import sha256
+
+MANIFEST = "manifest.json"
+WRITING = ".writing_"  # what the names of folders begin with while they are written
+_STEP = re.compile(r"step_(\d{8,})$")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change."""
+
+    step: int
+    consumed_samples: int
+    order_samples: int  # number of samples the training order was drawn for
+    skipped_steps: int = 0
+    bad_steps_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What is known of weights and computed with by nobody here; it goes along with them, by ``checkpoint.load`` too.
+
+    context_length: the longest sequences that they were trained on, in tokens. special_ids: bos_token_id, eos_token_id (one or several)
+    and pad_token_id, as far as the Hugging Face folder names them that the weights come from.
+    """
+
+    context_length: int
+    special_ids: dict[str, int | list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verified checkpoint on disk."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        """The trainer's memory."""
+        return Progress(**self.manifest["progress"])
+
+    @property
+    def inherited(self) -> Inherited:
+        """What the weights bring along; of a checkpoint that is older than this record, what its configuration tells."""
+        return Inherited(**{"context_length": self.manifest["config"]["data"]["seq_length"], **self.manifest.get("inherited", {})})
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the checkpoint folder, or None. Sizes of all files, hashes of the pickles.
+
+    Raises:
+        OSError: a file system fails, which says nothing about the checkpoint.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files, hashes = manifest["files"], manifest["sha256"]
+        manifest["config"]["model"], manifest["progress"]["step"]
+    except (*MISTAKES, ValueError) as error:
+        return f"{MANIFEST} is missing" if isinstance(error, FileNotFoundError) else f"{MANIFEST} cannot be read ({type(error).__name__})"
+    except (KeyError, TypeError) as error:
+        return f"{MANIFEST} has no {error.args[0]}" if isinstance(error, KeyError) else f"{MANIFEST} is no checkpoint's"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    for name, expected in hashes.items():
+        if sha256(path / name) != expected:
+            return f"{name} does not match the hash recorded when it was saved"
+    return None
+
+
+def find(path: Path) -> Found:
+    """The checkpoint at ``path``: a step's folder, or a run directory, whose newest good one is taken.
+
+    Raises:
+        ConfigError: there is none, or the folder named is damaged.
+        OSError: a file system fails.
+    """
+    if _STEP.search(path.name):
+        wrong = damage(path)
+        if wrong:
+            raise ConfigError(f"checkpoint {path}: {wrong}")
+        return Found(path, json.loads((path / MANIFEST).read_text()))
+    damaged: dict[Path, str] = {}
+    for folder in (path / "checkpoints", path):
+        found = newest_good(folder, damaged)
+        if found:
+            return found
+    if damaged:
+        step, wrong = next(iter(damaged.items()))
+        raise ConfigError(f"{path}: no good checkpoint there: checkpoint {step} is damaged ({wrong})")
+    raise ConfigError(f"{path}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
+
+
+def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: None) -> Found | None:
+    """The newest undamaged checkpoint in ``folder``, as far as sizes and hashes tell.
+
+    damaged: those to pass over, with what is wrong; others that are found damaged are added, and named through ``say``.
+
+    Raises:
+        OSError: a file system fails.
+    """
+    for path in newest_first(folder):
+        if path in damaged:
+            continue
+        wrong = damage(path)
+        if wrong is None:
+            return Found(path, json.loads((path / MANIFEST).read_text()))
+        damaged[path] = wrong
+        say(f"checkpoint {path} is damaged ({wrong}); passing over it")
+    return None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The folders of steps in ``folder``, good or not."""
+    return sorted((path for path in folder.glob("step_*") if _STEP.search(path.name)), reverse=True)
