@@ -139,6 +139,7 @@ class Run:
         initialize_model_parallel(config)
         checkpoints = Checkpoints(self.folder / "checkpoints", config, self.say)
         checkpoints.sweep()
+        checkpoints.fetch()
         start = self._start(checkpoints)
         file.tell("starting")
         if self.first:
@@ -155,8 +156,15 @@ class Run:
             start = self._load(engine, checkpoints, start)
             trainer = self._trainer(engine, checkpoints, start)
             callbacks = trainer.callbacks
-            return trainer.run()
+            if checkpoints.mirror:
+                checkpoints.mirror.start(start.progress.step)
+            outcome = trainer.run()
+            if checkpoints.mirror:
+                checkpoints.mirror.close(stopped=outcome.stopped_by is not None)
+            return outcome
         finally:
+            if checkpoints.mirror:
+                checkpoints.mirror.end()
             engine.close()
             for callback in callbacks:
                 callback.on_end()

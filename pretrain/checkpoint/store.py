@@ -38,6 +38,7 @@ from fem_common.errors import ConfigError, StorageError, reason
 from fem_common.files import remove_leftovers, sha256, sync_file, sync_folder, write_whole
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import MANIFEST, WRITING, Found, Inherited, Progress, Say, damage, newest_first, newest_good
+from pretrain.checkpoint.mirroring import Mirroring
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
@@ -68,6 +69,7 @@ class Checkpoints:
         self.damaged: dict[Path, str] = {}  # those passed over, and what is wrong
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
+        self.mirror = Mirroring(config.checkpoint, folder.parent, say) if config.checkpoint.mirror and self.rank == 0 else None
 
     def sweep(self) -> None:
         """Removes what killed attempts left half written; the run directory is claimed."""
@@ -75,6 +77,11 @@ class Checkpoints:
             for path in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(path, ignore_errors=True)
             remove_leftovers(self.folder)
+
+    def fetch(self) -> None:
+        """Bring a newer checkpoint from the mirror, if there is one. Raises ConfigError, StorageError (see `Mirroring`)."""
+        if self.config.checkpoint.mirror:
+            from_rank_0(lambda: self.mirror.fetch() if self.mirror else None)
 
     def newest(self) -> Found | None:
         """The newest good checkpoint, as rank 0 sees it; None where there are none at all.
@@ -105,7 +112,7 @@ class Checkpoints:
         """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
 
         Raises:
-            StorageError: the file system does not take it; told by rank 0, on all ranks.
+            StorageError: the file system does not take it, or the mirror has not taken any for too long; told by rank 0, on all ranks.
         """
         self.complete(blocking=True)
         final = self.folder / f"step_{progress.step:08d}"
@@ -141,6 +148,8 @@ class Checkpoints:
             self.queue.schedule_async_request(published)
         else:
             published.execute_sync()
+        if self.config.checkpoint.max_unsaved_steps is not None:
+            from_rank_0(lambda: self.mirror.check(progress.step) if self.mirror else None)
 
     def complete(self, *, blocking: bool) -> None:
         """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises as :meth:`save` does."""

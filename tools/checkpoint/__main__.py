@@ -52,9 +52,39 @@ def _parser() -> Parser:
         help="read every byte of a checkpoint, or of all of a run, and compare it with its checksums",
         description="Reads checkpoints whole and compares sizes, hashes and every tensor's checksum. Exit code 1: one is damaged.",
     )
-    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run directory (all its checkpoints), or a step_NNNNNNNN")
+    verb.add_argument("checkpoint", metavar="CHECKPOINT", help="a run directory (all its checkpoints), a step_NNNNNNNN, or a mirror's URL")
     verb.set_defaults(run=_verify)
+    verb = verbs.add_parser(
+        "mirror",
+        help="send a run's newest checkpoint to an object store or another file system",
+        description="Sends the newest checkpoint that is not there, reads it back, and then names it there. What was sent already is not "
+        "sent again. A run with checkpoint.mirror does so by itself.",
+    )
+    _add_places(verb)
+    verb.add_argument("--interval", type=_whole, default=1, metavar="STEPS", help="of which steps this divides; the last one always")
+    verb.add_argument("--keep-last", type=_whole, metavar="N", help="checkpoints kept there (default: all)")
+    verb.add_argument("--follow", action="store_true", help="and each newer one, until stdin ends")
+    verb.set_defaults(run=_mirror)
+    verb = verbs.add_parser(
+        "fetch",
+        help="bring a mirror's newest good checkpoint into a run directory",
+        description="Brings the newest checkpoint there that matches its hashes, where it is newer than all good ones of the run.",
+    )
+    _add_places(verb)
+    verb.set_defaults(run=_fetch)
     return parser
+
+
+def _add_places(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory")
+    verb.add_argument("url", metavar="URL", help="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, file:///FOLDER, or a folder")
+    verb.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long a fault is tried again (default: 600)")
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: a whole number from 1 on is wanted")
+    return int(text)
 
 
 # Each imports its module when it is called: torch and Megatron-core take seconds, which --help and a wrong argument need not wait.
@@ -78,9 +108,25 @@ def _show(given: argparse.Namespace) -> bool:
 
 
 def _verify(given: argparse.Namespace) -> bool:
+    if "://" in given.checkpoint:
+        from tools.checkpoint.mirror import verify_mirror
+
+        return verify_mirror(given.checkpoint)
     from tools.checkpoint.show import verify
 
-    return verify(given.checkpoint)
+    return verify(Path(given.checkpoint))
+
+
+def _mirror(given: argparse.Namespace) -> None:
+    from tools.checkpoint.mirror import Wanted, mirror
+
+    mirror(given.run_dir, given.url, Wanted(given.interval, given.keep_last), follow=given.follow, patience=given.patience)
+
+
+def _fetch(given: argparse.Namespace) -> None:
+    from tools.checkpoint.mirror import fetch
+
+    fetch(given.run_dir, given.url, patience=given.patience)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""The run's mirror: ``tools.checkpoint mirror`` beside the training, which knows it by its command line and by RUN_DIR/mirror.json.
+
+It is a process of rank 0's, for what a store's client does (threads, much memory, waiting) has no place in a rank that forks writers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fem_common.errors import ConfigError, StorageError
+from fem_common.exits import Exit
+from pretrain.checkpoint.folder import Say
+from pretrain.config import CheckpointConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+_FETCH_PATIENCE = 60.0  # seconds that a store has to answer at the start
+_GRACE = 30.0  # seconds that a run which a signal stopped waits for its last checkpoint to be sent
+
+
+class Mirroring:
+    """On rank 0 alone."""
+
+    def __init__(self, settings: CheckpointConfig, run_dir: Path, say: Say) -> None:
+        assert settings.mirror is not None
+        self.settings, self.run_dir, self.url, self.say = settings, run_dir, settings.mirror, say
+        self.process: subprocess.Popen[bytes] | None = None
+        self.began = 0
+
+    def fetch(self) -> None:
+        """Bring the newest good checkpoint into the run directory, where it is newer than all good ones there.
+
+        Raises:
+            ConfigError: the mirror is no place. StorageError: it cannot be read, and there is no other checkpoint.
+        """
+        command = self._command("fetch", "--patience", str(_FETCH_PATIENCE))
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environ())
+        for line in done.stdout.splitlines():
+            self.say(line)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("tools.checkpoint: error: ")
+            raise (ConfigError if done.returncode == Exit.WRONG_INPUT else StorageError)(f"checkpoint.mirror: {last}")
+
+    def start(self, step: int) -> None:
+        """Send what is newer from here on; ``step``: where the attempt begins."""
+        self.began = step
+        keep, interval = self.settings.mirror_keep_last, self.settings.mirror_interval
+        options = ["--follow", "--interval", str(interval), *([] if keep is None else ["--keep-last", str(keep)])]
+        # A session of its own: Ctrl-C at the training's terminal is not for it.
+        self.process = subprocess.Popen(self._command("mirror", *options), stdin=subprocess.PIPE, env=_environ(), start_new_session=True)
+
+    def check(self, step: int) -> None:
+        """Raises StorageError: the mirror is more than ``checkpoint.max_unsaved_steps`` behind."""
+        limit, said = self.settings.max_unsaved_steps, self._state()
+        newest = self.began if said.get("newest") is None else int(said["newest"])
+        if limit is not None and step - newest > limit:
+            why = said.get("fault") or "it is too slow"
+            raise StorageError(
+                f"checkpoint.mirror = {self.url} is {step - newest} steps behind (checkpoint.max_unsaved_steps = {limit}): {why}; "
+                "the same command continues"
+            )
+
+    def close(self, *, stopped: bool) -> None:
+        """The run ends: what is not sent yet is now, for as long as that is tried; for a short time where a signal ``stopped`` the run."""
+        assert self.process is not None and self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE if stopped else None)
+        if self.process.poll() != 0:
+            self.say(f"the mirror {self.url} lacks the last checkpoint, which is in {self.run_dir}")
+
+    def end(self) -> None:
+        """Whatever it still does: the next attempt does it again."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def _command(self, verb: str, *options: str) -> list[str]:
+        return [sys.executable, "-m", "tools.checkpoint", verb, str(self.run_dir), self.url, *options]
+
+    def _state(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            said: dict[str, Any] = json.loads((self.run_dir / "mirror.json").read_text())
+            return said
+        return {}
+
+
+def _environ() -> dict[str, str]:
+    """This process's, in which the house is found from a checkout too."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}

@@ -1,0 +1,302 @@
+"""A run's checkpoints elsewhere: against a real S3 server, behind a proxy that fails as networks and stores do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from pretrain.checkpoint.folder import MANIFEST, damage
+from tests.pretrain.conftest import SMALL, Command
+from tests.ranks import losses
+from tools.checkpoint.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "the-key-of-this-test"
+
+
+class Proxy(threading.Thread):
+    """Passes connections on to the server; ``fault`` may change what a client sends, answer for the server, or end the connection."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self.target = port
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listening.getsockname()[1]
+        self.fault: Callable[[socket.socket, bytes], bytes | None] = lambda client, data: data
+
+    def run(self) -> None:
+        while True:
+            try:
+                client, _ = self.listening.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self.target))
+            threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, sent: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                changed = self.fault(source, data) if sent else data
+                if changed is None:
+                    break
+                target.sendall(changed)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    """The port of an S3 server."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    s3.start()
+    yield s3.get_host_and_port()[1]
+    s3.stop()
+
+
+class Store:
+    """A bucket of its own, the proxy before it, and the client's variables."""
+
+    def __init__(self, server: int, name: str) -> None:
+        self.name, self.url, self.proxy = name, f"s3://{name}/run", Proxy(server)
+        self.proxy.start()
+        self.client = boto3.client(
+            "s3", endpoint_url=f"http://127.0.0.1:{server}", aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
+        )
+        self.client.create_bucket(Bucket=name)
+        self.environ = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.proxy.port}",
+            "AWS_ACCESS_KEY_ID": "id",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def names(self) -> list[str]:
+        return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", [])]
+
+    def flip(self, key: str) -> None:
+        content = bytearray(self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
+        content[len(content) // 2] ^= 1
+        self.client.put_object(Bucket=self.name, Key=key, Body=bytes(content))
+
+    def start(self, *arguments: object, **given: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tools.checkpoint", *map(str, arguments)]
+        environ = {**os.environ, **self.environ, "PYTHONPATH": str(ROOT)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, env=environ, text=True, **{**pipes, **given})
+
+    def run(self, *arguments: object) -> tuple[int, str]:
+        process = self.start(*arguments)
+        said, _ = process.communicate(timeout=120)
+        assert SECRET not in said
+        return process.returncode, said
+
+
+@pytest.fixture
+def store(server: int, request: pytest.FixtureRequest) -> Iterator[Store]:
+    made = Store(server, f"bucket-{abs(hash(request.node.name))}")
+    yield made
+    made.proxy.listening.close()
+
+
+def write_step(run_dir: Path, step: int, size: int = 300_000, files: int = 5) -> Path:
+    """What looks like a checkpoint: files of random bytes, and a manifest."""
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    dice = random.Random(step)
+    sizes = {f"__{number}_0.distcp": size // files + number for number in range(files)}
+    for name, bytes_ in sizes.items():
+        (folder / name).write_bytes(dice.randbytes(bytes_))
+    progress = {"step": step, "consumed_samples": step, "order_samples": 100}
+    config = {"model": {"hidden_size": 8}, "data": {"seq_length": 8}}
+    (folder / MANIFEST).write_text(json.dumps({"progress": progress, "data": "key", "config": config, "files": sizes, "sha256": {}}))
+    assert damage(folder) is None
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
+
+
+def test_a_run_goes_on_from_its_mirror_where_its_own_folder_is_lost(
+    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a run that was never elsewhere; a damaged newest checkpoint there is named and passed over."""
+    for name, value in store.environ.items():
+        monkeypatch.setenv(name, value)
+    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
+    pretrain = Command([f"run_dir={tmp_path / 'run'}", *data, "data.test=[]", *SMALL], capsys)
+    mirrored = [f"checkpoint.mirror={store.url}", "checkpoint.mirror_interval=8", "checkpoint.mirror_keep_last=2"]
+    for steps in (12, 16):
+        assert pretrain(f"train.steps={steps}", f"run_dir={tmp_path / 'whole'}") == 0
+    assert pretrain(*mirrored) == 0
+    assert {name.split("/")[1] for name in store.names()} <= {"step_00000008", "step_00000012", "latest"}
+    assert "run/step_00000012/manifest.json" in store.names()
+    assert SECRET not in "".join(path.read_text() for path in (tmp_path / "run").rglob("*.json*"))
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "run")
+    assert pretrain(*mirrored, "train.steps=16") == 0
+    assert "checkpoint step_00000012 brought from s3://" in pretrain.out and "step_00000012 at step 12" in pretrain.out
+    assert losses(tmp_path / "run") == {step: value for step, value in losses(tmp_path / "whole").items() if step > 12}
+    store.flip("run/step_00000016/__0_0.distcp")
+    shutil.rmtree(tmp_path / "run")
+    assert pretrain(*mirrored, "train.steps=16") == 0
+    assert "step_00000016 is damaged (__0_0.distcp does not match its hash); passing over it" in pretrain.out
+    assert "step_00000012 brought from" in pretrain.out and metrics
+
+
+def test_a_dead_store_ends_a_run_when_too_much_would_be_lost_and_not_before(
+    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("pretrain.checkpoint.mirroring._FETCH_PATIENCE", 1.0)
+    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
+    pretrain = Command([f"run_dir={tmp_path / 'run'}", *data, "data.test=[]", *SMALL, f"checkpoint.mirror={store.url}"], capsys)
+    assert pretrain("train.steps=4") == 0
+    store.proxy.fault = lambda client, data: None
+    limited = ("checkpoint.interval=2", "checkpoint.max_unsaved_steps=5")
+    assert pretrain("train.steps=40", *limited) == 1
+    assert "what is there may be newer than" in pretrain.out and "step_00000004 at step 4" in pretrain.out
+    assert "is 6 steps behind (checkpoint.max_unsaved_steps = 5)" in pretrain.err and pretrain.err.count("\n") == 1
+    assert max(losses(tmp_path / "run")) == 10 and damage(tmp_path / "run/checkpoints/step_00000010") is None
+    shutil.rmtree(tmp_path / "run")
+    assert pretrain() == 1
+    assert "cannot be read, and" in pretrain.err and not list((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+def test_kills_in_the_middle_leave_nothing_that_counts_and_what_was_sent_is_not_sent_again(tmp_path: Path, store: Store) -> None:
+    """Twenty, each a little later; at every moment what has a manifest there is whole."""
+    write_step(tmp_path, 1)
+    assert store.run("mirror", tmp_path, store.url)[0] == 0
+    newest = write_step(tmp_path, 2, size=60_000_000, files=12)
+    for number in range(20):
+        process = store.start("mirror", tmp_path, store.url, stdout=subprocess.DEVNULL)
+        time.sleep(0.5 + 0.04 * number)
+        process.kill()
+        process.wait()
+        process.stdin and process.stdin.close()
+    assert store.run("verify", store.url)[0] == 0
+    assert store.run("mirror", tmp_path, store.url)[0] == 0
+    assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
+    assert content(tmp_path / "new/checkpoints" / newest.name) == content(newest)
+    assert not list((tmp_path / "checkpoints").glob(".mirroring*"))
+
+
+def flipped(client: socket.socket, data: bytes) -> bytes:
+    """A byte of a large body is another one on its way."""
+    return data if len(data) < 20_000 else data[:10_000] + bytes([data[10_000] ^ 1]) + data[10_001:]
+
+
+def refused(client: socket.socket, data: bytes) -> None:
+    client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def cut(client: socket.socket, data: bytes) -> bytes | None:
+    return data if len(data) < 20_000 else None
+
+
+@pytest.mark.parametrize("fault", [flipped, refused, cut], ids=lambda fault: fault.__name__)
+def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(tmp_path: Path, store: Store, fault: Any) -> None:
+    step = write_step(tmp_path, 4)
+    store.proxy.fault = fault
+    code, said = store.run("mirror", tmp_path, store.url, "--patience", 2)
+    assert code == 1 and "it is whole in" in said and not [name for name in store.names() if name.endswith(MANIFEST)], said
+    following = store.start("mirror", tmp_path, store.url, "--follow")
+    time.sleep(2)
+    store.proxy.fault = lambda client, data: data
+    said, _ = following.communicate(timeout=90)
+    assert following.returncode == 0 and f"checkpoint {step.name} is in {store.url}" in said
+    assert store.run("verify", store.url)[0] == 0
+
+
+def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, store: Store) -> None:
+    write_step(tmp_path, 1)
+    assert store.run("mirror", tmp_path, store.url)[0] == 0
+    for name in store.names():
+        store.client.delete_object(Bucket=store.name, Key=name)
+    store.client.delete_bucket(Bucket=store.name)
+    code, said = store.run("mirror", tmp_path, store.url, "--patience", 1)
+    assert code == 1 and "step_00000001 is not in" in said and "Traceback" not in said
+    store.client.create_bucket(Bucket=store.name)
+    assert store.run("mirror", tmp_path, store.url)[0] == 0 and store.run("verify", store.url)[0] == 0
+
+
+def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, store: Store) -> None:
+    step = write_step(tmp_path / "one", 3)
+    assert store.run("mirror", tmp_path / "one", store.url)[0] == 0
+    other = write_step(tmp_path / "two", 9)
+    manifest = json.loads((other / MANIFEST).read_text())
+    (other / MANIFEST).write_text(json.dumps({**manifest, "data": "other"}))
+    code, said = store.run("mirror", tmp_path / "two", store.url)
+    assert code == 2 and "holds checkpoints of another run" in said and said.count("\n") == 1
+    store.flip(f"run/{step.name}/__1_0.distcp")
+    code, said = store.run("verify", store.url)
+    assert code == 1 and f"{step.name}: damaged: __1_0.distcp does not match its hash" in said
+    assert main(["mirror", str(tmp_path / "one"), "s3://id:password@bucket/x"]) == 2
+    assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
+
+
+def test_the_sender_s_memory_does_not_follow_the_size(tmp_path: Path, store: Store) -> None:
+    """A small one and one of 400 MB: blocks of four files at a time, sent and buffered, are 100 MB at most."""
+    peaks = []
+    for step, size in ((1, 10_000), (2, 400_000_000)):
+        write_step(tmp_path, step, size=size, files=4)
+        process = store.start("mirror", tmp_path, store.url, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.stdin and process.stdin.close()
+        assert os.waitstatus_to_exitcode(status) == 0
+        peaks.append(usage.ru_maxrss * 1024)
+    assert isinstance(usage, resource.struct_rusage) and peaks[1] - peaks[0] < 150e6, peaks
+
+
+def test_a_run_may_delete_what_is_being_sent(tmp_path: Path, store: Store) -> None:
+    step = write_step(tmp_path, 5, size=20_000_000)
+    expected = content(step)
+    stalled = threading.Event()
+
+    def stall(client: socket.socket, data: bytes) -> bytes:
+        if len(data) > 20_000:
+            stalled.set()
+            time.sleep(0.05)
+        return data
+
+    store.proxy.fault = stall
+    process = store.start("mirror", tmp_path, store.url)
+    assert stalled.wait(60)
+    shutil.rmtree(step)
+    store.proxy.fault = lambda client, data: data
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, said
+    assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
+    assert content(tmp_path / "new/checkpoints" / step.name) == expected
+
+
+def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
+    write_step(tmp_path, 5)
+    process = store.start("mirror", tmp_path, store.url, "--follow")
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Traceback" not in said

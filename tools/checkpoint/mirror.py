@@ -1,0 +1,401 @@
+"""The verbs ``mirror`` and ``fetch``: a run's checkpoints in another place, an object store or a file system, by fsspec. No torch.
+
+    URL/step_NNNNNNNN/...             the files of a checkpoint, as they are
+    URL/step_NNNNNNNN/manifest.json   last of them: it is there where all others were read back and found equal; with every file's XXH3
+    URL/latest                        the name of the newest
+
+Nothing is ever taken from there that does not match the hashes in its manifest. RUN_DIR/mirror.json says how far the mirror is; files that
+are there already are not sent again. While a checkpoint is sent its files are held by links of their own, so that the run may delete it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+
+from fem_common import secrets
+from fem_common.errors import ConfigError, StorageError, files_told
+from fem_common.files import locked, sync_file, sync_folder, write_whole
+from pretrain.checkpoint.folder import MANIFEST, WRITING, damage, newest_first, newest_good
+
+STATE = "mirror.json"
+HOLD = ".mirroring_"
+LATEST = "latest"
+HASHES = "xxh3"
+_BLOCK = 8 * 2**20  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
+_PARTS = 9000
+_AT_ONCE = 4  # files
+_LONGEST_PAUSE = 60.0  # seconds between two attempts
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"auto_mkdir": True},
+    "s3": {"config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 2}, "connect_timeout": 20, "read_timeout": 60}},
+}
+_LOOK = 0.5  # seconds between two looks at a run's folder
+
+
+class Mirror:
+    """A place for one run's checkpoints."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError: no such kind of place, its package is not installed, or a password in it."""
+        if secrets.hides_a_password(url):
+            raise ConfigError("the mirror's URL has a password in it, which would stand in files: give credentials in the environment")
+        self.url = url if "://" in url else Path(url).absolute().as_uri()
+        try:
+            self.fs, self.root = fsspec.url_to_fs(self.url, use_listings_cache=False, **_OPTIONS.get(self.url.partition(":")[0], {}))
+        except ImportError as error:
+            raise ConfigError(f"{url}: {error}: pip install -c constraints.txt -e .[stores]") from None
+        except ValueError as error:
+            raise ConfigError(f"{url}: {error}") from None
+        self.fs.retries = 1  # s3fs's and gcsfs's own, in whose long pauses nothing is told: `_Retry` does it
+
+    def steps(self) -> list[str]:
+        """The names of the checkpoints that are whole there, newest first. Raises whatever the place fails with."""
+        if not self.fs.exists(self.root):
+            return []
+        names = {Path(entry["name"]).name for entry in self.fs.ls(self.root, detail=True)}
+        there = (name for name in sorted(names, reverse=True) if name.startswith("step_"))
+        return [name for name in there if self.fs.exists(f"{self.root}/{name}/{MANIFEST}")]
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """A checkpoint's manifest. Raises ValueError: it is none."""
+        manifest = json.loads(self.fs.cat_file(f"{self.root}/{name}/{MANIFEST}"))
+        if not isinstance(manifest, dict) or not isinstance(manifest.get(HASHES), dict):
+            raise ValueError(f"{MANIFEST} is no mirrored checkpoint's")
+        return manifest
+
+    def put(self, source: Path, name: str) -> str:
+        """Send a file and read it back; its hash. Raises OSError: what is there is not what was sent."""
+        target, hashed, size = f"{self.root}/{name}", xxhash.xxh3_128(), source.stat().st_size
+        with source.open("rb") as local, self.fs.open(target, "wb", block_size=max(_BLOCK, size // _PARTS)) as remote:
+            while block := local.read(_BLOCK):
+                hashed.update(block)
+                remote.write(block)
+        sent: str = hashed.hexdigest()
+        if self.hash(name) != sent:
+            raise OSError(f"{name} is not there as it was sent")
+        return sent
+
+    def hash(self, name: str, take: Callable[[bytes], object] = lambda block: None) -> str:
+        """The hash of what is there; ``take`` has every block."""
+        hashed = xxhash.xxh3_128()
+        with self.fs.open(f"{self.root}/{name}", "rb", block_size=_BLOCK, cache_type="none") as remote:
+            while block := remote.read(_BLOCK):
+                hashed.update(block)
+                take(block)
+        found: str = hashed.hexdigest()
+        return found
+
+    def put_text(self, text: str, name: str) -> None:
+        """Send a small file whole, and read it back."""
+        self.fs.pipe_file(f"{self.root}/{name}", text.encode())
+        if self.fs.cat_file(f"{self.root}/{name}") != text.encode():
+            raise OSError(f"{name} is not there as it was sent")
+
+    def remove(self, name: str) -> None:
+        """Take a checkpoint away, its manifest first."""
+        folder = f"{self.root}/{name}"
+        with suppress(FileNotFoundError):
+            self.fs.rm_file(f"{folder}/{MANIFEST}")
+        with suppress(FileNotFoundError):
+            self.fs.rm(folder, recursive=True)
+
+
+@dataclass
+class _State:
+    """RUN_DIR/mirror.json."""
+
+    file: Path
+    url: str
+    newest: int | None = None  # step that is whole there
+    sent: dict[str, dict[str, str]] = field(default_factory=dict)  # of unfinished ones: checkpoint -> file -> hash
+    fault: str | None = None  # why nothing can be sent, at the last attempt
+
+    @classmethod
+    def of(cls, run_dir: Path, url: str) -> _State:
+        with suppress(OSError, ValueError, TypeError):
+            said = json.loads((run_dir / STATE).read_text())
+            if said.pop("url") == url:
+                return cls(run_dir / STATE, url, **said)
+        return cls(run_dir / STATE, url)
+
+    def write(self) -> None:
+        said = {"url": self.url, "newest": self.newest, "sent": self.sent, "fault": self.fault}
+        write_whole(self.file, json.dumps(said, indent=1) + "\n", synced=False)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a mirror is to hold."""
+
+    interval: int = 1  # steps of which this is a divisor; the last one always
+    keep_last: int | None = None  # None: all
+
+
+def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: float) -> None:
+    """Send the newest checkpoint of a run that is wanted and not there; ``follow``: and each newer one, until stdin ends.
+
+    What fails is tried again, in ``follow`` for ever, then and at its end for ``patience`` seconds.
+
+    Raises:
+        ConfigError: the place is none, or holds another run's. StorageError: it did not work for ``patience`` seconds.
+    """
+    place = Mirror(url)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such run directory")
+    # Another attempt's may still be at work: it ends soon, its stdin has.
+    with files_told(), _alone(run_dir):
+        state = _State.of(run_dir, place.url)
+        for left in (run_dir / "checkpoints").glob(f"{HOLD}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with suppress(Exception):  # where it cannot be looked at, that is told when something is to be sent
+            if state.newest is not None and f"step_{state.newest:08d}" not in place.steps():
+                state.newest = None
+        open_, retry = follow, _Retry(state)
+        while open_:
+            if step := _next(run_dir, state, wanted, last=False):
+                open_ = not retry.until(lambda step=step: _send(place, state, step, wanted), _stdin_ends)  # type: ignore[misc]
+            else:
+                open_ = not _stdin_ends(_LOOK)
+        if step := _next(run_dir, state, wanted, last=True):
+            end = time.monotonic() + patience
+            retry.until(lambda: _send(place, state, step, wanted), lambda pause: _over(pause, end))
+            if state.fault:
+                again = f"python -m tools.checkpoint mirror {run_dir} {url}"
+                raise StorageError(f"{step.name} is not in {url}: {state.fault}; it is whole in {step}, and later {again} sends it")
+
+
+def fetch(run_dir: Path, url: str, *, patience: float) -> None:
+    """Bring the newest good checkpoint of a mirror into the run directory, where it is newer than all good ones there.
+
+    Raises:
+        ConfigError: the place is none. StorageError: it cannot be read, and the run directory has no good checkpoint.
+    """
+    place, folder = Mirror(url), run_dir / "checkpoints"
+    with files_told():
+        here = newest_good(folder, {}, lambda text: None) if folder.is_dir() else None
+        state, end = _State(run_dir / STATE, place.url), time.monotonic() + patience
+        _Retry(state, write=False).until(lambda: _fetch_newest(place, folder, here.path.name if here else ""), lambda p: _over(p, end))
+    if state.fault and here is None:
+        raise StorageError(f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}")
+    if state.fault:
+        print(f"{url} cannot be read ({state.fault}): what is there may be newer than {here.path if here else ''}", flush=True)
+
+
+def _fetch_newest(place: Mirror, folder: Path, newest_here: str) -> None:
+    for name in place.steps():
+        if name <= newest_here:
+            return
+        began, temporary = time.monotonic(), folder / f"{WRITING}{name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        wrong = _bring(place, name, temporary)
+        if wrong is None:
+            if (folder / name).exists():  # damaged: else it would be newest here
+                (folder / name).rename(folder / f"damaged_{name}.{time.time_ns()}")
+            os.rename(temporary, folder / name)
+            sync_folder(folder)
+            write_whole(folder / LATEST, name + "\n")
+            print(f"checkpoint {name} brought from {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
+            return
+        shutil.rmtree(temporary)
+        print(f"checkpoint {place.url}/{name} is damaged ({wrong}); passing over it", flush=True)
+
+
+def _bring(place: Mirror, name: str, into: Path) -> str | None:
+    """Read a checkpoint's files; what is wrong with it, None: nothing."""
+
+    def take(file: str) -> str:
+        with (into / file).open("wb") as local:
+            return place.hash(f"{name}/{file}", local.write)
+
+    wrong, manifest = _compared(place, name, take)
+    if wrong is not None:
+        return wrong
+    for file in manifest[HASHES]:
+        sync_file(into / file)
+    write_whole(into / MANIFEST, json.dumps(manifest, indent=1))
+    return damage(into)
+
+
+def _compared(place: Mirror, name: str, hash_of: Callable[[str], str]) -> tuple[str | None, dict[str, Any]]:
+    """(What is wrong with a checkpoint there, None: nothing; its manifest); ``hash_of`` reads a file of it."""
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = place.manifest(name)
+        for file, expected in manifest[HASHES].items():
+            missing = file
+            if Path(file).name != file:
+                return f"{MANIFEST} names {file}", manifest
+            if hash_of(file) != expected:
+                return f"{file} does not match its hash", manifest
+    except FileNotFoundError:
+        return f"{missing if manifest else MANIFEST} is missing", manifest
+    except ValueError as error:
+        return str(error), manifest
+    return None, manifest
+
+
+def verify_mirror(url: str) -> bool:
+    """Read all checkpoints of a mirror and compare every file with its hash; says what is found; whether all are good.
+
+    Raises:
+        ConfigError: the place is none, or has no checkpoint. StorageError: it cannot be read.
+    """
+    place, good = Mirror(url), True
+    try:
+        names = place.steps()
+        if not names:
+            raise ConfigError(f"{url}: no checkpoint there")
+        for name in names:
+            wrong, manifest = _compared(place, name, lambda file, name=name: place.hash(f"{name}/{file}"))  # type: ignore[misc]
+            size = sum(manifest.get("files", {}).values())
+            print(f"{url}/{name}: {f'damaged: {wrong}' if wrong else f'whole, {size / 1e9:.2f} GB in {len(manifest[HASHES])} files'}")
+            good = good and wrong is None
+    except ConfigError:
+        raise
+    except Exception as error:  # what fsspec's file systems raise has no common kind
+        raise StorageError(f"{url} cannot be read: {_said(error)}") from None
+    return good
+
+
+def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
+    began = time.monotonic()
+    with _held(step) as folder:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        _refuse_another_run(place, manifest)
+        sent = state.sent.setdefault(step.name, {})
+        files = [name for name in manifest["files"] if not _is_there(place, f"{step.name}/{name}", folder / name, name in sent)]
+
+        def put(name: str) -> None:
+            sent[name] = place.put(folder / name, f"{step.name}/{name}")
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            try:
+                for _ in pool.map(put, files):
+                    state.write()
+            finally:
+                pool.shutdown(cancel_futures=True)
+        place.put_text(
+            json.dumps({**manifest, HASHES: {name: sent[name] for name in manifest["files"]}}, indent=1), f"{step.name}/{MANIFEST}"
+        )
+        place.put_text(step.name + "\n", LATEST)
+    for old in [] if wanted.keep_last is None else place.steps()[wanted.keep_last :]:
+        place.remove(old)
+    state.newest, state.sent, state.fault = int(step.name.removeprefix("step_")), {}, None
+    state.write()
+    print(f"checkpoint {step.name} is in {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
+
+
+def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
+    try:
+        return was_sent and place.fs.info(place.root + "/" + name)["size"] == local.stat().st_size
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_another_run(place: Mirror, ours: dict[str, Any]) -> None:
+    """Raises ConfigError where the newest checkpoint there is not of this run: of another model, or of other data."""
+    for name in place.steps()[:1]:
+        theirs = ours
+        with suppress(ValueError):  # damaged
+            theirs = place.manifest(name)
+        if (theirs["data"], theirs["config"]["model"]) != (ours["data"], ours["config"]["model"]):
+            raise ConfigError(f"{place.url} holds checkpoints of another run, of another model or other data: choose another place")
+
+
+def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path | None:
+    """The newest good checkpoint that is wanted and newer than what is there; ``last``: any is wanted."""
+    for path in newest_first(run_dir / "checkpoints"):
+        step = int(path.name.removeprefix("step_"))
+        if state.newest is not None and step <= state.newest:
+            return None
+        if (last or step % wanted.interval == 0) and damage(path) is None:
+            return path
+    return None
+
+
+@contextmanager
+def _held(step: Path) -> Iterator[Path]:
+    """Its files under names of their own, where the file system has links: whatever becomes of theirs."""
+    folder = step.with_name(f"{HOLD}{step.name}")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(step, folder, copy_function=os.link)
+    except (OSError, shutil.Error):
+        shutil.rmtree(folder, ignore_errors=True)
+        yield step
+        return
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Retry:
+    """Does something again until it works, with longer and longer pauses; says once why it does not, and once that it does."""
+
+    def __init__(self, state: _State, *, write: bool = True) -> None:
+        self.state, self.write = state, write
+
+    def until(self, work: Callable[[], object], over: Callable[[float], bool]) -> bool:
+        """Whether it is over, which ``over`` says when so many seconds have passed; ``state.fault`` is None where the work is done."""
+        pause = 0.5
+        while True:
+            try:
+                work()
+            except ConfigError:
+                raise
+            except Exception as error:  # what fsspec's file systems raise has no common kind
+                why = _said(error)
+                if why != self.state.fault:
+                    print(f"mirror {self.state.url}: {why}; trying again", flush=True)
+                self._note(why)
+                if over(pause * random.uniform(0.5, 1.0)):
+                    return True
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                self._note(None)
+                return False
+
+    def _note(self, fault: str | None) -> None:
+        if fault != self.state.fault:
+            self.state.fault = fault
+            if self.write:
+                self.state.write()
+
+
+def _said(error: Exception) -> str:
+    """What an error says, on one line, without secrets."""
+    return secrets.hide(" ".join(str(error).split()) or type(error).__name__, secrets.values(os.environ))[:300]
+
+
+def _stdin_ends(seconds: float) -> bool:
+    """Whether stdin has ended within so many seconds."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
+
+
+def _over(pause: float, end: float) -> bool:
+    time.sleep(max(0.0, min(pause, end - time.monotonic())))
+    return time.monotonic() >= end
+
+
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    with locked(run_dir / ".mirror.lock", wait=True):
+        yield
