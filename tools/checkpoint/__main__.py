@@ -77,7 +77,7 @@ def _parser() -> Parser:
 
 def _add_places(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory")
-    verb.add_argument("url", metavar="URL", help="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, file:///FOLDER, or a folder")
+    verb.add_argument("url", metavar="URL", help="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder")
     verb.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="how long a fault is tried again (default: 600)")
 
 

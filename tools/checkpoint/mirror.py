@@ -158,7 +158,7 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such run directory")
     # Another attempt's may still be at work: it ends soon, its stdin has.
-    with files_told(), _alone(run_dir):
+    with files_told(), locked(run_dir / ".mirror.lock", wait=True):
         state = _State.of(run_dir, place.url)
         for left in (run_dir / "checkpoints").glob(f"{HOLD}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -393,9 +393,3 @@ def _stdin_ends(seconds: float) -> bool:
 def _over(pause: float, end: float) -> bool:
     time.sleep(max(0.0, min(pause, end - time.monotonic())))
     return time.monotonic() >= end
-
-
-@contextmanager
-def _alone(run_dir: Path) -> Iterator[None]:
-    with locked(run_dir / ".mirror.lock", wait=True):
-        yield
