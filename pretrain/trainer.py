@@ -196,7 +196,8 @@ class Trainer:
         good, last = self.checkpoints.newest_before_bad_steps(), self.checkpoints.last
         back = f"go back to checkpoint {good}, the newest from before them" if good else "no checkpoint is from before them: start anew"
         if last is not None and last != good:
-            back += f" (remove the later ones, up to {last})"
+            there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
+            back += f" (remove the later ones, up to {last}{there})"
         first = self.progress.consumed_samples - bad * self.schedule.batch_samples
         return (
             f"the {what} was not finite for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "

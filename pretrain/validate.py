@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from fem_common.config import ConfigErrors, Mistake, noted
 from fem_common.errors import ConfigError, files_told
+from fem_common.secrets import hides_a_password
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
@@ -300,6 +301,23 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "evaluate.suite is empty: name a suite, such as quick, or the path of its YAML"
 
 
+def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What is said of a mirror must have one, and no password may stand in a file."""
+    given = config.checkpoint
+    if given.mirror is None:
+        for key in ("mirror_keep_last", "max_unsaved_steps"):
+            if getattr(given, key) is not None:
+                yield f"checkpoint.{key} = {getattr(given, key)} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
+    elif hides_a_password(given.mirror):
+        yield "checkpoint.mirror has a password in it, which would stand in files; give credentials in the environment"
+    elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:
+        near = max(1, round(given.mirror_interval / given.interval)) * given.interval
+        yield (
+            f"checkpoint.mirror_interval = {given.mirror_interval} is not a multiple of checkpoint.interval = {given.interval}; "
+            f"the nearest: {near}"
+        )
+
+
 # Each with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
@@ -312,4 +330,5 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_batches, "train parallel"),
     (_check_lengths, "train optimizer data"),
     (_check_evaluation, "evaluate checkpoint"),
+    (_check_mirror, "checkpoint"),
 )

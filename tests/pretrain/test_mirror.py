@@ -227,9 +227,11 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(tmp_path: 
     step = write_step(tmp_path, 4)
     store.proxy.fault = fault
     code, said = store.run("mirror", tmp_path, store.url, "--patience", 1)
-    assert code == 1 and "it is whole in" in said and not [name for name in store.names() if name.endswith(MANIFEST)], said
+    assert code == 1 and "it is whole" in said and not [name for name in store.names() if name.endswith(MANIFEST)], said
     following = store.start("mirror", tmp_path, store.url, "--follow")
     time.sleep(1.5)
+    shutil.rmtree(step)  # the run keeps its last ones: what is to be sent is another one now
+    step = write_step(tmp_path, 5)
     store.proxy.fault = lambda client, data: data
     said, _ = following.communicate(timeout=90)
     assert following.returncode == 0 and f"checkpoint {step.name} is in {store.url}" in said
@@ -262,7 +264,7 @@ def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, sto
         store.client.delete_object(Bucket=store.name, Key=name)
     store.client.delete_bucket(Bucket=store.name)
     code, said = store.run("mirror", tmp_path, store.url, "--patience", 1)
-    assert code == 1 and "step_00000001 is not in" in said and "Traceback" not in said
+    assert code == 1 and f"the newest checkpoint of {tmp_path} is not in" in said and "Traceback" not in said
     store.client.create_bucket(Bucket=store.name)
     assert store.run("mirror", tmp_path, store.url)[0] == 0 and store.run("verify", store.url)[0] == 0
 

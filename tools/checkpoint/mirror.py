@@ -165,18 +165,21 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
         with suppress(Exception):  # where it cannot be looked at, that is told when something is to be sent
             if state.newest is not None and f"step_{state.newest:08d}" not in place.steps():
                 state.newest = None
-        open_, retry = follow, _Retry(state)
-        while open_:
-            if step := _next(run_dir, state, wanted, last=False):
-                open_ = not retry.until(lambda step=step: _send(place, state, step, wanted), _stdin_ends)  # type: ignore[misc]
-            else:
-                open_ = not _stdin_ends(_LOOK)
-        if step := _next(run_dir, state, wanted, last=True):
-            end = time.monotonic() + patience
-            retry.until(lambda: _send(place, state, step, wanted), lambda pause: _over(pause, end))
-            if state.fault:
-                again = f"python -m tools.checkpoint mirror {run_dir} {url}"
-                raise StorageError(f"{step.name} is not in {url}: {state.fault}; it is whole in {step}, and later {again} sends it")
+        retry = _Retry(state)
+
+        def send(last: bool = False) -> None:
+            if step := _next(run_dir, state, wanted, last=last):  # looked for at every attempt: the run may have deleted the last one
+                _send(place, state, step, wanted)
+
+        while follow:
+            waiting = _next(run_dir, state, wanted, last=False)
+            follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
+        end = time.monotonic() + patience
+        if retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
+            again = f"python -m tools.checkpoint mirror {run_dir} {url}"
+            raise StorageError(
+                f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; it is whole, and later {again} sends it"
+            )
 
 
 def fetch(run_dir: Path, url: str, *, patience: float) -> None:
