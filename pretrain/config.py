@@ -156,17 +156,16 @@ class CheckpointConfig:
     )
     async_save: bool = setting(False, "Write in a background process while training goes on.")
     gb_per_second: float | None = setting(
-        None, "What the run's storage takes from all ranks together, in 10^9 bytes a second: --plan tells a save's seconds.", above=0
+        None, "What the storage takes from all ranks, in 10^9 bytes a second: --plan tells a save's seconds.", above=0
     )
     mirror: str | None = setting(
         None,
-        "Where checkpoints are sent besides, in the background: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder. A resume takes the "
-        "newest good one of both places.",
+        "Where checkpoints are sent besides: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or a folder; a resume takes the newest good one.",
     )
     mirror_interval: int = setting(1, "Of the checkpoints those are sent whose step this divides, and the last one.", least=1)
     mirror_keep_last: int | None = setting(None, "Checkpoints kept in the mirror; null: all.", least=1)
     max_unsaved_steps: int | None = setting(
-        None, "The run ends with 1 once the mirror is so many steps behind; null: never. Looked at after every save.", least=1
+        None, "The run ends with 1 once the mirror is so many steps behind, looked at after every save; null: never.", least=1
     )
     resume: str = setting(
         "auto",
