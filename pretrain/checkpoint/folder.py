@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -9,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from fem_common.errors import MISTAKES, ConfigError
 from fem_common.files import sha256
 
 MANIFEST = "manifest.json"
+HASHES = "xxh3"  # manifest[HASHES] of a copy from a mirror: file -> XXH3-128 of all of it
 WRITING = ".writing_"  # what the names of folders begin with while they are written
 _STEP = re.compile(r"step_(\d{8,})$")
 Say = Callable[[str], None]
@@ -82,6 +86,16 @@ def damage(path: Path) -> str | None:
     for name, expected in hashes.items():
         if sha256(path / name) != expected:
             return f"{name} does not match the hash recorded when it was saved"
+    return None
+
+
+def damaged_copy(path: Path) -> str | None:
+    """What is wrong with a good checkpoint's files by the hashes that a mirror adds to its manifest; None: nothing, or there are none."""
+    hashes: dict[str, str] = json.loads((path / MANIFEST).read_text()).get(HASHES, {})
+    for name, expected in hashes.items():
+        with (path / name).open("rb") as file:
+            if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != expected:
+                return f"{name} does not match its hash"
     return None
 
 

@@ -283,4 +283,4 @@ def test_verify(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     for given in (step, tmp_path / "run"):
         assert main(["verify", str(given)]) == 1
         assert capsys.readouterr().out.startswith(f"{step}: damaged: {file.name}: the bytes do not match their checksum (")
-    refused(main, "tools.checkpoint", "verify", tmp_path)
+    refused(main, "tools.checkpoint", "verify", tmp_path / "run" / "nothing")

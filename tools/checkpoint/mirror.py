@@ -30,12 +30,11 @@ import xxhash
 from fem_common import secrets
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.files import locked, sync_file, sync_folder, write_whole
-from pretrain.checkpoint.folder import MANIFEST, WRITING, damage, newest_first, newest_good
+from pretrain.checkpoint.folder import HASHES, MANIFEST, WRITING, damage, newest_first, newest_good
 
 STATE = "mirror.json"
 HOLD = ".mirroring_"
 LATEST = "latest"
-HASHES = "xxh3"
 _BLOCK = 8 * 2**20  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
 _PARTS = 9000
 _AT_ONCE = 4  # files

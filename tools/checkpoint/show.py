@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import gib
-from pretrain.checkpoint.folder import MANIFEST, Found, damage, find, newest_first
+from pretrain.checkpoint.folder import MANIFEST, Found, damage, damaged_copy, find, newest_first
 from pretrain.checkpoint.reader import damaged_tensors, read_metadata
 
 WORD_SECONDS = 10.0  # between lines that say how far it is
@@ -110,7 +110,7 @@ def _sizes(step: Path) -> tuple[str, str]:
 
 
 def verify(checkpoint: Path) -> bool:
-    """Whether a step's folder, or every one of a run directory, is undamaged; says so on stdout, each fault in a line.
+    """Whether a step's folder, or every one of a run directory, or of all that lie in a folder, is undamaged; says so on stdout.
 
     Raises:
         ConfigError: there is no checkpoint. StorageError: a file system failed.
@@ -118,6 +118,7 @@ def verify(checkpoint: Path) -> bool:
     with files_told():
         inner = checkpoint / "checkpoints"
         steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(inner if inner.is_dir() else checkpoint)
+        steps = steps or [step for folder in sorted(checkpoint.glob("**/checkpoints")) for step in newest_first(folder)]
         if not steps:
             raise ConfigError(f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
         return [_verified(step) for step in steps].count(False) == 0
@@ -134,7 +135,7 @@ def _verified(step: Path) -> bool:
             told = time.monotonic()
             print(f"{step}: {read / 2**30:.1f} of {total / 2**30:.1f} GiB", file=sys.stderr, flush=True)
 
-    wrong = damage(step)
+    wrong = damage(step) or damaged_copy(step)
     faults = [wrong] if wrong else list(damaged_tensors(step, advance))
     for fault in faults:
         print(f"{step}: damaged: {fault}")
