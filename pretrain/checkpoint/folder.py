@@ -17,6 +17,7 @@ from fem_common.files import sha256
 
 MANIFEST = "manifest.json"
 HASHES = "xxh3"  # manifest[HASHES] of a copy from a mirror: file -> XXH3-128 of all of it
+MIRROR_STATE = "mirror.json"  # in a run directory: how far its mirror is
 WRITING = ".writing_"  # what the names of folders begin with while they are written
 _STEP = re.compile(r"step_(\d{8,})$")
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from typing import Any
 
 from fem_common.errors import ConfigError, StorageError
 from fem_common.exits import Exit
-from pretrain.checkpoint.folder import Say
+from pretrain.checkpoint.folder import MIRROR_STATE, Say
 from pretrain.config import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ class Mirroring:
 
     def _state(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            said: dict[str, Any] = json.loads((self.run_dir / "mirror.json").read_text())
+            said: dict[str, Any] = json.loads((self.run_dir / MIRROR_STATE).read_text())
             return said
         return {}
 

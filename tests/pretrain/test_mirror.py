@@ -332,9 +332,9 @@ def test_a_run_may_delete_what_is_being_sent(tmp_path: Path, store: Store) -> No
 
 
 def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:
-    write_step(tmp_path, 5)
+    step = write_step(tmp_path, 5)
     process = store.start("mirror", tmp_path, store.url, "--follow")
-    time.sleep(1)
+    assert process.stdout is not None and f"checkpoint {step.name} is in" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "Traceback" not in said

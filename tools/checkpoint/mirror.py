@@ -30,9 +30,8 @@ import xxhash
 from fem_common import secrets
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.files import locked, sync_file, sync_folder, write_whole
-from pretrain.checkpoint.folder import HASHES, MANIFEST, WRITING, damage, newest_first, newest_good
+from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, WRITING, damage, newest_first, newest_good
 
-STATE = "mirror.json"
 HOLD = ".mirroring_"
 LATEST = "latest"
 _BLOCK = 8 * 2**20  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
@@ -127,10 +126,10 @@ class _State:
     @classmethod
     def of(cls, run_dir: Path, url: str) -> _State:
         with suppress(OSError, ValueError, TypeError):
-            said = json.loads((run_dir / STATE).read_text())
+            said = json.loads((run_dir / MIRROR_STATE).read_text())
             if said.pop("url") == url:
-                return cls(run_dir / STATE, url, **said)
-        return cls(run_dir / STATE, url)
+                return cls(run_dir / MIRROR_STATE, url, **said)
+        return cls(run_dir / MIRROR_STATE, url)
 
     def write(self) -> None:
         said = {"url": self.url, "newest": self.newest, "sent": self.sent, "fault": self.fault}
@@ -190,7 +189,7 @@ def fetch(run_dir: Path, url: str, *, patience: float) -> None:
     place, folder = Mirror(url), run_dir / "checkpoints"
     with files_told():
         here = newest_good(folder, {}, lambda text: None) if folder.is_dir() else None
-        state, end = _State(run_dir / STATE, place.url), time.monotonic() + patience
+        state, end = _State(run_dir / MIRROR_STATE, place.url), time.monotonic() + patience
         _Retry(state, write=False).until(lambda: _fetch_newest(place, folder, here.path.name if here else ""), lambda p: _over(p, end))
     if state.fault and here is None:
         raise StorageError(f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}")
