@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import select
 import shutil
 import sys
@@ -24,12 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import xxhash
 
-from fem_common import secrets
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.files import locked, sync_file, sync_folder, write_whole
+from fem_common.stores import open_store, said, until_it_works
 from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, WRITING, damage, newest_first, newest_good
 
 HOLD = ".mirroring_"
@@ -37,11 +35,6 @@ LATEST = "latest"
 _BLOCK = 8 * 2**20  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
 _PARTS = 9000
 _AT_ONCE = 4  # files
-_LONGEST_PAUSE = 60.0  # seconds between two attempts
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "file": {"auto_mkdir": True},
-    "s3": {"config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 2}, "connect_timeout": 20, "read_timeout": 60}},
-}
 _LOOK = 0.5  # seconds between two looks at a run's folder
 
 
@@ -49,17 +42,8 @@ class Mirror:
     """A place for one run's checkpoints."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError: no such kind of place, its package is not installed, or a password in it."""
-        if secrets.hides_a_password(url):
-            raise ConfigError("the mirror's URL has a password in it, which would stand in files: give credentials in the environment")
-        self.url = url if "://" in url else Path(url).absolute().as_uri()
-        try:
-            self.fs, self.root = fsspec.url_to_fs(self.url, use_listings_cache=False, **_OPTIONS.get(self.url.partition(":")[0], {}))
-        except ImportError as error:
-            raise ConfigError(f"{url}: {error}: pip install -c constraints.txt -e .[stores]") from None
-        except ValueError as error:
-            raise ConfigError(f"{url}: {error}") from None
-        self.fs.retries = 1  # s3fs's and gcsfs's own, in whose long pauses nothing is told: `_Retry` does it
+        """Raises ConfigError (see `stores.open_store`)."""
+        self.fs, self.root, self.url = open_store(url)
 
     def steps(self) -> list[str]:
         """The names of the checkpoints that are whole there, newest first. Raises whatever the place fails with."""
@@ -126,14 +110,14 @@ class _State:
     @classmethod
     def of(cls, run_dir: Path, url: str) -> _State:
         with suppress(OSError, ValueError, TypeError):
-            said = json.loads((run_dir / MIRROR_STATE).read_text())
-            if said.pop("url") == url:
-                return cls(run_dir / MIRROR_STATE, url, **said)
+            written = json.loads((run_dir / MIRROR_STATE).read_text())
+            if written.pop("url") == url:
+                return cls(run_dir / MIRROR_STATE, url, **written)
         return cls(run_dir / MIRROR_STATE, url)
 
     def write(self) -> None:
-        said = {"url": self.url, "newest": self.newest, "sent": self.sent, "fault": self.fault}
-        write_whole(self.file, json.dumps(said, indent=1) + "\n", synced=False)
+        written = {"url": self.url, "newest": self.newest, "sent": self.sent, "fault": self.fault}
+        write_whole(self.file, json.dumps(written, indent=1) + "\n", synced=False)
 
 
 @dataclass(frozen=True)
@@ -270,7 +254,7 @@ def verify_mirror(url: str) -> bool:
     except ConfigError:
         raise
     except Exception as error:  # what fsspec's file systems raise has no common kind
-        raise StorageError(f"{url} cannot be read: {_said(error)}") from None
+        raise StorageError(f"{url} cannot be read: {said(error)}") from None
     return good
 
 
@@ -348,41 +332,23 @@ def _held(step: Path) -> Iterator[Path]:
 
 
 class _Retry:
-    """Does something again until it works, with longer and longer pauses; says once why it does not, and once that it does."""
+    """Does something again until it works; says once why it does not, and once that it does."""
 
     def __init__(self, state: _State, *, write: bool = True) -> None:
         self.state, self.write = state, write
 
     def until(self, work: Callable[[], object], over: Callable[[float], bool]) -> bool:
         """Whether it is over, which ``over`` says when so many seconds have passed; ``state.fault`` is None where the work is done."""
-        pause = 0.5
-        while True:
-            try:
-                work()
-            except ConfigError:
-                raise
-            except Exception as error:  # what fsspec's file systems raise has no common kind
-                why = _said(error)
-                if why != self.state.fault:
-                    print(f"mirror {self.state.url}: {why}; trying again", flush=True)
-                self._note(why)
-                if over(pause * random.uniform(0.5, 1.0)):
-                    return True
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                self._note(None)
-                return False
+        return until_it_works(work, over, self._note)
 
     def _note(self, fault: str | None) -> None:
-        if fault != self.state.fault:
-            self.state.fault = fault
-            if self.write:
-                self.state.write()
-
-
-def _said(error: Exception) -> str:
-    """What an error says, on one line, without secrets."""
-    return secrets.hide(" ".join(str(error).split()) or type(error).__name__, secrets.values(os.environ))[:300]
+        if fault == self.state.fault:
+            return
+        if fault is not None:
+            print(f"mirror {self.state.url}: {fault}; trying again", flush=True)
+        self.state.fault = fault
+        if self.write:
+            self.state.write()
 
 
 def _stdin_ends(seconds: float) -> bool:

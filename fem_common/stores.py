@@ -1,0 +1,74 @@
+"""Object stores and file systems by their URLs, by fsspec: opening one, what it says when it fails, trying again."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fem_common import secrets
+from fem_common.errors import ConfigError
+
+Say = Callable[[str], None]
+LONGEST_PAUSE = 60.0  # seconds between two attempts
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"auto_mkdir": True},
+    "s3": {"config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 2}, "connect_timeout": 20, "read_timeout": 60}},
+}
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is named by a URL, not by a path."""
+    return "://" in place
+
+
+def open_store(place: str) -> tuple[Any, str, str]:
+    """(fsspec's file system, the place's path in it, the place's URL) of a URL or a folder's path.
+
+    Raises:
+        ConfigError: no such kind of place, its package is not installed, or a password in its URL.
+    """
+    import fsspec
+
+    if secrets.hides_a_password(place):
+        raise ConfigError("the URL has a password in it, which would stand in files: give credentials in the environment")
+    url = place if is_url(place) else Path(place).absolute().as_uri()
+    try:
+        store, root = fsspec.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(url.partition(":")[0], {}))
+    except ImportError as error:
+        raise ConfigError(f"{place}: {error}: pip install -c constraints.txt -e .[stores]") from None
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    store.retries = 1  # s3fs's and gcsfs's own, in whose long pauses nothing is told: `until_it_works` does it
+    return store, root, url
+
+
+def said(error: Exception) -> str:
+    """What an error says, on one line, without secrets."""
+    return secrets.hide(" ".join(str(error).split()) or type(error).__name__, secrets.values(os.environ))[:300]
+
+
+def until_it_works(work: Callable[[], object], over: Callable[[float], bool], note: Callable[[str | None], None]) -> bool:
+    """Do ``work`` again until it works, with longer and longer pauses; whether it was over before.
+
+    over: waits for so many seconds, and says whether it is over. note: hears why an attempt failed, None where it did not.
+
+    Raises:
+        ConfigError: the work's own, at once.
+    """
+    pause = 0.5
+    while True:
+        try:
+            work()
+        except ConfigError:
+            raise
+        except Exception as error:  # what fsspec's file systems raise has no common kind
+            note(said(error))
+            if over(pause * random.uniform(0.5, 1.0)):
+                return True
+            pause = min(2 * pause, LONGEST_PAUSE)
+        else:
+            note(None)
+            return False
