@@ -165,7 +165,10 @@ class CheckpointConfig:
     mirror_interval: int = setting(1, "Of the checkpoints those are sent whose step this divides, and the last one.", least=1)
     mirror_keep_last: int | None = setting(None, "Checkpoints kept in the mirror; null: all.", least=1)
     max_unsaved_steps: int | None = setting(
-        None, "The run ends with 1 once the mirror is so many steps behind, looked at after every save; null: never.", least=1
+        None,
+        "The run ends with 1 when a checkpoint cannot be written and more steps than this are unsaved (null: at once), or when the mirror "
+        "is more steps behind (null: never). At its end and at a signal it must be written.",
+        least=1,
     )
     resume: str = setting(
         "auto",

@@ -79,7 +79,7 @@ class Trainer:
             stopped_by = self._asked_to_stop(sums)
             hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
             if not hopeless and (self._due(self.config.checkpoint.interval) or stopped_by):
-                self._save()
+                self._save(needed=stopped_by is not None)
             self.checkpoints.complete(blocking=False)
             self._tell_progress()
             if hopeless:
@@ -87,7 +87,7 @@ class Trainer:
                 self._tell_progress()
                 raise TooManyBadSteps(self._hopeless_message(record))
         if stopped_by is None:
-            self._save()
+            self._save(needed=True)
         self.checkpoints.close()
         if stopped_by is None and self.data.valid is not None:
             self._tell_progress()
@@ -140,8 +140,8 @@ class Trainer:
         self._tell(lambda callback: callback.on_eval(self.progress.step, {"valid_loss": loss}))
         self.meter.restart("validation")
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.engine, self.progress, self.content_key)
+    def _save(self, *, needed: bool) -> None:
+        self.checkpoints.save(self.engine, self.progress, self.content_key, needed=needed)
         self.meter.restart("save")
 
     def _beside(self) -> list[float]:

@@ -305,9 +305,9 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
     """What is said of a mirror must have one, and no password may stand in a file."""
     given = config.checkpoint
     if given.mirror is None:
-        for key in ("mirror_keep_last", "max_unsaved_steps"):
-            if getattr(given, key) is not None:
-                yield f"checkpoint.{key} = {getattr(given, key)} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
+        if given.mirror_keep_last is not None:
+            keep = f"checkpoint.mirror_keep_last = {given.mirror_keep_last}"
+            yield f"{keep} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
     elif hides_a_password(given.mirror):
         yield "checkpoint.mirror has a password in it, which would stand in files; give credentials in the environment"
     elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:

@@ -127,13 +127,15 @@ def check_kernel_overrides() -> None:
     check_overrides()
 
 
-def report_writes(*, asynchronous: bool) -> None:
-    """Where Megatron's checkpoint writers report: here, unless training goes on meanwhile; before ``dist_checkpointing.save``.
+def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: bool) -> None:
+    """What Megatron's checkpoint writers open their files by, and where they report; before ``dist_checkpointing.save``.
 
-    Upstream's way is a process of its own, which imports torch and Megatron to read the reports: four seconds of a first save.
+    They report here, unless training goes on meanwhile. Upstream's way is a process of its own, which imports torch and Megatron to read
+    the reports: four seconds of a first save. Its ``write_preloaded_data`` (filesystem_async.py:342, 0.16.1) opens by the builtin.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    vars(filesystem_async).update(open=opened)
     if not asynchronous:
         filesystem_async._results_queue = queue.SimpleQueue()
     elif isinstance(filesystem_async._results_queue, queue.SimpleQueue):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from fem_common.errors import MISTAKES, ConfigError
 from fem_common.files import sha256
 
 MANIFEST = "manifest.json"
-HASHES = "xxh3"  # manifest[HASHES] of a copy from a mirror: file -> XXH3-128 of all of it
+HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of all of it, taken while it was written
+TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own
 MIRROR_STATE = "mirror.json"  # in a run directory: how far its mirror is
 WRITING = ".writing_"  # what the names of folders begin with while they are written
 _STEP = re.compile(r"step_(\d{8,})$")
+_BLOCK = 8 * 2**20
 Say = Callable[[str], None]
 
 
@@ -90,14 +92,51 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def damaged_copy(path: Path) -> str | None:
-    """What is wrong with a good checkpoint's files by the hashes that a mirror adds to its manifest; None: nothing, or there are none."""
+class HashedFile(io.BufferedWriter):
+    """A file that is written from its front to its end; closed, its XXH3-128 is beside it under `hash_of`'s name."""
+
+    def __init__(self, path: str | Path, mode: str = "wb") -> None:
+        super().__init__(io.FileIO(path, mode))
+        self._path, self._hash = Path(path), xxhash.xxh3_128()
+
+    def write(self, content: Any) -> int:
+        """As any file's; all of it is taken."""
+        self._hash.update(content)
+        return super().write(content)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        super().__exit__(kind, *rest)
+        if kind is None:
+            hash_beside(self._path).write_text(self._hash.hexdigest())
+
+
+def hash_beside(path: Path) -> Path:
+    """Where a `HashedFile` leaves its hash for the manifest."""
+    return path.with_name(f"{path.name}.{HASHES}")
+
+
+def hash_of(path: Path, advance: Callable[[int], object] = lambda count: None) -> str:
+    """A file's XXH3-128; ``advance`` hears the bytes read."""
+    hashed = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            hashed.update(block)
+            advance(len(block))
+    found: str = hashed.hexdigest()
+    return found
+
+
+def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[str, str]]:
+    """(File, what is wrong with it) by the hashes in a good checkpoint's manifest; ``advance`` hears the bytes read."""
+    for name, expected in hashes_of(path).items():
+        if hash_of(path / name, advance) != expected:
+            yield name, f"{name} does not match the hash taken while it was written"
+
+
+def hashes_of(path: Path) -> dict[str, str]:
+    """The hashes in a good checkpoint's manifest: of all files, of some, or of none in older ones."""
     hashes: dict[str, str] = json.loads((path / MANIFEST).read_text()).get(HASHES, {})
-    for name, expected in hashes.items():
-        with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != expected:
-                return f"{name} does not match its hash"
-    return None
+    return hashes
 
 
 def find(path: Path) -> Found:

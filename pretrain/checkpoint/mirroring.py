@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ class Mirroring:
         self.process: subprocess.Popen[bytes] | None = None
         self.began = 0
 
-    def fetch(self) -> None:
-        """Bring the newest good checkpoint into the run directory, where it is newer than all good ones there.
+    def fetch(self, damaged: Collection[str] = ()) -> None:
+        """Bring the newest good checkpoint into the run directory, where it is newer than all good ones there but the ``damaged``.
 
         Raises:
             ConfigError: the mirror is no place. StorageError: it cannot be read, and there is no other checkpoint.
         """
-        command = self._command("fetch", "--patience", str(_FETCH_PATIENCE))
+        named = [word for name in damaged for word in ("--damaged", name)]
+        command = self._command("fetch", "--patience", str(_FETCH_PATIENCE), *named)
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environ())
         for line in done.stdout.splitlines():
             self.say(line)

@@ -37,7 +37,21 @@ from fem_common.config import plain
 from fem_common.errors import ConfigError, StorageError, reason
 from fem_common.files import remove_leftovers, sha256, sync_file, sync_folder, write_whole
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.folder import MANIFEST, WRITING, Found, Inherited, Progress, Say, damage, newest_first, newest_good
+from pretrain.checkpoint.folder import (
+    HASHES,
+    MANIFEST,
+    TENSORS,
+    WRITING,
+    Found,
+    HashedFile,
+    Inherited,
+    Progress,
+    Say,
+    damage,
+    hash_of,
+    newest_first,
+    newest_good,
+)
 from pretrain.checkpoint.mirroring import Mirroring
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.config import RunConfig
@@ -45,7 +59,6 @@ from pretrain.engines import Engine
 from pretrain.ranks import from_rank_0
 
 PICKLES = (".metadata", "common.pt")
-TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own
 _NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")  # what Megatron and Python put before the file system's words
 WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
 
@@ -67,6 +80,8 @@ class Checkpoints:
         self.last: Path | None = None  # the newest that is known to be complete
         self.in_use: set[Path] = set()  # what something else reads stays, however many newer ones there are
         self.damaged: dict[Path, str] = {}  # those passed over, and what is wrong
+        self.fetched: set[Path] = set()  # those that were damaged here, and came from the mirror instead
+        self.saved = self.begun = 0  # steps: of the newest that is complete, of the newest that was to be
         self.queue = AsyncCallsQueue()
         self.rank = torch.distributed.get_rank()
         self.mirror = Mirroring(config.checkpoint, folder.parent, say) if config.checkpoint.mirror and self.rank == 0 else None
@@ -90,7 +105,7 @@ class Checkpoints:
             StorageError: there are some, and none is good: a run is never started anew over them.
         """
         found = from_rank_0(self._newest)
-        self.last = found.path if found else None
+        self.last, self.saved = (found.path, found.progress.step) if found else (None, 0)
         return found
 
     def _newest(self) -> Found | None:
@@ -108,16 +123,26 @@ class Checkpoints:
         """The newest good checkpoint that was not written amid steps that are not finite; no later one deletes it."""
         return from_rank_0(lambda: _newest_before_bad_steps(self.folder))
 
-    def save(self, engine: Engine, progress: Progress, content_key: str) -> None:
+    def save(self, engine: Engine, progress: Progress, content_key: str, *, needed: bool = True) -> None:
         """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
 
         Raises:
-            StorageError: the file system does not take it, or the mirror has not taken any for too long; told by rank 0, on all ranks.
+            StorageError: the file system does not take it, told by rank 0, on all ranks; unless it is not ``needed`` and
+                ``checkpoint.max_unsaved_steps`` is not reached. Or the mirror has not taken any for too long.
         """
         self.complete(blocking=True)
+        self.begun = progress.step
+        try:
+            self._save(engine, progress, content_key)
+        except StorageError as error:
+            self._go_on_without(error, needed=needed)
+        if self.config.checkpoint.max_unsaved_steps is not None:
+            from_rank_0(lambda: self.mirror.check(progress.step) if self.mirror else None)
+
+    def _save(self, engine: Engine, progress: Progress, content_key: str) -> None:
         final = self.folder / f"step_{progress.step:08d}"
         if from_rank_0(lambda: final.exists() and damage(final) is None):
-            self.last = final
+            self.last, self.saved = final, progress.step
             return
         started = time.monotonic()
         temporary = final.with_name(f"{WRITING}{final.name}")
@@ -141,23 +166,31 @@ class Checkpoints:
                     step()
                 from_rank_0(lambda: publish_step(temporary, final, manifest, self.config.checkpoint.keep_last, self.in_use))
             self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
-            self.last = final
+            self.last, self.saved = final, progress.step
 
         published = request._replace(finalize_fns=[finish])
         if self.config.checkpoint.async_save:
             self.queue.schedule_async_request(published)
         else:
             published.execute_sync()
-        if self.config.checkpoint.max_unsaved_steps is not None:
-            from_rank_0(lambda: self.mirror.check(progress.step) if self.mirror else None)
 
-    def complete(self, *, blocking: bool) -> None:
+    def _go_on_without(self, error: StorageError, *, needed: bool) -> None:
+        """A save has failed, and nothing is left of it. Raises ``error``, unless training may go on."""
+        limit, unsaved = self.config.checkpoint.max_unsaved_steps, self.begun - self.saved
+        if needed or limit is None or unsaved > limit:
+            raise error from None
+        self.say(f"{error}; training goes on, {unsaved} steps are not saved (checkpoint.max_unsaved_steps = {limit})")
+
+    def complete(self, *, blocking: bool, needed: bool = False) -> None:
         """Publish asynchronous saves that have finished; ``blocking``: wait for all of them. Raises as :meth:`save` does."""
-        self.queue.maybe_finalize_async_calls(blocking=blocking)
+        try:
+            self.queue.maybe_finalize_async_calls(blocking=blocking)
+        except StorageError as error:
+            self._go_on_without(error, needed=needed)
 
     def close(self) -> None:
         """Wait for everything and stop the writer."""
-        self.complete(blocking=True)
+        self.complete(blocking=True, needed=True)
         self.queue.close()
 
     def load(self, engine: Engine, found: Found, *, model_only: bool = False) -> None:
@@ -189,9 +222,24 @@ class Checkpoints:
             from_rank_0(lambda: [_set_aside(path) for path in newest_first(self.folder) if path.name > found.path.name])
 
     def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
-        """``found`` is not what :meth:`newest` gives any more."""
+        """``found`` is not what :meth:`newest` gives any more, but where the mirror has a good copy, which is brought.
+
+        Raises:
+            ConfigError, StorageError: see `Mirroring.fetch`.
+        """
         self.damaged[found.path] = str(error).partition(" is damaged: ")[2]
         self.say(f"{error}; passing over it")
+        if self.config.checkpoint.mirror and found.path not in self.fetched:
+            self.fetched.add(found.path)
+            if from_rank_0(lambda: self._fetch_again(found.path)):
+                del self.damaged[found.path]
+
+    def _fetch_again(self, path: Path) -> bool:
+        """Whether a copy of the mirror's stands in the place of what is damaged."""
+        assert self.mirror is not None
+        before = path.stat().st_ino
+        self.mirror.fetch(damaged=[path.name for path in self.damaged])
+        return path.stat().st_ino != before
 
 
 def _read_failure(step: Path, error: CheckpointException) -> BaseException:
@@ -228,7 +276,7 @@ def write_tensors(state: dict[str, Any], folder: Path, strategy: Any, *, asynchr
     Raises:
         ConfigError, StorageError: on all ranks, here and at the request's end, where the file system refuses one.
     """
-    platform.report_writes(asynchronous=asynchronous)
+    platform.write_checkpoints_with(HashedFile, asynchronous=asynchronous)
     tensors, common = save_preprocess(state)
     from_rank_0(lambda: write_common(folder, common))
     from_rank_0(lambda: save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder)))
@@ -283,7 +331,14 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
 
     Amid steps that are not finite the newest from before them stays, however many are written: it may be the last that is any good.
     """
+    hashes = {path.stem: path for path in temporary.glob(f"*.{HASHES}")}
+    taken = {name: path.read_text() for name, path in hashes.items()}
+    for path in hashes.values():
+        path.unlink()
     names = sorted(p.name for p in temporary.iterdir() if p.is_file())
+    small = {name: hash_of(temporary / name) for name in names if not name.endswith(TENSORS)}
+    known = {name: value for name, value in manifest.get(HASHES, {}).items() if name in names}  # of what they are linked from
+    manifest[HASHES] = {**known, **taken, **small}
     manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
     manifest["sha256"] = {name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)}
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))

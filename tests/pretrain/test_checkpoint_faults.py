@@ -25,6 +25,7 @@ import torch
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import MANIFEST
 from pretrain.checkpoint.reader import DamagedCheckpoint, read_metadata, read_part
+from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
 from tests.ranks import PATIENCE, ended, losses, started, wait_until
@@ -168,6 +169,34 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_line(pretrain: Command,
     failed(pretrain.run_dir, step.name)
     assert pretrain(how, "optimizer.schedule=constant") == 0
     assert "step_00000004 at step 4" in pretrain.out
+
+
+@pytest.mark.parametrize("how", ["checkpoint.async_save=false", "checkpoint.async_save=true"])
+def test_training_goes_on_over_a_save_that_fails(pretrain: Command, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """For as long as ``max_unsaved_steps`` says, with no bit changed; never over the last one, nor over one at a signal."""
+    assert pretrain(f"run_dir={pretrain.run_dir}_whole") == 0
+    saves, fails = Trainer._save, {6, 8, 10}
+
+    def save(trainer: Trainer, *, needed: bool) -> None:
+        with largest_file(LARGER_THAN_METADATA) if trainer.progress.step in fails else contextlib.nullcontext():
+            saves(trainer, needed=needed)
+            trainer.checkpoints.complete(blocking=True, needed=needed)
+
+    monkeypatch.setattr(Trainer, "_save", save)
+    limited = (how, "checkpoint.interval=2")
+    assert pretrain(*limited, "checkpoint.max_unsaved_steps=6") == 0
+    for number in fails:
+        told = f"step_{number:08d} cannot be written: File too large (rank 0); training goes on, {number - 4} steps are not saved"
+        assert pretrain.out.count(told) == 1
+    whole = pretrain.run_dir.with_name(f"{pretrain.run_dir.name}_whole")
+    assert losses(pretrain.run_dir) == losses(whole) and same(weights(pretrain.run_dir), weights(whole))
+    shutil.rmtree(pretrain.run_dir)
+    assert pretrain(*limited, "checkpoint.max_unsaved_steps=5") == 1
+    assert pretrain.err.endswith("step_00000010 cannot be written: File too large (rank 0)\n") and pretrain.err.count("\n") == 1
+    shutil.rmtree(pretrain.run_dir)
+    fails.add(12)
+    assert pretrain(*limited, "checkpoint.max_unsaved_steps=100") == 1
+    assert pretrain.err.endswith("step_00000012 cannot be written: File too large (rank 0)\n")
 
 
 @pytest.fixture

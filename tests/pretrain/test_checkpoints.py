@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint.folder import MANIFEST
+from pretrain.checkpoint.folder import MANIFEST, damaged_files, hashes_of
 from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.report.progress_file import read_progress
 from tests.pretrain.conftest import DEMO, Command
@@ -221,6 +221,10 @@ def test_asynchronous_save_writes_the_same(pretrain: Command, tmp_path: Path) ->
     names = sorted(path.name for path in (tmp_path / "async" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000004", "step_00000008", "step_00000012"]
     assert same(weights(tmp_path / "async"), weights(pretrain.run_dir))
+    for step in (tmp_path / "async/checkpoints/step_00000008", pretrain.checkpoints / "step_00000008"):
+        files = [path.name for path in step.iterdir() if path.name != MANIFEST]
+        assert sorted(hashes_of(step)) == sorted(files) == sorted(json.loads((step / MANIFEST).read_text())["files"])
+        assert not dict(damaged_files(step, lambda count: None)), "the hashes that were taken on the way are the files'"
 
 
 RUINED = ("optimizer.lr=1e18", "optimizer.warmup_steps=0")  # the first step is finite and leaves weights that give no finite loss

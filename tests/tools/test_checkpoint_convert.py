@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_common.files import sha256
 from pretrain.__main__ import main as pretrain
-from pretrain.checkpoint.folder import MANIFEST
+from pretrain.checkpoint.folder import MANIFEST, hashes_of
 from pretrain.checkpoint.reader import read_common
 from tests.pretrain.conftest import DEMO, SMALL, tiny_data
 from tests.pretrain.jobs import Job, run_jobs
@@ -120,6 +120,7 @@ def test_the_distributed_optimizer_goes_on_where_the_plain_one_was_and_back(
     said = capsys.readouterr()
     wording(said.out, RUN=run_dir)
     before, after = tensors(step_of(run_dir)), tensors(step_of(split))
+    assert len(hashes_of(step_of(split))) == len(hashes_of(step_of(run_dir))) and main(["verify", str(split)]) == 0
     weights = [name for name in before if not name.startswith("optimizer.")]
     assert said.err == "" and weights and all(torch.equal(before[name], after[name]) for name in weights)
     names = [name for name in weights if not name.startswith("rng.")]
@@ -283,4 +284,8 @@ def test_verify(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     for given in (step, tmp_path / "run"):
         assert main(["verify", str(given)]) == 1
         assert capsys.readouterr().out.startswith(f"{step}: damaged: {file.name}: the bytes do not match their checksum (")
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content.replace(b"ZZZZ", b"ZZZY", 1))  # what pads an archive, which no checksum of a tensor covers
+    assert main(["verify", str(step)]) == 1
+    assert capsys.readouterr().out == f"{step}: damaged: {file.name} does not match the hash taken while it was written\n"
     refused(main, "tools.checkpoint", "verify", tmp_path / "run" / "nothing")

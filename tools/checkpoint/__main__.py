@@ -71,6 +71,7 @@ def _parser() -> Parser:
         description="Brings the newest checkpoint there that matches its hashes, where it is newer than all good ones of the run.",
     )
     _add_places(verb)
+    verb.add_argument("--damaged", action="append", default=[], metavar="STEP", help="a step_NNNNNNNN of the run that is no good")
     verb.set_defaults(run=_fetch)
     return parser
 
@@ -126,7 +127,7 @@ def _mirror(given: argparse.Namespace) -> None:
 def _fetch(given: argparse.Namespace) -> None:
     from tools.checkpoint.mirror import fetch
 
-    fetch(given.run_dir, given.url, patience=given.patience)
+    fetch(given.run_dir, given.url, patience=given.patience, damaged=given.damaged)
 
 
 if __name__ == "__main__":

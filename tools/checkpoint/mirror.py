@@ -16,7 +16,7 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ import xxhash
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.files import locked, sync_file, sync_folder, write_whole
 from fem_common.stores import open_store, said, until_it_works
-from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, WRITING, damage, newest_first, newest_good
+from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, WRITING, damage, hashes_of, newest_first, newest_good
 
 HOLD = ".mirroring_"
 LATEST = "latest"
@@ -106,6 +106,7 @@ class _State:
     newest: int | None = None  # step that is whole there
     sent: dict[str, dict[str, str]] = field(default_factory=dict)  # of unfinished ones: checkpoint -> file -> hash
     fault: str | None = None  # why nothing can be sent, at the last attempt
+    damaged: list[str] = field(default_factory=list)  # not in the file: checkpoints that came to harm here, which are not sent
 
     @classmethod
     def of(cls, run_dir: Path, url: str) -> _State:
@@ -151,7 +152,13 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
 
         def send(last: bool = False) -> None:
             if step := _next(run_dir, state, wanted, last=last):  # looked for at every attempt: the run may have deleted the last one
-                _send(place, state, step, wanted)
+                try:
+                    _send(place, state, step, wanted)
+                except _DamagedHere as error:
+                    print(f"mirror {place.url}: {error}", flush=True)
+                    state.damaged.append(step.name)
+                    place.remove(step.name)
+                    send(last)
 
         while follow:
             waiting = _next(run_dir, state, wanted, last=False)
@@ -162,17 +169,19 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
             raise StorageError(
                 f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; it is whole, and later {again} sends it"
             )
+    if state.damaged:
+        raise StorageError(f"{run_dir}: {', '.join(state.damaged)} came to harm there and could not be sent to {url}")
 
 
-def fetch(run_dir: Path, url: str, *, patience: float) -> None:
-    """Bring the newest good checkpoint of a mirror into the run directory, where it is newer than all good ones there.
+def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] = ()) -> None:
+    """Bring the newest good checkpoint of a mirror into the run directory, where it is newer than all good ones there but the ``damaged``.
 
     Raises:
         ConfigError: the place is none. StorageError: it cannot be read, and the run directory has no good checkpoint.
     """
     place, folder = Mirror(url), run_dir / "checkpoints"
     with files_told():
-        here = newest_good(folder, {}, lambda text: None) if folder.is_dir() else None
+        here = newest_good(folder, dict.fromkeys((folder / name for name in damaged), "")) if folder.is_dir() else None
         state, end = _State(run_dir / MIRROR_STATE, place.url), time.monotonic() + patience
         _Retry(state, write=False).until(lambda: _fetch_newest(place, folder, here.path.name if here else ""), lambda p: _over(p, end))
     if state.fault and here is None:
@@ -261,13 +270,16 @@ def verify_mirror(url: str) -> bool:
 def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
     began = time.monotonic()
     with _held(step) as folder:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest, hashes = json.loads((folder / MANIFEST).read_text()), hashes_of(folder)
         _refuse_another_run(place, manifest)
         sent = state.sent.setdefault(step.name, {})
         files = [name for name in manifest["files"] if not _is_there(place, f"{step.name}/{name}", folder / name, name in sent)]
 
         def put(name: str) -> None:
-            sent[name] = place.put(folder / name, f"{step.name}/{name}")
+            hashed = place.put(folder / name, f"{step.name}/{name}")
+            if hashed != hashes.get(name, hashed):
+                raise _DamagedHere(f"{step}: {name} does not match the hash taken while it was written; it is not sent")
+            sent[name] = hashed
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             try:
@@ -309,9 +321,13 @@ def _next(run_dir: Path, state: _State, wanted: Wanted, *, last: bool) -> Path |
         step = int(path.name.removeprefix("step_"))
         if state.newest is not None and step <= state.newest:
             return None
-        if (last or step % wanted.interval == 0) and damage(path) is None:
+        if (last or step % wanted.interval == 0) and path.name not in state.damaged and damage(path) is None:
             return path
     return None
+
+
+class _DamagedHere(Exception):
+    """A file is not as it was written before it is sent."""
 
 
 @contextmanager
