@@ -3,9 +3,11 @@
     URL/step_NNNNNNNN/...             the files of a checkpoint, as they are
     URL/step_NNNNNNNN/manifest.json   last of them: it is there where all others were read back and found equal; with every file's XXH3
     URL/latest                        the name of the newest
+    URL/run/...                       the run directory's own files: metrics.jsonl, config.yaml and their like
 
-Nothing is ever taken from there that does not match the hashes in its manifest. RUN_DIR/mirror.json says how far the mirror is; files that
-are there already are not sent again. While a checkpoint is sent its files are held by links of their own, so that the run may delete it.
+No checkpoint is ever taken from there that does not match the hashes in its manifest. RUN_DIR/mirror.json says how far the mirror is;
+files that are there already are not sent again. While a checkpoint is sent its files are held by links of their own, so that the run may
+delete it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, WRITING, 
 
 HOLD = ".mirroring_"
 LATEST = "latest"
+RECORDS = "run"
 _BLOCK = 8 * 2**20  # bytes that are held of a file that is sent or read; S3 takes at most 10,000 parts of a file
 _PARTS = 9000
 _AT_ONCE = 4  # files
@@ -159,6 +162,8 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
                     state.damaged.append(step.name)
                     place.remove(step.name)
                     send(last)
+            if last or step:
+                _send_records(place, run_dir)
 
         while follow:
             waiting = _next(run_dir, state, wanted, last=False)
@@ -204,6 +209,7 @@ def _fetch_newest(place: Mirror, folder: Path, newest_here: str) -> None:
             os.rename(temporary, folder / name)
             sync_folder(folder)
             write_whole(folder / LATEST, name + "\n")
+            _bring_records(place, folder.parent)
             print(f"checkpoint {name} brought from {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
             return
         shutil.rmtree(temporary)
@@ -296,6 +302,21 @@ def _send(place: Mirror, state: _State, step: Path, wanted: Wanted) -> None:
     state.newest, state.sent, state.fault = int(step.name.removeprefix("step_")), {}, None
     state.write()
     print(f"checkpoint {step.name} is in {place.url} ({time.monotonic() - began:.1f} s)", flush=True)
+
+
+def _send_records(place: Mirror, run_dir: Path) -> None:
+    for file in sorted(run_dir.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and file.name != MIRROR_STATE:
+            place.put(file, f"{RECORDS}/{file.name}")
+
+
+def _bring_records(place: Mirror, run_dir: Path) -> None:
+    """What a run appends to, where it is lost here: its losses, evaluations and attempts so far."""
+    with suppress(FileNotFoundError):
+        for entry in place.fs.ls(f"{place.root}/{RECORDS}", detail=True):
+            file = run_dir / Path(entry["name"]).name
+            if file.suffix == ".jsonl" and not file.exists():
+                write_whole(file, place.fs.cat_file(entry["name"]))
 
 
 def _is_there(place: Mirror, name: str, local: Path, was_sent: bool) -> bool:
