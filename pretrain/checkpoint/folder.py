@@ -111,7 +111,7 @@ class HashedFile(io.BufferedWriter):
 
 
 def hash_beside(path: Path) -> Path:
-    """Where a `HashedFile` leaves its hash for the manifest."""
+    """Where a `HashedFile` leaves its hash; a checkpoint's go into its manifest."""
     return path.with_name(f"{path.name}.{HASHES}")
 
 
@@ -131,6 +131,17 @@ def damaged_files(path: Path, advance: Callable[[int], object]) -> Iterator[tupl
     for name, expected in hashes_of(path).items():
         if hash_of(path / name, advance) != expected:
             yield name, f"{name} does not match the hash taken while it was written"
+
+
+def damaged_beside(folder: Path, advance: Callable[[int], object]) -> Iterator[str]:
+    """What is wrong with files of a folder that have their hashes beside them, as an export's weights; ``advance`` as above.
+
+    Raises:
+        OSError: a file system fails, or such a file is gone.
+    """
+    for beside in sorted(folder.glob(f"*.{HASHES}")):
+        if hash_of(beside.with_suffix(""), advance) != beside.read_text():
+            yield f"{beside.stem} does not match the hash taken while it was written"
 
 
 def hashes_of(path: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.text import gib
-from pretrain.checkpoint.folder import MANIFEST, TENSORS, Found, damage, damaged_files, find, hashes_of, newest_first
+from pretrain.checkpoint.folder import (
+    HASHES,
+    MANIFEST,
+    TENSORS,
+    Found,
+    damage,
+    damaged_beside,
+    damaged_files,
+    find,
+    hashes_of,
+    newest_first,
+)
 from pretrain.checkpoint.reader import damaged_tensors, read_metadata
 
 WORD_SECONDS = 10.0  # between lines that say how far it is
@@ -113,20 +125,25 @@ def _sizes(step: Path) -> tuple[str, str]:
 def verify(checkpoint: Path) -> bool:
     """Whether a step's folder, or every one of a run directory, or of all that lie in a folder, is undamaged; says so on stdout.
 
+    Of an exported model's folder: whether its weights are.
+
     Raises:
         ConfigError: there is no checkpoint. StorageError: a file system failed.
     """
     with files_told():
+        if any(checkpoint.glob(f"*.{HASHES}")):
+            return _verified(checkpoint, lambda advance: list(damaged_beside(checkpoint, advance)))
         inner = checkpoint / "checkpoints"
         steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(inner if inner.is_dir() else checkpoint)
         steps = steps or [step for folder in sorted(checkpoint.glob("**/checkpoints")) for step in newest_first(folder)]
         if not steps:
             raise ConfigError(f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")
-        return [_verified(step) for step in steps].count(False) == 0
+        return [_verified(step, partial(_faults, step)) for step in steps].count(False) == 0
 
 
-def _verified(step: Path) -> bool:
-    files = [path for path in step.iterdir() if path.is_file()]
+def _verified(folder: Path, look: Callable[[Callable[[int], None]], list[str]]) -> bool:
+    """``look`` gives what is wrong, and tells the bytes that it reads."""
+    files = [path for path in folder.iterdir() if path.is_file()]
     total, read, told = sum(path.stat().st_size for path in files), 0, time.monotonic()
 
     def advance(count: int) -> None:
@@ -134,21 +151,22 @@ def _verified(step: Path) -> bool:
         read += count
         if time.monotonic() - told > WORD_SECONDS:
             told = time.monotonic()
-            print(f"{step}: {read / 2**30:.1f} of {total / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+            print(f"{folder}: {read / 2**30:.1f} of {total / 2**30:.1f} GiB", file=sys.stderr, flush=True)
 
-    wrong = damage(step)
-    faults = [wrong] if wrong else _damaged_parts(step, advance)
+    faults = look(advance)
     for fault in faults:
-        print(f"{step}: damaged: {fault}")
+        print(f"{folder}: damaged: {fault}")
     if not faults:
-        print(f"{step}: undamaged, {len(files)} files of {total / 2**20:,.1f} MiB", flush=True)
+        print(f"{folder}: undamaged, {len(files)} files of {total / 2**20:,.1f} MiB", flush=True)
     return not faults
 
 
-def _damaged_parts(step: Path, advance: Callable[[int], None]) -> list[str]:
-    """What is wrong with a checkpoint whose sizes are right: its tensors by name where one of theirs is, else the files."""
-    hashed = hashes_of(step)
-    files = dict(damaged_files(step, advance))
+def _faults(step: Path, advance: Callable[[int], None]) -> list[str]:
+    """What is wrong with a checkpoint: its tensors by name where one of theirs is, else the files."""
+    wrong = damage(step)
+    if wrong:
+        return [wrong]
+    hashed, files = hashes_of(step), dict(damaged_files(step, advance))
     tensors = [name for name in json.loads((step / MANIFEST).read_text())["files"] if name.endswith(TENSORS)]
     if not files and all(name in hashed for name in tensors):
         return []

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fem_common.errors import ConfigError, files_told
 from fem_common.progress import Progress
+from pretrain.checkpoint.folder import HashedFile
 
 from .recipes import Recipe, Recipes, Tensors, made
 
@@ -163,7 +164,9 @@ def byte_count(text: str | int) -> int:
 
 
 def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.dtype, max_shard_size: int, progress: Progress) -> None:
-    """Writes ``model*.safetensors``, and the index where there are several; a tensor larger than ``max_shard_size`` has a file alone.
+    """Writes ``model*.safetensors``, the hash of each beside it, and the index where there are several.
+
+    A tensor larger than ``max_shard_size`` has a file alone.
 
     Raises:
         OSError: the file system does not take it. ConfigError: the source is damaged.
@@ -176,7 +179,7 @@ def write_shards(source: Tensors, recipes: Recipes, folder: Path, dtype: torch.d
     )
     progress.total = total = split.metadata["total_size"]
     for file_name, names in split.filename_to_tensors.items():
-        with (folder / file_name).open("wb") as file:
+        with HashedFile(folder / file_name) as file:
             file.write(_header({name: recipes[name] for name in sorted(names)}, dtype))
             for _, tensor in made(source, {name: recipes[name] for name in sorted(names)}):
                 _write(file, tensor, dtype)

@@ -24,12 +24,12 @@ import yaml
 from torch import Tensor
 
 from fem_common.config import plain
-from fem_common.errors import ConfigError
+from fem_common.errors import ConfigError, files_told
 from fem_megatron.catalogue import mixer_names, unread
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron.platform import import_megatron
 from fem_megatron.mup import starts_from
-from pretrain.checkpoint.folder import Inherited, Progress
+from pretrain.checkpoint.folder import HASHES, Inherited, Progress, damaged_beside
 from pretrain.config import RunConfig, run_of
 from pretrain.plan.run_plan import model_weights
 
@@ -92,6 +92,10 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
     source = read_source(hf_dir)
     config, notes = run_config(source, out, mixer, dtype, settings)
     check_tensors(source)
+    with files_told():
+        for wrong in damaged_beside(hf_dir, lambda count: None):
+            name = wrong.split()[0]
+            raise ConfigError(f"{hf_dir / name} is damaged ({wrong}); if it was written anew since, remove {name}.{HASHES}")
     with quiet_transformers():
         tokenizer = None if config.data.tokenizer is None else Tokenizer.load(hf_dir, config.model)
     plan = graft(source.model, config.model) if mixer else None

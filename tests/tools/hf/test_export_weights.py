@@ -27,6 +27,7 @@ from tests.tools.hf.checkpoints import equal, hf, tensors, weights
 from tests.tools.hf.runs import LENGTH, RUNS, edit_manifest, files, made, model_of, run_of, step_of, write_checkpoint
 from tests.tools.hf.small import Held, random_state, small
 from tests.tools.refusals import Refused
+from tools.checkpoint.__main__ import main as checkpoint
 from tools.hf import folder as shards
 from tools.hf.folder import byte_count, write_shards
 from tools.hf.recipes import to_fem
@@ -105,6 +106,7 @@ def test_the_folder_holds_the_weights_bit_for_bit(runs: dict[str, Path], exports
     assert (whole / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert hf("export", runs[name], many, "--max-shard-size", "9KB") == 0
     equal(tensors(many), wanted)
+    assert checkpoint(["verify", str(whole)]) == 0 == checkpoint(["verify", str(many)])
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
     held = {file.name: [*shards.header(file)] for file in sorted(many.glob("*.safetensors"))}

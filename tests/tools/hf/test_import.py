@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.folder import find
+from pretrain.checkpoint.folder import find, hash_beside
 from pretrain.config import load_run
 from tests.tools.hf.checkpoints import changed, equal, hf, rewrite, save, stock_folder, tensors, weights
 from tests.tools.hf.small import VOCAB, export, random_state, small, write_tokenizer
@@ -88,6 +88,7 @@ SPOILED: dict[str, Spoil] = {
     "config.json no JSON": written("config.json", "{'a'}"),
     "a shard is missing": shard(lambda content: None),
     "a shard is half": shard(lambda content: content[:-100]),
+    "a shard is another": lambda folder: hash_beside(sorted(folder.glob("model-*"))[1]).write_text("0" * 32),
     "a header is broken": shard(lambda content: b"\xff" * 2000),
     "a tensor is missing": held(lambda found: found.pop(Q)),
     "a tensor too many": held(lambda found: found.update({"lora.a": torch.ones(2)})),
