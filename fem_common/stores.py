@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common import secrets
-from fem_common.errors import ConfigError
+from fem_common.errors import MISTAKES, ConfigError, StorageError
 
 Say = Callable[[str], None]
 LONGEST_PAUSE = 60.0  # seconds between two attempts
@@ -47,11 +47,17 @@ def open_store(place: str) -> tuple[Any, str, str]:
 
 def said(error: Exception) -> str:
     """What an error says, on one line, without secrets."""
-    return secrets.hide(" ".join(str(error).split()) or type(error).__name__, secrets.values(os.environ))[:300]
+    text = " ".join(str(error).split()).removeprefix(f"[Errno {getattr(error, 'errno', None)}] ")
+    return secrets.hide(text or type(error).__name__, secrets.values(os.environ))[:300]
 
 
-def until_it_works(work: Callable[[], object], over: Callable[[float], bool], note: Callable[[str | None], None]) -> bool:
-    """Do ``work`` again until it works, with longer and longer pauses; whether it was over before.
+def kind_of(error: Exception) -> type[ConfigError | StorageError]:
+    """What to raise for a store's failure: a place that is not there or not open to one is the user's mistake, all else the store's."""
+    return ConfigError if isinstance(error, MISTAKES) else StorageError
+
+
+def until_it_works(work: Callable[[], object], over: Callable[[float], bool], note: Callable[[str | None], None]) -> Exception | None:
+    """Do ``work`` again until it works, with longer and longer pauses; the last failure where it was over before, else None.
 
     over: waits for so many seconds, and says whether it is over. note: hears why an attempt failed, None where it did not.
 
@@ -67,8 +73,8 @@ def until_it_works(work: Callable[[], object], over: Callable[[float], bool], no
         except Exception as error:  # what fsspec's file systems raise has no common kind
             note(said(error))
             if over(pause * random.uniform(0.5, 1.0)):
-                return True
+                return error
             pause = min(2 * pause, LONGEST_PAUSE)
         else:
             note(None)
-            return False
+            return None

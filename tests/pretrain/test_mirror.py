@@ -248,6 +248,48 @@ def test_what_comes_to_harm_on_its_way_is_sent_again_and_never_counts(tmp_path: 
     assert store.run("verify", store.url)[0] == 0
 
 
+# What a store answers -> the exit code of who asks: 2 where the same command would end the same way.
+ANSWERS = {
+    "403 AccessDenied": 2,
+    "400 ExpiredToken": 2,
+    "403 SignatureDoesNotMatch": 2,
+    "403 RequestTimeTooSkewed": 2,
+    "404 NoSuchBucket": 2,
+    "429 TooManyRequests": 1,
+    "500 InternalError": 1,
+    "503 SlowDown": 1,
+}
+EACH = """
+import sys
+from tools.checkpoint.__main__ import main
+for url in sys.argv[2:]:
+    print(main(["mirror", sys.argv[1], url, "--patience", "0"]), flush=True)
+"""
+
+
+def test_each_answer_of_a_store_is_one_line_and_its_exit_code(tmp_path: Path, store: Store) -> None:
+    write_step(tmp_path, 1)
+
+    def answer(client: socket.socket, data: bytes) -> bytes | None:
+        for told in ANSWERS:
+            status, code = told.split()
+            if code.encode() in data:
+                body = f"<Error><Code>{code}</Code><Message>they say {code}</Message></Error>" * (not data.startswith(b"HEAD"))
+                client.sendall(f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+                return None
+        return data
+
+    store.proxy.fault = answer
+    urls = [f"s3://{store.name}/{told.split()[1]}" for told in ANSWERS]
+    environ = {**os.environ, **store.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", EACH, str(tmp_path), *urls]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    codes = [int(line) for line in done.stdout.splitlines() if line.isdecimal()]
+    assert codes == list(ANSWERS.values()), done.stdout + done.stderr
+    for url, line in zip(urls, done.stderr.splitlines(), strict=True):
+        assert f"is not in {url}: " in line and f"they say {url.split('/')[3]}" in line and SECRET not in line
+
+
 def test_what_a_place_keeps_otherwise_than_it_was_sent_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 compares a checksum itself; not every place does."""
     place = Mirror(str(tmp_path / "mirror"))
@@ -274,7 +316,7 @@ def test_a_bucket_that_vanishes_and_comes_back_has_all_again(tmp_path: Path, sto
         store.client.delete_object(Bucket=store.name, Key=name)
     store.client.delete_bucket(Bucket=store.name)
     code, said = store.run("mirror", tmp_path, store.url, "--patience", 1)
-    assert code == 1 and f"the newest checkpoint of {tmp_path} is not in" in said and "Traceback" not in said
+    assert code == 2 and f"the newest checkpoint of {tmp_path} is not in" in said and "Traceback" not in said
     store.client.create_bucket(Bucket=store.name)
     assert store.run("mirror", tmp_path, store.url)[0] == 0 and store.run("verify", store.url)[0] == 0
 
@@ -348,6 +390,21 @@ def test_a_run_may_delete_what_is_being_sent(tmp_path: Path, store: Store) -> No
     assert process.returncode == 0, said
     assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
     assert content(tmp_path / "new/checkpoints" / step.name) == expected
+
+
+@pytest.mark.slow
+def test_a_stall_of_half_a_minute_is_waited_out(tmp_path: Path, store: Store) -> None:
+    write_step(tmp_path, 5)
+    stalled = threading.Lock()
+
+    def stall(client: socket.socket, data: bytes) -> bytes:
+        if len(data) > 20_000 and stalled.acquire(blocking=False):
+            time.sleep(30)
+        return data
+
+    store.proxy.fault = stall
+    code, said = store.run("mirror", tmp_path, store.url)
+    assert code == 0 and stalled.locked() and "trying again" not in said, said
 
 
 def test_a_signal_ends_the_sender(tmp_path: Path, store: Store) -> None:

@@ -29,7 +29,7 @@ import xxhash
 
 from fem_common.errors import ConfigError, StorageError, files_told
 from fem_common.files import locked, sync_file, sync_folder, write_whole
-from fem_common.stores import open_store, said, until_it_works
+from fem_common.stores import kind_of, open_store, said, until_it_works
 from pretrain.checkpoint.folder import HASHES, MANIFEST, MIRROR_STATE, WRITING, damage, hashes_of, newest_first, newest_good
 
 HOLD = ".mirroring_"
@@ -50,9 +50,10 @@ class Mirror:
 
     def steps(self) -> list[str]:
         """The names of the checkpoints that are whole there, newest first. Raises whatever the place fails with."""
-        if not self.fs.exists(self.root):
+        try:  # not to be asked first whether it is there: of that a store says no reason
+            names = {Path(entry["name"]).name for entry in self.fs.ls(self.root, detail=True)}
+        except FileNotFoundError:
             return []
-        names = {Path(entry["name"]).name for entry in self.fs.ls(self.root, detail=True)}
         there = (name for name in sorted(names, reverse=True) if name.startswith("step_"))
         return [name for name in there if self.fs.exists(f"{self.root}/{name}/{MANIFEST}")]
 
@@ -169,11 +170,10 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
             waiting = _next(run_dir, state, wanted, last=False)
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
-        if retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
+        if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
             again = f"python -m tools.checkpoint mirror {run_dir} {url}"
-            raise StorageError(
-                f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; it is whole, and later {again} sends it"
-            )
+            why = f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; it is whole, and later {again} sends it"
+            raise kind_of(failed)(why)
     if state.damaged:
         raise StorageError(f"{run_dir}: {', '.join(state.damaged)} came to harm there and could not be sent to {url}")
 
@@ -188,10 +188,11 @@ def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] 
     with files_told():
         here = newest_good(folder, dict.fromkeys((folder / name for name in damaged), "")) if folder.is_dir() else None
         state, end = _State(run_dir / MIRROR_STATE, place.url), time.monotonic() + patience
-        _Retry(state, write=False).until(lambda: _fetch_newest(place, folder, here.path.name if here else ""), lambda p: _over(p, end))
-    if state.fault and here is None:
-        raise StorageError(f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}")
-    if state.fault:
+        newest, retry = here.path.name if here else "", _Retry(state, write=False)
+        failed = retry.until(lambda: _fetch_newest(place, folder, newest), lambda pause: _over(pause, end))
+    if failed and here is None:
+        raise kind_of(failed)(f"{url} cannot be read, and {folder} has no good checkpoint: {state.fault}")
+    if failed:
         print(f"{url} cannot be read ({state.fault}): what is there may be newer than {here.path if here else ''}", flush=True)
 
 
@@ -269,7 +270,7 @@ def verify_mirror(url: str) -> bool:
     except ConfigError:
         raise
     except Exception as error:  # what fsspec's file systems raise has no common kind
-        raise StorageError(f"{url} cannot be read: {said(error)}") from None
+        raise kind_of(error)(f"{url} cannot be read: {said(error)}") from None
     return good
 
 
@@ -374,8 +375,8 @@ class _Retry:
     def __init__(self, state: _State, *, write: bool = True) -> None:
         self.state, self.write = state, write
 
-    def until(self, work: Callable[[], object], over: Callable[[float], bool]) -> bool:
-        """Whether it is over, which ``over`` says when so many seconds have passed; ``state.fault`` is None where the work is done."""
+    def until(self, work: Callable[[], object], over: Callable[[float], bool]) -> Exception | None:
+        """The last failure where it is over, which ``over`` says when so many seconds have passed; None, as ``state.fault``: it is done."""
         return until_it_works(work, over, self._note)
 
     def _note(self, fault: str | None) -> None:
