@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -351,7 +351,15 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
     spared = _newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
     for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
         if old != spared and old not in in_use:
-            shutil.rmtree(old, ignore_errors=True) if damage(old) is None else _set_aside(old)
+            _remove(old) if damage(old) is None else _set_aside(old)
+
+
+def _remove(step: Path) -> None:
+    """Deletes a checkpoint, under another name: what a kill or a fault leaves of it is swept, and never taken for a damaged one."""
+    with suppress(OSError):
+        leaving = step.rename(step.with_name(f"{WRITING}{step.name}"))
+        for _ in range(2):  # the second goes over what the first met a fault at
+            shutil.rmtree(leaving, ignore_errors=True)
 
 
 def _set_aside(step: Path) -> Path:
