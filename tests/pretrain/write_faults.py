@@ -27,7 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = 0  # no error: half of a write's bytes are taken; another call than a write fails with EIO
 ERRORS = (errno.EIO, errno.ENOSPC, SHORT, errno.EDQUOT, errno.ESTALE, errno.EROFS)
 TINY = (
-    *("model.mixer=transformer", "model.hidden_size=8", "model.num_layers=1", "model.num_attention_heads=1", "model.ffn_hidden_size=8", "model.tie_embeddings=true"),
+    *(
+        "model.mixer=transformer",
+        "model.hidden_size=8",
+        "model.num_layers=1",
+        "model.num_attention_heads=1",
+        "model.ffn_hidden_size=8",
+        "model.tie_embeddings=true",
+    ),
     *("data.seq_length=8", "data.valid=[]", "data.test=[]", "train.micro_batch_size=1", "train.global_batch_size=2"),
     *("train.steps=2", "train.precision=fp32", "optimizer.warmup_steps=0", "checkpoint.keep_last=1"),
 )
@@ -37,18 +44,17 @@ OTHERS = "!(*.distcp)"
 
 @dataclass(frozen=True)
 class Plan:
-    """Of the files of each pattern the 1st, 1 + stride-th, ... call fails, until a save meets none; with the errors in turn, from first."""
+    """files: pattern -> stride: the 1st, 1 + stride-th, ... call on such files fails, until a save meets none; ERRORS[first] first."""
 
     ranks: int
-    files: list[str]
     asynchronous: bool
-    stride: int = 1
+    files: dict[str, int]
     first: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a save: the call that failed (empty: none), below the folder of checkpoints; with which error; what the save said, if it failed."""
+    """Of a save: the call that failed (empty: none), below the folder of checkpoints; with which error; what the save said that failed."""
 
     call: str
     path: str
@@ -83,91 +89,111 @@ class Faults:
 
 
 def outcomes(plan: Plan, folder: Path, overrides: list[str]) -> list[Outcome]:
-    """What became of one save after another, each at a step of its own; AssertionError where one did harm. On every rank."""
-    from pretrain.checkpoint.store import Checkpoints
+    """What became of one save after another, each at a step of its own, and each followed by one without a fault. On every rank.
+
+    AssertionError: one did harm.
+    """
     from tests.pretrain.jobs import engine_of
 
     found, step = list[Outcome](), 1
     with engine_of(overrides) as engine:
-        checkpoints, faults = Checkpoints(folder, engine.config, lambda text: None), Faults(folder)
-        held = [tensor for model in engine.models for tensor in model.parameters()]
-        held += [tensor for part in engine.split.held() for tensor in part.tensors.values()]
-
-        def save(*, then: int = 0) -> None:
-            """Step n with tensors of n. Asynchronously they change at once, and the end is waited for in one of three ways."""
-            _fill(held, step)
-            checkpoints.save(engine, Progress(step, step, 100), "")
-            _fill(held, 0.5)
-            if then == 1:
-                checkpoints.save(engine, Progress(step, step, 100), "")
-            elif then == 2:
-                checkpoints.close()
-            checkpoints.complete(blocking=True)
-
-        save()
-        for files in plan.files:
-            number = 1
-            while True:
-                step, told = step + 1, None
+        saves, faults = Saves(engine, folder), Faults(folder)
+        saves.save(step)
+        for files, stride in plan.files.items():
+            number, met = 1, True
+            while met:
+                step += 1
                 error = ERRORS[(plan.first + len(found)) % len(ERRORS)]
                 faults.arm(number, error, files)
-                try:
-                    save(then=number % 3)
-                except StorageError as failure:
-                    told = str(failure)
+                told = saves.told(step, wait=number % 3)
                 call, path = faults.met()
-                where = f"{call} {path} {error}: {told}"
-                newest = _newest(folder, where)
-                assert newest in ((step - 1, step) if told else (step,)), where
-                expected = os.strerror(error or errno.EIO)
-                assert told is None or told.startswith(f"checkpoint {folder}/step_{step:08d} cannot be written: "), where
-                assert told is None or (expected in told and "\n" not in told), where
+                outcome = Outcome(call.removesuffix("64"), path, error, told)
+                saves.check(outcome, step)
                 step += 1
-                save()
-                assert _newest(folder, where) == step and sorted(os.listdir(folder)) == ["latest", f"step_{step:08d}"], where
-                if not call:
-                    assert told is None
-                    break
-                found.append(Outcome(call, path, error, told))
-                number += plan.stride
-        checkpoints.close()
+                saves.save(step)
+                assert sorted(os.listdir(folder)) == ["latest", f"step_{step:08d}"] and damage(folder / f"step_{step:08d}") is None, outcome
+                found += [outcome] if (met := bool(call)) else []
+                number += stride
+        saves.checkpoints.close()
     return found
 
 
-def _fill(tensors: list[torch.Tensor], value: float) -> None:
-    import torch
+class Saves:
+    """The checkpoints of one engine, of which only the last is kept: nothing else is there if that is not whole."""
 
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.fill_(value)
+    def __init__(self, engine: Any, folder: Path) -> None:
+        from pretrain.checkpoint.store import Checkpoints
+
+        self.engine, self.folder = engine, folder
+        self.checkpoints = Checkpoints(folder, engine.config, lambda text: None)
+        self.tensors: list[torch.Tensor] = [tensor for model in engine.models for tensor in model.parameters()]
+        self.tensors += [tensor for part in engine.split.held() for tensor in part.tensors.values()]
+
+    def save(self, step: int, *, wait: int = 0) -> None:
+        """A save of the step's number. Where it is asynchronous the tensors change before its end, which is waited for in one of 3 ways."""
+        progress = Progress(step, step, 100)
+        self._fill(step)
+        self.checkpoints.save(self.engine, progress, "")
+        self._fill(0.5)
+        if wait == 1:
+            self.checkpoints.save(self.engine, progress, "")
+        elif wait == 2:
+            self.checkpoints.close()
+        self.checkpoints.complete(blocking=True)
+
+    def told(self, step: int, *, wait: int) -> str | None:
+        """What a save says that fails, the same on all ranks; None where it does not."""
+        import torch
+
+        said = None
+        try:
+            self.save(step, wait=wait)
+        except StorageError as failure:
+            said = str(failure)
+        everyone: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, said)
+        assert len({*everyone}) == 1, everyone
+        return said
+
+    def check(self, outcome: Outcome, step: int) -> None:
+        """The save failed, in one line of the file system's words, and the old checkpoint or the new one is whole; or the new one is."""
+        told, newest = outcome.told, self.newest()
+        assert newest in ((step - 1, step) if told else (step,)), outcome
+        assert {*os.listdir(self.folder)} <= {"latest", *(f"step_{one:08d}" for one in (step - 1, step))}, outcome
+        if told is not None:
+            assert outcome.call and told.startswith(f"checkpoint {self.folder}/step_{step:08d} cannot be written: "), outcome
+            assert os.strerror(outcome.error or errno.EIO) in told and "\n" not in told, outcome
+
+    def newest(self) -> int:
+        """The step of the newest good checkpoint, every tensor of which is of that step; ``latest`` names a good one, too."""
+        import torch
+
+        from pretrain.checkpoint.reader import damaged_tensors
+        from tests.pretrain.test_sharded_checkpoints import everything
+
+        torch.distributed.barrier()
+        damaged: dict[Path, str] = {}
+        found = newest_good(self.folder, damaged)
+        assert found is not None and not damaged, damaged
+        assert [*damaged_tensors(found.path, lambda read: None)] == []
+        latest = self.folder / (self.folder / "latest").read_text().strip()
+        assert damage(latest) is None, latest
+        of = {name: tensor.unique().tolist() for name, tensor in everything(found.path).items() if not name.endswith("step")}
+        step = found.progress.step
+        assert len(of) >= len(self.tensors) and [name for name, values in of.items() if values != [step]] == [], of
+        torch.distributed.barrier()
+        return step
+
+    def _fill(self, value: float) -> None:
+        import torch
+
+        with torch.no_grad():
+            for tensor in self.tensors:
+                tensor.fill_(value)
 
 
-def _newest(folder: Path, where: str) -> int:
-    """The step of the newest good checkpoint, which is whole, all its tensors of that step; nothing half written lies beside it."""
-    import torch
-
-    from pretrain.checkpoint.reader import damaged_tensors
-    from tests.pretrain.test_sharded_checkpoints import everything
-
-    torch.distributed.barrier()
-    damaged: dict[Path, str] = {}
-    found = newest_good(folder, damaged)
-    assert found is not None and not damaged, f"{where}; {damaged}"
-    step = found.progress.step
-    assert [*damaged_tensors(found.path, lambda read: None)] == [], where
-    tensors = everything(found.path)
-    assert len(tensors) > 10 and all((tensor == step).all() for name, tensor in tensors.items() if not name.endswith("step")), where
-    names = sorted(os.listdir(folder))
-    latest = (folder / "latest").read_text().strip()
-    assert damage(folder / latest) is None, f"{where}; latest is {latest}"
-    assert {*names} <= {"latest", f"step_{step - 1:08d}", f"step_{step:08d}"}, f"{where}; {names}"
-    torch.distributed.barrier()
-    return step
-
-
-def failing_saves(plans: list[Plan], folder: Path) -> list[list[Outcome]]:
-    """Each plan's outcomes, from processes of its own. AssertionError, with what they wrote: one of them did harm, hung or said too much."""
-    library = folder / "write_faults.so"
+def failing_saves(plans: list[Plan], folder: Path, library: Path) -> list[list[Outcome]]:
+    """Each plan's outcomes, from processes of its own. AssertionError, with what they wrote: one did harm, hung or said too much."""
     source = ROOT / "tests/fixtures/write_faults.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"], check=True)
     environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
@@ -186,7 +212,7 @@ def main(folder: Path, plans: list[dict[str, Any]]) -> None:
         asynchronous = f"checkpoint.async_save={str(plan.asynchronous).lower()}"
         overrides = [*TINY, asynchronous, f"run_dir={folder / 'run'}", f"data.train.0.prefix={data / 'train'}"]
         output = folder / f"output_{number}"
-        told.append(answer(plan.ranks, outcomes, plan, folder / f"plan_{number}", overrides, output=output, patience=500))
+        told.append(answer(plan.ranks, outcomes, plan, folder / f"plan_{number}", overrides, output=output, patience=300))
         for rank in range(plan.ranks):
             said = Path(f"{output}.{rank}").read_text()
             assert "Traceback" not in said and "rror" not in said, said
