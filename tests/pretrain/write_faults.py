@@ -168,7 +168,7 @@ class Saves:
         """The step of the newest good checkpoint, every tensor of which is of that step; ``latest`` names a good one, too."""
         import torch
 
-        from pretrain.checkpoint.reader import damaged_tensors
+        from pretrain.checkpoint.reader import damaged_tensors, read_common
         from tests.pretrain.test_sharded_checkpoints import everything
 
         torch.distributed.barrier()
@@ -176,6 +176,7 @@ class Saves:
         found = newest_good(self.folder, damaged)
         assert found is not None and not damaged, damaged
         assert [*damaged_tensors(found.path, lambda read: None)] == []
+        assert read_common(found.path) and json.loads((found.path / "metadata.json").read_text())
         latest = self.folder / (self.folder / "latest").read_text().strip()
         assert damage(latest) is None, latest
         of = {name: tensor.unique().tolist() for name, tensor in everything(found.path).items() if not name.endswith("step")}
@@ -215,7 +216,7 @@ def main(folder: Path, plans: list[dict[str, Any]]) -> None:
         told.append(answer(plan.ranks, outcomes, plan, folder / f"plan_{number}", overrides, output=output, patience=300))
         for rank in range(plan.ranks):
             said = Path(f"{output}.{rank}").read_text()
-            assert "Traceback" not in said and "rror" not in said, said
+            assert "Traceback" not in said and "Exception" not in said, said
     (folder / "outcomes.json").write_text(json.dumps([[asdict(one) for one in each] for each in told]))
 
 
