@@ -1,11 +1,15 @@
-"""Checkpoints as folders: what a manifest says, finding a good one. No torch; their tensors are ``pretrain.checkpoint.reader``'s."""
+"""Checkpoints as folders: their manifests, hashes, a good one to resume from, publishing. No torch; tensors are ``reader``'s."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 import xxhash
 
 from fem_common.errors import MISTAKES, ConfigError
-from fem_common.files import sha256
+from fem_common.files import sha256, sync_file, sync_folder, write_whole
 
 MANIFEST = "manifest.json"
 HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of all of it, taken while it was written
@@ -195,3 +199,55 @@ def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: 
 def newest_first(folder: Path) -> list[Path]:
     """The folders of steps in ``folder``, good or not."""
     return sorted((path for path in folder.glob("step_*") if _STEP.search(path.name)), reverse=True)
+
+
+def newest_before_bad_steps(folder: Path) -> Path | None:
+    """The newest undamaged checkpoint whose last step was finite."""
+    for path in newest_first(folder):
+        if damage(path) is None and not Found(path, json.loads((path / MANIFEST).read_text())).progress.bad_steps_in_a_row:
+            return path
+    return None
+
+
+def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int | None, in_use: Collection[Path] = ()) -> None:
+    """Manifest last, everything synced, one rename; then ``latest``; then older checkpoints go, beyond ``keep_last`` (None: none goes).
+
+    Those ``in_use`` stay; damaged ones are never deleted, but renamed.
+
+    Amid steps that are not finite the newest from before them stays, however many are written: it may be the last that is any good.
+    """
+    hashes = {path.stem: path for path in temporary.glob(f"*.{HASHES}")}
+    taken = {name: path.read_text() for name, path in hashes.items()}
+    for path in hashes.values():
+        path.unlink()
+    names = sorted(p.name for p in temporary.iterdir() if p.is_file())
+    small = {name: hash_of(temporary / name) for name in names if not name.endswith(TENSORS)}
+    known = {name: value for name, value in manifest.get(HASHES, {}).items() if name in names}  # of what they are linked from
+    manifest[HASHES] = {**known, **taken, **small}
+    manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
+    manifest["sha256"] = {name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for name in [*names, MANIFEST]:
+        sync_file(temporary / name)
+    sync_folder(temporary)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    write_whole(final.parent / "latest", final.name + "\n")
+    spared = newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
+    for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
+        if old != spared and old not in in_use:
+            _remove(old) if damage(old) is None else set_aside(old)
+
+
+def _remove(step: Path) -> None:
+    """Deletes a checkpoint, under another name: what a kill or a fault leaves of it is swept, and never taken for a damaged one."""
+    with suppress(OSError):
+        leaving = step.rename(step.with_name(f"{WRITING}{step.name}"))
+        for _ in range(2):  # the second goes over what the first met a fault at
+            shutil.rmtree(leaving, ignore_errors=True)
+
+
+def set_aside(step: Path) -> Path:
+    """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
+    names = (f"damaged_{step.name}{again}" for again in itertools.chain([""], (f".{count}" for count in itertools.count(2))))
+    return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))

@@ -9,14 +9,11 @@ against a list of the few classes it may name (``pretrain.checkpoint.reader``).
 from __future__ import annotations
 
 import io
-import itertools
-import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +32,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError, StorageError, reason
-from fem_common.files import remove_leftovers, sha256, sync_file, sync_folder, write_whole
+from fem_common.files import remove_leftovers
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import (
-    HASHES,
-    MANIFEST,
-    TENSORS,
     WRITING,
     Found,
     HashedFile,
@@ -48,9 +42,11 @@ from pretrain.checkpoint.folder import (
     Progress,
     Say,
     damage,
-    hash_of,
+    newest_before_bad_steps,
     newest_first,
     newest_good,
+    publish_step,
+    set_aside,
 )
 from pretrain.checkpoint.mirroring import Mirroring
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
@@ -61,14 +57,6 @@ from pretrain.ranks import from_rank_0
 PICKLES = (".metadata", "common.pt")
 _NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")  # what Megatron and Python put before the file system's words
 WEIGHTS_ALONE = "weights"  # manifest["contents"] of a checkpoint without optimizer and random state; a run's own has no such key
-
-
-def _newest_before_bad_steps(folder: Path) -> Path | None:
-    """The newest undamaged checkpoint whose last step was finite."""
-    for path in newest_first(folder):
-        if damage(path) is None and not Found(path, json.loads((path / MANIFEST).read_text())).progress.bad_steps_in_a_row:
-            return path
-    return None
 
 
 class Checkpoints:
@@ -121,7 +109,7 @@ class Checkpoints:
 
     def newest_before_bad_steps(self) -> Path | None:
         """The newest good checkpoint that was not written amid steps that are not finite; no later one deletes it."""
-        return from_rank_0(lambda: _newest_before_bad_steps(self.folder))
+        return from_rank_0(lambda: newest_before_bad_steps(self.folder))
 
     def save(self, engine: Engine, progress: Progress, content_key: str, *, needed: bool = True) -> None:
         """Write ``step_NNNNNNNN``; with async_save the files appear under their final name when a later call completes them.
@@ -150,7 +138,7 @@ class Checkpoints:
         def make_room() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             if final.exists():
-                _set_aside(final)
+                set_aside(final)
             temporary.mkdir(parents=True)
 
         with _written(final, temporary):
@@ -219,7 +207,7 @@ class Checkpoints:
         if found.manifest["layout"] == _layout(self.config) and not model_only:
             _restore_rng(read({"rng": _rng_tensors(self.config)})["rng"])
         if found.path.parent == self.folder:
-            from_rank_0(lambda: [_set_aside(path) for path in newest_first(self.folder) if path.name > found.path.name])
+            from_rank_0(lambda: [set_aside(path) for path in newest_first(self.folder) if path.name > found.path.name])
 
     def pass_over(self, found: Found, error: DamagedCheckpoint) -> None:
         """``found`` is not what :meth:`newest` gives any more, but where the mirror has a good copy, which is brought.
@@ -322,50 +310,6 @@ def manifest_of(config: RunConfig, progress: Progress, content_key: str, inherit
         "layout": _layout(config),
         "config": plain(config),
     }
-
-
-def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int | None, in_use: Collection[Path] = ()) -> None:
-    """Manifest last, everything synced, one rename; then ``latest``; then older checkpoints go, beyond ``keep_last`` (None: none goes).
-
-    Those ``in_use`` stay; damaged ones are never deleted, but renamed.
-
-    Amid steps that are not finite the newest from before them stays, however many are written: it may be the last that is any good.
-    """
-    hashes = {path.stem: path for path in temporary.glob(f"*.{HASHES}")}
-    taken = {name: path.read_text() for name, path in hashes.items()}
-    for path in hashes.values():
-        path.unlink()
-    names = sorted(p.name for p in temporary.iterdir() if p.is_file())
-    small = {name: hash_of(temporary / name) for name in names if not name.endswith(TENSORS)}
-    known = {name: value for name, value in manifest.get(HASHES, {}).items() if name in names}  # of what they are linked from
-    manifest[HASHES] = {**known, **taken, **small}
-    manifest["files"] = {name: (temporary / name).stat().st_size for name in names}
-    manifest["sha256"] = {name: sha256(temporary / name) for name in names if not name.endswith(TENSORS)}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for name in [*names, MANIFEST]:
-        sync_file(temporary / name)
-    sync_folder(temporary)
-    os.rename(temporary, final)
-    sync_folder(final.parent)
-    write_whole(final.parent / "latest", final.name + "\n")
-    spared = _newest_before_bad_steps(final.parent) if manifest["progress"]["bad_steps_in_a_row"] else None
-    for old in [] if keep_last is None else newest_first(final.parent)[keep_last:]:
-        if old != spared and old not in in_use:
-            _remove(old) if damage(old) is None else _set_aside(old)
-
-
-def _remove(step: Path) -> None:
-    """Deletes a checkpoint, under another name: what a kill or a fault leaves of it is swept, and never taken for a damaged one."""
-    with suppress(OSError):
-        leaving = step.rename(step.with_name(f"{WRITING}{step.name}"))
-        for _ in range(2):  # the second goes over what the first met a fault at
-            shutil.rmtree(leaving, ignore_errors=True)
-
-
-def _set_aside(step: Path) -> Path:
-    """Gives a damaged checkpoint a name under which nothing looks for one: what can still be saved of it is for a person to say."""
-    names = (f"damaged_{step.name}{again}" for again in itertools.chain([""], (f".{count}" for count in itertools.count(2))))
-    return step.rename(next(path for name in names if not (path := step.with_name(name)).exists()))
 
 
 def _data_parallel() -> torch.distributed.ProcessGroup:

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 
 from fem_common.errors import files_told
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.folder import WRITING, Inherited, Progress
-from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, publish_step, write_tensors
+from pretrain.checkpoint.folder import WRITING, Inherited, Progress, publish_step
+from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_tensors
 from pretrain.config import RunConfig
 
 

@@ -39,7 +39,7 @@ TINY = (
     *("train.steps=2", "train.precision=fp32", "optimizer.warmup_steps=0", "checkpoint.keep_last=1"),
 )
 # Files that are written at the same time are counted each for itself: the order of all their calls is another at every save.
-OTHERS = "!(*.distcp)"
+OTHERS = "!(*.distcp|*.distcp.xxh3)"
 
 
 @dataclass(frozen=True)
