@@ -82,7 +82,7 @@ class Store:
             raise StorageError(f"{self.url} cannot be read: {fault}")
         return done[0]
 
-    def range(self, name: str, start: int, end: int) -> bytes:
+    def fetch(self, name: str, start: int, end: int) -> bytes:
         """Bytes of a file."""
 
         def work() -> bytes:
@@ -124,7 +124,7 @@ class Blocks:
                 wanted.append([low, high])
         base = first * BLOCK
         for low, high in wanted:
-            span[low - base : high - base] = self.store.range(self.name, low, high)
+            span[low - base : high - base] = self.store.fetch(self.name, low, high)
         for number in missing:
             self._keep(number, bytes(span[number * BLOCK - base : (number + 1) * BLOCK - base]))
         return bytes(span[offset - base : end - base])
@@ -287,8 +287,9 @@ class Source:
         progress = Progress(sum(end - start for start, end in parts), "B", title, quiet=quiet, every=10.0)
         with progress, target.open("r+b" if target.exists() else "w+b") as local, ThreadPoolExecutor(_AT_ONCE) as pool:
             local.truncate(size)
-            for count in pool.map(lambda part: os.pwrite(local.fileno(), self.store.range(name, *part), part[0]), parts):
+            for count in pool.map(lambda part: os.pwrite(local.fileno(), self.store.fetch(name, *part), part[0]), parts):
                 progress.advance(count)
+            os.fsync(local.fileno())
 
 
 def _mark(info: Mapping[str, Any]) -> str:

@@ -89,6 +89,13 @@ class Store:
     def names(self) -> list[str]:
         return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", [])]
 
+    def upload(self, folder: Path) -> str:
+        """The URL of its copy."""
+        for path in folder.rglob("*"):
+            if path.is_file():
+                self.client.upload_file(str(path), self.name, f"data/{path.relative_to(folder)}")
+        return f"s3://{self.name}/data"
+
     def flip(self, key: str) -> None:
         content = bytearray(self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
         content[len(content) // 2] ^= 1
@@ -105,3 +112,7 @@ class Store:
         said, _ = process.communicate(timeout=120)
         assert SECRET not in said
         return process.returncode, said
+
+
+def refused(client: socket.socket, data: bytes) -> None:
+    client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")

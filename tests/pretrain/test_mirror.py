@@ -19,7 +19,7 @@ import pytest
 
 from pretrain.checkpoint.folder import MANIFEST, damage
 from tests.pretrain.conftest import SMALL, Command
-from tests.pretrain.stores import ROOT, SECRET, Store
+from tests.pretrain.stores import ROOT, SECRET, Store, refused
 from tests.ranks import losses
 from tools.checkpoint.__main__ import main
 from tools.checkpoint.mirror import Mirror
@@ -117,10 +117,6 @@ def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: St
 def flipped(client: socket.socket, data: bytes) -> bytes:
     """A byte of a large body is another one on its way."""
     return data if len(data) < 20_000 else data[:10_000] + bytes([data[10_000] ^ 1]) + data[10_001:]
-
-
-def refused(client: socket.socket, data: bytes) -> None:
-    client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
 def cut(client: socket.socket, data: bytes) -> bytes | None:
