@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
@@ -162,8 +162,9 @@ def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answers, pool = SimpleQueue["Future[bytes]"](), ThreadPoolExecutor(_AT_ONCE)
-    threading.Thread(target=_answer, args=(answers,), daemon=True).start()
+    answers, pool, out = SimpleQueue["Future[bytes]"](), ThreadPoolExecutor(_AT_ONCE), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else may be printed
+    threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
     local = [local_prefix(url, cache) for url in urls]
     kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], room)
     files = [Blocks(Store(url, patience), prefix, allowed) for url, prefix, allowed in zip(urls, local, kept, strict=True)]
@@ -180,15 +181,15 @@ def _end_with(parent: int) -> None:
     os._exit(0)
 
 
-def _answer(answers: SimpleQueue[Future[bytes]]) -> None:
+def _answer(answers: SimpleQueue[Future[bytes]], out: BinaryIO) -> None:
     with suppress(BrokenPipeError):
         while True:
             try:
                 right, content = True, answers.get().result()
             except Exception as error:
                 right, content = False, (str(error) if isinstance(error, CommandError) else f"{type(error).__name__}: {error}").encode()
-            sys.stdout.buffer.write(ANSWER.pack(right, len(content)) + content)
-            sys.stdout.buffer.flush()
+            out.write(ANSWER.pack(right, len(content)) + content)
+            out.flush()
     os._exit(0)
 
 
@@ -210,7 +211,10 @@ class Source:
             remove_leftovers(self.folder)
             for name, info in there.items():
                 if not self._is_here(name, info):
-                    known = {**self._known(), name: _mark(info), **self._fetch(name, info)}
+                    self._fetch(name, info)
+                    known = {**self._known(), name: _mark(info)}
+                    if name.endswith(".bin"):
+                        known[f"{name} sample"] = sample_digest(self.folder / name)
                     write_whole(self.folder / _KNOWN, json.dumps(known, indent=1))
 
     def _look(self, name: str) -> Mapping[str, Any]:
@@ -227,58 +231,57 @@ class Source:
         return info
 
     def _known(self) -> dict[str, str]:
-        """File -> its mark when it was brought; NAME.sample -> the digest of its sample."""
+        """File -> its mark when it was brought; of a .bin the digest of its sample too."""
         with suppress(OSError, ValueError):
             known: dict[str, str] = json.loads((self.folder / _KNOWN).read_text())
             return known
         return {}
 
     def _is_here(self, name: str, info: Mapping[str, Any]) -> bool:
-        file, known = self.folder / name, self._known()
-        if known.get(name) != _mark(info) or (file.stat().st_size if file.is_file() else None) != info.get("size"):
-            return False
-        return not name.endswith(".bin") or sample_digest(file) == known.get(f"{self.name}.sample")
+        return self._is_the_same(name, info) and (
+            not name.endswith(".bin") or sample_digest(self.folder / name) == self._known().get(f"{name} sample")
+        )
 
-    def _fetch(self, name: str, info: Mapping[str, Any]) -> dict[str, str]:
-        """What is known of the file besides."""
+    def _is_the_same(self, name: str, info: Mapping[str, Any]) -> bool:
+        """Whether what was brought once is what is there now, by its mark and size."""
         file = self.folder / name
-        if name.endswith(".bin"):
-            return {f"{self.name}.sample": self._fetch_sample(file, info)}
-        if not info:
+        return self._known().get(name) == _mark(info) and (file.stat().st_size if file.is_file() else None) == info.get("size")
+
+    def _fetch(self, name: str, info: Mapping[str, Any]) -> None:
+        """A file whole; of a .bin its sample among holes, or in the .bin that is here where no more than that is damaged."""
+        file, is_bin, size = self.folder / name, name.endswith(".bin"), info.get("size")
+        if size is None:
             file.unlink(missing_ok=True)
-            return {}
-        size = info["size"]
-        self._write(name, temporary(file), size, [(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE)])
-        if name.endswith(".idx"):
+            return
+        kept = is_bin and self._is_the_same(name, info)
+        target = file if kept else temporary(file)
+        pieces = [(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE)]
+        self._write(name, target, size, sample_ranges(size) if is_bin else pieces)
+        if name == f"{self.name}.idx":
             manifest = read_manifest(self.folder / _MANIFEST)
             recorded = manifest.splits.get(self.name, {}).get("idx_sha256") if manifest else None
-            if recorded not in (None, sha256(temporary(file))):
+            if recorded not in (None, sha256(target)):
                 raise ConfigError(f"{self.title}: its .idx is not the one that the {_MANIFEST} beside it records; upload both again")
-        os.replace(temporary(file), file)
+        if not kept:
+            Path(f"{file}.blocks").unlink(missing_ok=True)
+            os.replace(target, file)
         if name == _MANIFEST:
             self._fetch_tokenizer()
-        return {}
 
     def _fetch_tokenizer(self) -> None:
         manifest = read_manifest(self.folder / _MANIFEST)
         path = PurePosixPath(manifest.tokenizer["path"] if manifest else "/")
         if path.is_absolute() or ".." in path.parts:
             return  # another place's
-        make_folder(self.folder / path)
-        with suppress(FileNotFoundError):
-            for entry in self.store.insist(lambda: self.store.fs.ls(f"{self.store.root}/{path}", detail=True)):
-                name = f"{path}/{Path(entry['name']).name}"
-                self._fetch(name, entry)
 
-    def _fetch_sample(self, file: Path, info: Mapping[str, Any]) -> str:
-        """A .bin of holes around its sample; where the .bin here is but damaged there, its sample in it. The sample's digest."""
-        anew = self._known().get(file.name) != _mark(info) or not file.is_file() or file.stat().st_size != info["size"]
-        target = temporary(file) if anew else file
-        self._write(file.name, target, info["size"], sample_ranges(info["size"]))
-        if anew:
-            file.with_name(f"{file.name}.blocks").unlink(missing_ok=True)
-            os.replace(target, file)
-        return sample_digest(file)
+        def listed() -> list[dict[str, Any]]:
+            with suppress(FileNotFoundError):
+                return [entry for entry in self.store.fs.ls(f"{self.store.root}/{path}", detail=True) if entry["type"] == "file"]
+            return []
+
+        make_folder(self.folder / path)
+        for entry in self.store.insist(listed):
+            self._fetch(f"{path}/{Path(entry['name']).name}", entry)
 
     def _write(self, name: str, target: Path, size: int, parts: Sequence[tuple[int, int]]) -> None:
         """These parts of a file, the rest holes."""

@@ -74,7 +74,10 @@ class StoreReader:
             return
         if self.process is None:
             command = beside.command(CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls)
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=beside.environ(), bufsize=1 << 20)
+            # A session of its own: Ctrl-C at the training's terminal is not for it.
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=beside.environ(), start_new_session=True
+            )
         self.asked.update(dict.fromkeys(new))
         self.line.extend(new)
         assert self.process.stdin is not None

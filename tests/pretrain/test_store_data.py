@@ -302,6 +302,11 @@ def test_a_wrong_place_is_one_line(
     assert "is not the file that" in refused_with(2, "--index")
     here.flip("data/train.bin")
     assert pretrain("--index") == 0
+    shutil.rmtree(tmp_path / "run")
+    for name in here.names():  # its tokenizer is read by others alone
+        if "/tokenizer/" in name:
+            here.client.delete_object(Bucket=here.name, Key=name)
+    assert pretrain("--index") == 0 and "trying again" not in pretrain.err
     here.flip("data/train.idx")
     assert "its .idx is not the one that the manifest.json beside it records" in refused_with(2, "--index")
 
