@@ -10,11 +10,14 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
+from fem_common.stores import is_url
 from fem_common.text import nearest
 from pretrain.config import RunConfig, Source
 from pretrain.data.store_cache import bring, identity, local_prefix, store_cache
@@ -131,8 +134,9 @@ def check_data(config: RunConfig) -> DataFacts:
         for number, source in enumerate(getattr(config.data, split)):
             key = f"data.{split}.{number}.prefix"
             local = local_prefix(source.prefix, store_cache(config))
-            manifest = read_manifest(Path(local).parent / "manifest.json")
-            facts = _source_facts(split, key, source, local, manifest)
+            with _place_told(key, source.prefix):
+                manifest = read_manifest(Path(local).parent / "manifest.json")
+                facts = _source_facts(split, key, source, local, manifest)
             if facts.tokens < config.data.seq_length + 1:
                 raise ConfigError(
                     f"data.seq_length = {config.data.seq_length} is longer than {key} = {source.prefix}, which has {facts.tokens} tokens "
@@ -164,11 +168,17 @@ def check_contents(facts: DataFacts) -> Contents:
         with index.open("rb") as file:
             idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         for path, held, recorded in ((index, idx_sha256, source.idx_sha256), (binary, sample, source.bin_sample)):
-            if recorded is not None and held != recorded:
+            if recorded is None or held == recorded:
+                continue
+            if is_url(source.prefix):
                 raise ConfigError(
-                    f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
-                    f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+                    f"{source.key} = {source.prefix}: its {path.suffix} is not the file that the manifest.json beside it records (the size "
+                    "is right, the contents differ): damaged or replaced; upload both again"
                 )
+            raise ConfigError(
+                f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
+                f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+            )
         if source.split != "test":
             found.append(SourceContents(source.split, identity(source.prefix), idx_sha256, source.bin_sha256 or sample))
     return Contents(tuple(found))
@@ -191,6 +201,17 @@ def any_on_disk(config: RunConfig) -> bool:
     cache = store_cache(config)
     prefixes = [local_prefix(source.prefix, cache) for split in SPLITS for source in getattr(config.data, split)]
     return any(Path(prefix + ending).exists() for prefix in prefixes for ending in (".bin", ".idx"))
+
+
+@contextmanager
+def _place_told(key: str, prefix: str) -> Iterator[None]:
+    """Says of which URL the files are that a ConfigError names."""
+    try:
+        yield
+    except ConfigError as error:
+        if not is_url(prefix) or str(error).startswith(key):
+            raise
+        raise ConfigError(f"{key} = {prefix}: {error}") from None
 
 
 def _source_facts(split: str, key: str, source: Source, local: str, manifest: Manifest | None) -> SourceFacts:

@@ -4,8 +4,8 @@
 ``serve CACHE PATIENCE BYTES URL...`` answers requests for ranges of the .bin files in their order, until its parent ends.
 
 A .bin's blocks are kept at their place in a file with holes, beside a table of their hashes. A block counts where its hash is right, so
-that kills, damage and several writers need no lock. Which ones may be kept is decided once: with samples in random order a fixed part of
-them saves as much as any other of its size, and what is thrown out for newer ones saves nothing.
+that kills, damage and several writers need no lock. Which ones may be kept is fixed: with samples in random order any part of them saves
+as much as another of its size, and what is thrown out for newer ones saves nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ BLOCK = 1 << 16
 REQUEST = struct.Struct("<IQQ")  # number of the URL, offset, length
 ANSWER = struct.Struct("<?Q")  # whether it is the bytes (else what is wrong), length
 _HASH = 8
+_GOLDEN = 0x9E3779B97F4A7C15  # of 2**64
 _AT_ONCE = 16
 _PIECE = 8 * 2**20  # bytes of an .idx at a time
 _KNOWN = "brought.json"
@@ -95,7 +96,7 @@ class Store:
 
 
 class Blocks:
-    """A .bin in a store, of which ``allowed`` blocks may be kept here, spread evenly over it."""
+    """A .bin in a store, of which about ``allowed`` blocks may be kept here."""
 
     def __init__(self, store: Store, local: str, allowed: int) -> None:
         self.store, self.name = store, f"{Path(local).name}.bin"
@@ -114,7 +115,7 @@ class Blocks:
             span += content or bytes(high - low)
             if content is not None:
                 continue
-            if self._may_keep(number):
+            if may_keep(number, self.allowed, self.count):
                 missing.append(number)
             else:
                 low, high = max(low, offset), min(high, end)
@@ -128,9 +129,6 @@ class Blocks:
         for number in missing:
             self._keep(number, bytes(span[number * BLOCK - base : (number + 1) * BLOCK - base]))
         return bytes(span[offset - base : end - base])
-
-    def _may_keep(self, number: int) -> bool:
-        return number * self.allowed // self.count != (number + 1) * self.allowed // self.count
 
     def _kept(self, number: int) -> bytes | None:
         mark = os.pread(self.table, _HASH, number * _HASH)
@@ -148,6 +146,11 @@ class Blocks:
 def blocks_of(size: int) -> int:
     """How many blocks so many bytes are."""
     return -(-size // BLOCK)
+
+
+def may_keep(number: int, allowed: int, count: int) -> bool:
+    """Whether a block of so many is one of those allowed: they lie evenly (multiples of the golden ratio), and fewer are among more."""
+    return number * _GOLDEN % 2**64 * count < allowed << 64
 
 
 def shares(sizes: Sequence[int], room: int) -> list[int]:
