@@ -15,7 +15,14 @@ Say = Callable[[str], None]
 LONGEST_PAUSE = 60.0  # seconds between two attempts
 _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
-    "s3": {"config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 2}, "connect_timeout": 20, "read_timeout": 60}},
+    "s3": {
+        "config_kwargs": {
+            "retries": {"mode": "standard", "total_max_attempts": 2},
+            "connect_timeout": 20,
+            "read_timeout": 60,
+            "max_pool_connections": 16,
+        }
+    },
 }
 
 

@@ -28,7 +28,7 @@ class Source:
 
     prefix: str = setting(
         MISSING,
-        "Path of the pair without .bin/.idx; relative paths start at the working directory.",
+        "Path or URL (s3://...) of the pair, without .bin/.idx.",
         check=lambda text: None if text else "give the path of a .bin/.idx pair without its ending",
     )
     weight: float = setting(1.0, "Share of the blend; weights are normalised to sum to one.", above=0)
@@ -44,6 +44,8 @@ class DataConfig:
     seq_length: int = setting(4096, "Tokens a sequence.", least=1)
     tokenizer: str | None = setting(None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.")
     index_cache: str | None = setting(None, "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.")
+    store_cache: str | None = setting(None, "Folder of URLs' files; null: tokens/ in run_dir.")
+    store_cache_gb: float = setting(50.0, "10^9 bytes kept of their .bin at most.", least=0)
 
 
 @dataclass(frozen=True)

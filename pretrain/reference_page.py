@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 _HEAD = """# The configuration of a run
 
-Written by `python -m pretrain.reference_page` from `pretrain/config.py` and `fem_megatron/config.py`; a test holds it up to date.
+Written by `python -m pretrain.reference_page` from `pretrain/config.py` and `fem_megatron/config.py`.
 
     python -m pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
 
@@ -31,9 +31,9 @@ and a whole section can be swapped, which comes before single keys: `model=trans
 path starts at the working directory. A key that is not on this page or that no layer of the model reads, a value of another type or outside
 its choices stops the program with exit code 2 and a line for each mistake. Numbers may be written `1e-4`, whole ones also
 `15_000_000_000` or `15e9`.
-`python -m pretrain CONFIG.yaml --plan` prints what a run needs and starts nothing; `--resolve` prints its whole configuration, parts and
-overrides written out; `--check` says whether it and its data are right, with `--plan` also whether its memory fits `log.device`; `--index`
-builds its index cache, no more; `python -m pretrain --help SECTION` prints a section of this page.
+`python -m pretrain CONFIG.yaml --plan` prints what a run needs; `--resolve` prints its whole configuration; `--check` says whether it and
+its data are right, with `--plan` also whether its memory fits `log.device`; `--index` builds its index cache; `python -m pretrain --help
+SECTION` prints a section of this page.
 """
 
 

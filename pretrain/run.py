@@ -22,6 +22,7 @@ from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, build_datasets
 from pretrain.data.facts import Contents, check_contents, index_bytes
+from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
 from pretrain.engines.building import initialize_model_parallel
 from pretrain.engines.deepspeed_ops import check_ops
@@ -55,6 +56,7 @@ def train(prepared: Prepared, received: list[int]) -> Outcome:
     try:
         run = Run(prepared, received)
         with ExitStack() as stack:
+            stack.callback(run.reader.close)
             if not from_rank_0(lambda: stack.enter_context(claimed(run.folder))):
                 raise InUse(f"{run.folder} is in use by another process; wait for it, end it, or choose another run_dir")
             if run.first:  # elsewhere warnings alone come through, to stderr
@@ -121,7 +123,7 @@ class Run:
         self.world_size, self.first = prepared.world_size, torch.distributed.get_rank() == 0
         self.folder, self.schedule = run_directory(self.config), Schedule.of(self.config)
         self.file = ProgressFile(self.folder if self.first else None, self.schedule, self.world_size)
-        self.contents = self._read_contents()
+        self.contents, self.reader = self._read_contents(), StoreReader(self.config)
 
     def say(self, text: str) -> None:
         """Prints on rank 0."""
@@ -180,6 +182,7 @@ class Run:
             train_samples=samples,
             default_cache=self.folder / "index_cache",
             say=self.say,
+            reader=self.reader,
         )
 
     def _read_contents(self) -> Contents:

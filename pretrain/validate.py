@@ -18,7 +18,7 @@ from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
-from pretrain.data.facts import DataFacts, any_on_disk, check_data, fill_from_data
+from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, check_data, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.run_plan import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
@@ -318,6 +318,17 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Sources in stores: no password may stand in a file, and a pair lies in a folder."""
+    for split in SPLITS:
+        for number, source in enumerate(getattr(config.data, split)):
+            key, (kind, mark, place) = f"data.{split}.{number}.prefix", source.prefix.partition("://")
+            if hides_a_password(source.prefix):
+                yield f"{key} has a password in it, which would stand in files; give credentials in the environment"
+            elif mark and not all(place.rpartition("/")[::2]):
+                yield f"{key} = {source.prefix} names no pair in a folder; as in {kind}://BUCKET/FOLDER/train"
+
+
 # Each with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
@@ -331,4 +342,5 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_lengths, "train optimizer data"),
     (_check_evaluation, "evaluate checkpoint"),
     (_check_mirror, "checkpoint"),
+    (_check_urls, "data"),
 )

@@ -1,25 +1,22 @@
 """The run's mirror: ``tools.checkpoint mirror`` beside the training, which knows it by its command line and by RUN_DIR/mirror.json.
 
-It is a process of rank 0's, for what a store's client does (threads, much memory, waiting) has no place in a rank that forks writers.
+It is a process beside rank 0.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fem_common.errors import ConfigError, StorageError
-from fem_common.exits import Exit
+from fem_common.errors import StorageError
+from pretrain import beside
 from pretrain.checkpoint.folder import MIRROR_STATE, Say
 from pretrain.config import CheckpointConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 _FETCH_PATIENCE = 60.0  # seconds that a store has to answer at the start
 _GRACE = 30.0  # seconds that a run which a signal stopped waits for its last checkpoint to be sent
 
@@ -41,12 +38,10 @@ class Mirroring:
         """
         named = [word for name in damaged for word in ("--damaged", name)]
         command = self._command("fetch", "--patience", str(_FETCH_PATIENCE), *named)
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environ())
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=beside.environ())
         for line in done.stdout.splitlines():
             self.say(line)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("tools.checkpoint: error: ")
-            raise (ConfigError if done.returncode == Exit.WRONG_INPUT else StorageError)(f"checkpoint.mirror: {last}")
+        beside.check(done, "tools.checkpoint", "checkpoint.mirror: ")
 
     def start(self, step: int) -> None:
         """Send what is newer from here on; ``step``: where the attempt begins."""
@@ -54,7 +49,9 @@ class Mirroring:
         keep, interval = self.settings.mirror_keep_last, self.settings.mirror_interval
         options = ["--follow", "--interval", str(interval), *([] if keep is None else ["--keep-last", str(keep)])]
         # A session of its own: Ctrl-C at the training's terminal is not for it.
-        self.process = subprocess.Popen(self._command("mirror", *options), stdin=subprocess.PIPE, env=_environ(), start_new_session=True)
+        self.process = subprocess.Popen(
+            self._command("mirror", *options), stdin=subprocess.PIPE, env=beside.environ(), start_new_session=True
+        )
 
     def check(self, step: int) -> None:
         """Raises StorageError: the mirror is more than ``checkpoint.max_unsaved_steps`` behind."""
@@ -84,15 +81,10 @@ class Mirroring:
             self.process.wait()
 
     def _command(self, verb: str, *options: str) -> list[str]:
-        return [sys.executable, "-m", "tools.checkpoint", verb, str(self.run_dir), self.url, *options]
+        return beside.command("tools.checkpoint", verb, self.run_dir, self.url, *options)
 
     def _state(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
             said: dict[str, Any] = json.loads((self.run_dir / MIRROR_STATE).read_text())
             return said
         return {}
-
-
-def _environ() -> dict[str, str]:
-    """This process's, in which the house is found from a checkout too."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}

@@ -35,6 +35,8 @@ RULES: dict[str, str] = {
     "data.seq_length": "counts its position in the data in sequences of it: " + _ANEW,
     "data.tokenizer": TOLD,
     "data.index_cache": FREE,
+    "data.store_cache": FREE,
+    "data.store_cache_gb": FREE,
     "parallel": TOLD,
     "parallel.world_size": FREE,
     "parallel.use_distributed_optimizer": "names the optimizer's state by it: " + _OPTIMIZER,

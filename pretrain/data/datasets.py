@@ -21,15 +21,20 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import compile_helpers
 
+from fem_common.stores import is_url
 from pretrain.config import RunConfig, Source
 from pretrain.data.facts import Contents
 from pretrain.data.index_cache import NOT_THERE, IndexCache
+from pretrain.data.store_cache import identity
+from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
 
 Batch = dict[str, torch.Tensor]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")  # of a sample; a blend's samples name their source too
+_AHEAD = 16  # micro-batches that are asked of a store before they are used
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class _Tokens:
 class Datasets:
     """The blends of a run; ``train_samples`` is the number of samples that the training order was drawn for.
 
-    ``cache`` is the folder of their index, ``built``: it was built just now.
+    ``reader`` reads what of them lies in stores. ``cache`` is the folder of their index, ``built``: it was built just now.
     """
 
     train: GPTDataset
@@ -54,6 +59,7 @@ class Datasets:
     train_samples: int
     cache: Path
     built: bool
+    reader: StoreReader
 
 
 def build_datasets(
@@ -65,6 +71,7 @@ def build_datasets(
     train_samples: int,
     default_cache: Path,
     say: Callable[[str], None],
+    reader: StoreReader,
 ) -> Datasets:
     """Open (and on first use index) the training and validation blends; collective over all ranks.
 
@@ -87,9 +94,10 @@ def build_datasets(
     )
     _ensure_helpers()
     cache = index_cache(config, contents, sizes, default_cache)
-    built = _fill(cache, settings, sizes, say)
-    train, valid, _ = _open(cache.folder, settings, sizes)
-    return Datasets(train, valid, train_samples, cache.folder, built)
+    kind = _kind(reader)
+    built = _fill(cache, kind, settings, sizes, say)
+    train, valid, _ = _open(cache.folder, kind, settings, sizes)
+    return Datasets(train, valid, train_samples, cache.folder, built, reader)
 
 
 def index_cache(config: RunConfig, contents: Contents, sizes: Sequence[int], default_cache: Path) -> IndexCache:
@@ -99,7 +107,26 @@ def index_cache(config: RunConfig, contents: Contents, sizes: Sequence[int], def
     return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
 
 
-def _fill(cache: IndexCache, settings: GPTDatasetConfig, sizes: Sequence[int], say: Callable[[str], None]) -> bool:
+def _kind(reader: StoreReader) -> type[GPTDataset]:
+    """Megatron's class of a source; one of its own where any lies in a store: Megatron writes the name on its index files."""
+    if not reader.urls:
+        return GPTDataset
+
+    class StoredGPTDataset(GPTDataset):
+        """Opens a URL where its files are kept, and reads its tokens from there."""
+
+        @staticmethod
+        def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+            if not is_url(dataset_path):
+                return GPTDataset.build_low_level_dataset(dataset_path, config)
+            opened = IndexedDataset(reader.local(dataset_path), mmap=False)
+            opened.bin_reader = StoredFile(reader, dataset_path)
+            return opened
+
+    return StoredGPTDataset
+
+
+def _fill(cache: IndexCache, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int], say: Callable[[str], None]) -> bool:
     """Build the index where it is not there whole; whether that was so. Collective."""
     fault = from_rank_0(cache.fault)
     if fault is None:
@@ -111,22 +138,22 @@ def _fill(cache: IndexCache, settings: GPTDatasetConfig, sizes: Sequence[int], s
     started = time.monotonic()
     with ExitStack() as stack:
         folder = from_rank_0(lambda: stack.enter_context(cache.building()))
-        _open(folder, settings, sizes)
+        _open(folder, kind, settings, sizes)
         torch.distributed.barrier()  # other ranks may still be opening files in a folder that is about to be renamed
         from_rank_0(lambda: cache.publish(folder))
     say(f"index cache {cache.folder}: built in {time.monotonic() - started:.1f} s")
     return True
 
 
-def _open(folder: Path, settings: GPTDatasetConfig, sizes: Sequence[int]) -> list[Any]:
+def _open(folder: Path, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int]) -> list[Any]:
     """Megatron's datasets of the three splits, their indices read from the folder, or built into it; collective."""
-    return BlendedMegatronDatasetBuilder(GPTDataset, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))).build()
+    return BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, replace(settings, path_to_cache=str(folder))).build()
 
 
 def _blend(sources: Sequence[Source]) -> tuple[list[str], list[float] | None] | None:
     if not sources:
         return None
-    prefixes = [os.path.abspath(source.prefix) for source in sources]  # Megatron names the cache's files by them
+    prefixes = [identity(source.prefix) for source in sources]  # Megatron names the cache's files by them
     return prefixes, [source.weight for source in sources] if len(sources) > 1 else None
 
 
@@ -139,15 +166,23 @@ def _ensure_helpers() -> None:
         invalidate_caches()
 
 
-def batches(dataset: GPTDataset, first_sample: int, micro_batch_size: int, device: torch.device) -> Iterator[Batch]:
+def batches(
+    dataset: GPTDataset, first_sample: int, micro_batch_size: int, device: torch.device, reader: StoreReader | None = None
+) -> Iterator[Batch]:
     """Endless micro-batches of this data-parallel rank from position ``first_sample`` on.
 
     Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r + d, r + 2d, ... so that the samples of a
     step do not depend on the layout. Tensors are int64 [micro_batch_size, seq_length]; loss_mask is float32.
+    ``reader``: the datasets', which then hears of samples before they are used.
     """
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    position = first_sample + rank * micro_batch_size
+    position = planned = first_sample + rank * micro_batch_size
     while True:
+        while reader is not None and reader.urls and planned <= position + _AHEAD * size * micro_batch_size:
+            with reader.planning():
+                for i in range(micro_batch_size):
+                    dataset[(planned + i) % len(dataset)]
+            planned += size * micro_batch_size
         samples = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
         yield {key: torch.stack([sample[key] for sample in samples]).to(device, non_blocking=True) for key in FIELDS}
         position += size * micro_batch_size

@@ -10,13 +10,17 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
+from fem_common.stores import is_url
 from fem_common.text import nearest
 from pretrain.config import RunConfig, Source
+from pretrain.data.store_cache import bring, identity, local_prefix, store_cache
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -24,6 +28,7 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, ent
 _DTYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
 _LARGEST = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16}
 _MANIFEST_FORMAT = 2
+SAMPLE_BLOCKS = 64
 MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)"
 
 
@@ -41,13 +46,14 @@ class SourceFacts:
     idx_sha256: str | None = None
     bin_sha256: str | None = None
     bin_sample: str | None = None
+    local: str = ""  # the prefix that is opened
 
 
 @dataclass(frozen=True)
 class SourceContents:
     """What a pair holds: the .idx's sha256; for the .bin, the manifest's sha256 of it, or without a manifest its size and a sample's hash.
 
-    ``prefix`` is absolute.
+    ``prefix`` is absolute, or a URL.
     """
 
     split: str
@@ -113,20 +119,24 @@ class _Tokenizer:
 
 
 def check_data(config: RunConfig) -> DataFacts:
-    """Reads the headers of every source and compares them with the manifests and the configuration.
+    """Reads the headers of every source and compares them with the manifests and the configuration; see `bring` of sources in stores.
 
     Raises:
         ConfigError: a file is missing, damaged or not what its manifest says; tokenizers differ, the vocabulary does not fit, or a source
             is shorter than one sequence.
+        StorageError: a store does not answer.
     """
     if not config.data.train:
         raise ConfigError("data.train is empty: name at least one source, as in data.train.0.prefix=FOLDER/train")
+    bring(config)
     sources, tokenizers = [], []
     for split in SPLITS:
         for number, source in enumerate(getattr(config.data, split)):
             key = f"data.{split}.{number}.prefix"
-            manifest = read_manifest(Path(source.prefix).parent / "manifest.json")
-            facts = _source_facts(split, key, source, manifest)
+            local = local_prefix(source.prefix, store_cache(config))
+            with _place_told(key, source.prefix):
+                manifest = read_manifest(Path(local).parent / "manifest.json")
+                facts = _source_facts(split, key, source, local, manifest)
             if facts.tokens < config.data.seq_length + 1:
                 raise ConfigError(
                     f"data.seq_length = {config.data.seq_length} is longer than {key} = {source.prefix}, which has {facts.tokens} tokens "
@@ -153,24 +163,30 @@ def check_contents(facts: DataFacts) -> Contents:
     """
     found = []
     for source in facts.sources:
-        binary, index = Path(source.prefix + ".bin"), Path(source.prefix + ".idx")
-        sample = _sample_digest(binary)
+        binary, index = Path(source.local + ".bin"), Path(source.local + ".idx")
+        sample = sample_digest(binary)
         with index.open("rb") as file:
             idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         for path, held, recorded in ((index, idx_sha256, source.idx_sha256), (binary, sample, source.bin_sample)):
-            if recorded is not None and held != recorded:
+            if recorded is None or held == recorded:
+                continue
+            if is_url(source.prefix):
                 raise ConfigError(
-                    f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
-                    f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+                    f"{source.key} = {source.prefix}: its {path.suffix} is not the file that the manifest.json beside it records (the size "
+                    "is right, the contents differ): damaged or replaced; upload both again"
                 )
+            raise ConfigError(
+                f"{path} is not the file that {path.with_name('manifest.json')} records (the size is right, the contents differ): "
+                f"damaged or replaced; look for more with: python -m data_prep verify {path.parent}, then restore it or {MAKE_DATA}"
+            )
         if source.split != "test":
-            found.append(SourceContents(source.split, os.path.abspath(source.prefix), idx_sha256, source.bin_sha256 or sample))
+            found.append(SourceContents(source.split, identity(source.prefix), idx_sha256, source.bin_sha256 or sample))
     return Contents(tuple(found))
 
 
 def index_bytes(facts: DataFacts) -> int:
     """Size of all .idx files: what ``check_contents`` reads."""
-    return sum(os.path.getsize(source.prefix + ".idx") for source in facts.sources)
+    return sum(os.path.getsize(source.local + ".idx") for source in facts.sources)
 
 
 def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
@@ -181,13 +197,25 @@ def fill_from_data(config: RunConfig, facts: DataFacts) -> RunConfig:
 
 
 def any_on_disk(config: RunConfig) -> bool:
-    """Whether any file of any source exists."""
-    prefixes = [source.prefix for split in SPLITS for source in getattr(config.data, split)]
+    """Whether any file of any source exists here."""
+    cache = store_cache(config)
+    prefixes = [local_prefix(source.prefix, cache) for split in SPLITS for source in getattr(config.data, split)]
     return any(Path(prefix + ending).exists() for prefix in prefixes for ending in (".bin", ".idx"))
 
 
-def _source_facts(split: str, key: str, source: Source, manifest: Manifest | None) -> SourceFacts:
-    files = {ending: Path(f"{source.prefix}.{ending}") for ending in ("bin", "idx")}
+@contextmanager
+def _place_told(key: str, prefix: str) -> Iterator[None]:
+    """Says of which URL the files are that a ConfigError names."""
+    try:
+        yield
+    except ConfigError as error:
+        if not is_url(prefix) or str(error).startswith(key):
+            raise
+        raise ConfigError(f"{key} = {prefix}: {error}") from None
+
+
+def _source_facts(split: str, key: str, source: Source, local: str, manifest: Manifest | None) -> SourceFacts:
+    files = {ending: Path(f"{local}.{ending}") for ending in ("bin", "idx")}
     if manifest is None:
         _check_merged(key, source)
     for file in files.values():
@@ -204,7 +232,7 @@ def _source_facts(split: str, key: str, source: Source, manifest: Manifest | Non
     if manifest and tokens != recorded["tokens"]:
         raise ConfigError(f"{files['idx']} describes {tokens} tokens, but {manifest.path} records {recorded['tokens']}; {MAKE_DATA}")
     told = {field: recorded.get(field) for field in ("text_bytes", "idx_sha256", "bin_sha256", "bin_sample")}
-    return SourceFacts(split, key, source.prefix, tokens, documents, dtype, **told)
+    return SourceFacts(split, key, source.prefix, tokens, documents, dtype, **told, local=local)
 
 
 def _check_merged(key: str, source: Source) -> None:
@@ -230,14 +258,20 @@ def _recorded(key: str, source: Source, manifest: Manifest) -> dict[str, Any]:
     return manifest.splits[name]
 
 
-def _sample_digest(file: Path) -> str:
-    """Size and hash of blocks spread evenly over a file (all of it up to 4 MiB): the same after a copy, where a time stamp is not."""
-    block, count, size = 1 << 16, 64, file.stat().st_size
-    digest = hashlib.sha256()
+def sample_ranges(size: int) -> list[tuple[int, int]]:
+    """[start, end) of blocks spread evenly over a file of so many bytes; all of it up to 4 MiB."""
+    block = 1 << 16
+    starts = (number * max(block, (size - block) // (SAMPLE_BLOCKS - 1)) for number in range(SAMPLE_BLOCKS))
+    return [(start, min(start + block, size)) for start in starts if start < size]
+
+
+def sample_digest(file: Path) -> str:
+    """Size and hash of a file's sample: the same after a copy, where a time stamp is not."""
+    digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as stream:
-        for number in range(count):
-            stream.seek(number * max(block, (size - block) // (count - 1)))
-            digest.update(stream.read(block))
+        for start, end in sample_ranges(size):
+            stream.seek(start)
+            digest.update(stream.read(end - start))
     return f"{size}:{digest.hexdigest()}"
 
 

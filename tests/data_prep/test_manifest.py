@@ -107,12 +107,12 @@ def test_any_wrong_shape_is_one_line_that_names_the_file(shards: Path, merged: P
 
 @pytest.mark.parametrize("size", [0, 1, 65536, 100_000, 4 << 20, (4 << 20) + 1, 12_345_678])
 def test_the_sample_digest_is_pretrains_and_sees_another_file(tmp_path: Path, size: int) -> None:
-    from pretrain.data.facts import _sample_digest
+    from pretrain.data import facts
 
     path, raw = tmp_path / "a.bin", random.Random(size).randbytes(size)
     path.write_bytes(raw)
     digest = sample_digest(path)
-    assert digest == _sample_digest(path) and digest.startswith(f"{size}:")
+    assert digest == facts.sample_digest(path) and digest.startswith(f"{size}:")
     path.write_bytes(raw[::-1] if size > 1 else bytes([byte ^ 1 for byte in raw]))
     assert (sample_digest(path) == digest) == (size == 0)
 

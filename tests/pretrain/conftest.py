@@ -11,13 +11,18 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pretrain.__main__ import main
+
+if TYPE_CHECKING:
+    from tests.pretrain.stores import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "configs/run/demo.yaml")
@@ -57,6 +62,25 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = ("-m", "data_prep", "run", str(folder / "corpus.parquet"), "--tokenizer", str(folder / "tokenizer"))
     run(*prefix, "--out", str(folder / "data"), "--valid-percent", "10", "--test-percent", "0")
     return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[int]:
+    """The port of an S3 server."""
+    from tests.pretrain.stores import s3_server  # its packages take a second
+
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def store(server: int, request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A bucket of the test's own."""
+    from tests.pretrain.stores import Store
+
+    made = Store(server, f"bucket-{abs(hash(request.node.name))}")
+    yield made
+    made.proxy.listening.close()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.facts import _sample_digest
+from pretrain.data.facts import sample_digest
 
 CODES = {"uint16": (8, "H"), "int32": (4, "i")}
 
@@ -57,7 +57,7 @@ def write_folder(
             "idx_sha256": hashlib.sha256(index).hexdigest(),
             "bin_bytes": len(binary),
             "idx_bytes": len(index),
-            "bin_sample": _sample_digest(prefix.with_suffix(".bin")),
+            "bin_sample": sample_digest(prefix.with_suffix(".bin")),
         }
     sha256 = hashlib.sha256((folder / "tokenizer" / "tokenizer.json").read_bytes()).hexdigest()
     entry = {"path": "tokenizer", "vocab_size": vocab_size, "eod_id": vocab_size - 1, "sha256": sha256}

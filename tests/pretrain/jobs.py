@@ -56,6 +56,7 @@ def _run(job: Job, cache: Path) -> Done:
     from pretrain.checkpoint.store import Checkpoints
     from pretrain.data.datasets import batches, build_datasets
     from pretrain.data.facts import check_contents
+    from pretrain.data.store_reader import StoreReader
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
     from pretrain.run import make_engine
     from pretrain.run_directory import run_directory
@@ -84,6 +85,7 @@ def _run(job: Job, cache: Path) -> Done:
         train_samples=progress.order_samples,
         default_cache=cache,
         say=lambda text: None,
+        reader=StoreReader(config),
     )
     stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device())
     for number in range(job.steps + 1):

@@ -14,6 +14,7 @@ import torch
 from pretrain.config import load_run
 from pretrain.data.datasets import _Tokens, batches, build_datasets
 from pretrain.data.facts import check_contents
+from pretrain.data.store_reader import StoreReader
 from pretrain.validate import prepare
 from tests.one_process import megatron_of_one_process
 from tests.pretrain.conftest import DEMO
@@ -37,6 +38,7 @@ def build(settings: list[str], cache: Path, samples: int) -> Any:
         train_samples=samples,
         default_cache=cache,
         say=lambda _: None,
+        reader=StoreReader(prepared.config),
     ).train
 
 

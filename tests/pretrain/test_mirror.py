@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import shutil
@@ -13,115 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from pretrain.checkpoint.folder import HASHES, MANIFEST, damage, hash_of
 from tests.pretrain.conftest import SMALL, Command
+from tests.pretrain.stores import ROOT, SECRET, Store, refused
 from tests.ranks import losses
 from tools.checkpoint.__main__ import main
 from tools.checkpoint.mirror import Mirror
-
-ROOT = Path(__file__).resolve().parents[2]
-SECRET = "the-key-of-this-test"
-
-
-class Proxy(threading.Thread):
-    """Passes connections on to the server; ``fault`` may change what a client sends, answer for the server, or end the connection."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self.target = port
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.listening.getsockname()[1]
-        self.fault: Callable[[socket.socket, bytes], bytes | None] = lambda client, data: data
-
-    def run(self) -> None:
-        while True:
-            try:
-                client, _ = self.listening.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self.target))
-            threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
-            threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, sent: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                changed = self.fault(source, data) if sent else data
-                if changed is None:
-                    break
-                target.sendall(changed)
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    """The port of an S3 server."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    s3.start()
-    yield s3.get_host_and_port()[1]
-    s3.stop()
-
-
-def address(port: int) -> str:
-    return f"{'http'}://127.0.0.1:{port}"
-
-
-class Store:
-    """A bucket of its own, the proxy before it, and the client's variables."""
-
-    def __init__(self, server: int, name: str) -> None:
-        self.name, self.url, self.proxy = name, f"s3://{name}/run", Proxy(server)
-        self.proxy.start()
-        self.client = boto3.client(
-            "s3", endpoint_url=address(server), aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
-        )
-        self.client.create_bucket(Bucket=name)
-        self.environ = {
-            "AWS_ENDPOINT_URL": address(self.proxy.port),
-            "AWS_ACCESS_KEY_ID": "id",
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-
-    def names(self) -> list[str]:
-        return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", [])]
-
-    def flip(self, key: str) -> None:
-        content = bytearray(self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
-        content[len(content) // 2] ^= 1
-        self.client.put_object(Bucket=self.name, Key=key, Body=bytes(content))
-
-    def start(self, *arguments: object, **given: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tools.checkpoint", *map(str, arguments)]
-        environ = {**os.environ, **self.environ, "PYTHONPATH": str(ROOT)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, env=environ, text=True, **{**pipes, **given})
-
-    def run(self, *arguments: object) -> tuple[int, str]:
-        process = self.start(*arguments)
-        said, _ = process.communicate(timeout=120)
-        assert SECRET not in said
-        return process.returncode, said
-
-
-@pytest.fixture
-def store(server: int, request: pytest.FixtureRequest) -> Iterator[Store]:
-    made = Store(server, f"bucket-{abs(hash(request.node.name))}")
-    yield made
-    made.proxy.listening.close()
 
 
 def write_step(run_dir: Path, step: int, size: int = 300_000, files: int = 5) -> Path:
@@ -222,10 +123,6 @@ def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: St
 def flipped(client: socket.socket, data: bytes) -> bytes:
     """A byte of a large body is another one on its way."""
     return data if len(data) < 20_000 else data[:10_000] + bytes([data[10_000] ^ 1]) + data[10_001:]
-
-
-def refused(client: socket.socket, data: bytes) -> None:
-    client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
 def cut(client: socket.socket, data: bytes) -> bytes | None:

@@ -28,9 +28,9 @@ from tools.scaling.planning import PlannedRun, non_embedding_parameters, total_p
 DIGITS = 16  # of a hash in the table
 # What says where a run is, how it is laid out and what it tells, and changes nothing of what is learnt. A key stands for all below it.
 _NO_MATTER = (
-    "name run_dir data.tokenizer data.index_cache data.test parallel log evaluate model.attention_backend train.micro_batch_size "
-    "train.recompute train.eval_interval train.max_bad_steps checkpoint.interval checkpoint.keep_last checkpoint.async_save "
-    "checkpoint.resume"
+    "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test parallel log evaluate "
+    "model.attention_backend train.micro_batch_size train.recompute train.eval_interval train.max_bad_steps checkpoint.interval "
+    "checkpoint.keep_last checkpoint.async_save checkpoint.resume"
 ).split()
 _FROM_DATA = ("model.vocab_size",)  # filled in from the data where the study leaves it null
 

@@ -1,0 +1,320 @@
+"""``python -m pretrain.data.store_client bring|serve``: the client of the stores that a run's data lies in, a process beside it. No torch.
+
+``bring CACHE PATIENCE KEY=URL...`` brings what is read before training: manifests, tokenizers, .idx files, a sample of each .bin.
+``serve CACHE PATIENCE BYTES URL...`` answers requests for ranges of the .bin files in their order, until its parent ends.
+
+A .bin's blocks are kept at their place in a file with holes, beside a table of their hashes. A block counts where its hash is right, so
+that kills, damage and several writers need no lock. Which ones may be kept is fixed: with samples in random order any part of them saves
+as much as another of its size, and what is thrown out for newer ones saves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from queue import SimpleQueue
+from typing import Any, BinaryIO, TypeVar
+
+import xxhash
+
+from fem_common.cli import run
+from fem_common.errors import MISTAKES, CommandError, ConfigError, StorageError, files_told
+from fem_common.files import locked, make_folder, remove_leftovers, sha256, temporary, write_whole
+from fem_common.progress import Progress
+from fem_common.stores import open_store, said, until_it_works
+from pretrain.data.facts import SAMPLE_BLOCKS, read_manifest, sample_digest, sample_ranges
+from pretrain.data.store_cache import CLIENT, local_prefix
+
+BLOCK = 1 << 16
+REQUEST = struct.Struct("<IQQ")  # number of the URL, offset, length
+ANSWER = struct.Struct("<?Q")  # whether it is the bytes (else what is wrong), length
+_HASH = 8
+_GOLDEN = 0x9E3779B97F4A7C15  # of 2**64
+_AT_ONCE = 16
+_PIECE = 8 * 2**20  # bytes of an .idx at a time
+_KNOWN = "brought.json"
+_MANIFEST = "manifest.json"
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # the rank's business
+
+Answer = TypeVar("Answer")
+
+
+class Store:
+    """The folder of a source in a store. What fails is tried again for ``patience`` seconds; that is said once, and that it is over."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        """Raises ConfigError (see `open_store`)."""
+        self.url, self.patience, self.folder = url, patience, url.rpartition("/")[0]
+        self.fs, self.root, _ = open_store(self.folder)
+        self.failing, self.lock = set[int](), threading.Lock()
+
+    def insist(self, work: Callable[[], Answer]) -> Answer:
+        """What ``work`` gives. Raises StorageError: it fails for too long. ConfigError: the work's own."""
+        done, me, fault, end = list[Answer](), threading.get_ident(), "", 0.0
+
+        def note(why: str | None) -> None:
+            nonlocal fault, end
+            with self.lock:
+                before = bool(self.failing)
+                if why is None:
+                    self.failing.discard(me)
+                else:
+                    end = end or time.monotonic() + self.patience
+                    fault = why
+                    self.failing.add(me)
+                if bool(self.failing) != before:
+                    print(f"{self.url}: {f'{fault}; trying again' if why else 'is read again'}", file=sys.stderr, flush=True)
+
+        def over(pause: float) -> bool:
+            time.sleep(max(0.0, min(pause, end - time.monotonic())))
+            return time.monotonic() >= end
+
+        if until_it_works(lambda: done.append(work()), over, note):
+            raise StorageError(f"{self.url} cannot be read: {fault}")
+        return done[0]
+
+    def fetch(self, name: str, start: int, end: int) -> bytes:
+        """Bytes of a file."""
+
+        def work() -> bytes:
+            content: bytes = self.fs.cat_file(f"{self.root}/{name}", start=start, end=end)
+            if len(content) != end - start:
+                raise OSError(f"{len(content)} bytes of {name} came, where {end - start} were asked for")
+            return content
+
+        return self.insist(work)
+
+
+class Blocks:
+    """A .bin in a store, of which about ``allowed`` blocks may be kept here."""
+
+    def __init__(self, store: Store, local: str, allowed: int) -> None:
+        self.store, self.name = store, f"{Path(local).name}.bin"
+        self.held = os.open(f"{local}.bin", os.O_RDWR)
+        self.table = os.open(f"{local}.bin.blocks", os.O_RDWR | os.O_CREAT, 0o666)
+        self.size = os.fstat(self.held).st_size
+        self.count, self.allowed = blocks_of(self.size), allowed
+
+    def read(self, offset: int, length: int) -> bytes:
+        """A range, from here as far as it is here. Raises StorageError: the store does not answer."""
+        first, end = offset // BLOCK, offset + length
+        span, missing, wanted = bytearray(), list[int](), list[list[int]]()
+        for number in range(first, blocks_of(end)):
+            start, content = number * BLOCK, self._kept(number)
+            low, high = start, min(start + BLOCK, self.size)
+            span += content or bytes(high - low)
+            if content is not None:
+                continue
+            if may_keep(number, self.allowed, self.count):
+                missing.append(number)
+            else:
+                low, high = max(low, offset), min(high, end)
+            if wanted and wanted[-1][1] == low:
+                wanted[-1][1] = high
+            else:
+                wanted.append([low, high])
+        base = first * BLOCK
+        for low, high in wanted:
+            span[low - base : high - base] = self.store.fetch(self.name, low, high)
+        for number in missing:
+            self._keep(number, bytes(span[number * BLOCK - base : (number + 1) * BLOCK - base]))
+        return bytes(span[offset - base : end - base])
+
+    def _kept(self, number: int) -> bytes | None:
+        mark = os.pread(self.table, _HASH, number * _HASH)
+        if len(mark) < _HASH or not any(mark):
+            return None
+        content = os.pread(self.held, BLOCK, number * BLOCK)
+        return content if xxhash.xxh3_64_digest(content) == mark else None
+
+    def _keep(self, number: int, content: bytes) -> None:
+        with suppress(OSError):  # a full disk, or one that is read only: it is asked for again
+            os.pwrite(self.held, content, number * BLOCK)
+            os.pwrite(self.table, xxhash.xxh3_64_digest(content), number * _HASH)
+
+
+def blocks_of(size: int) -> int:
+    """How many blocks so many bytes are."""
+    return -(-size // BLOCK)
+
+
+def may_keep(number: int, allowed: int, count: int) -> bool:
+    """Whether a block of so many is one of those allowed: they lie evenly (multiples of the golden ratio), and fewer are among more."""
+    return number * _GOLDEN % 2**64 * count < allowed << 64
+
+
+def shares(sizes: Sequence[int], room: int) -> list[int]:
+    """How many blocks of each .bin may be kept in ``room`` bytes for all, what they cost besides (samples, tables) counted."""
+    counts = [blocks_of(size) for size in sizes]
+    spare = (room - len(sizes) * (SAMPLE_BLOCKS + 4) * BLOCK - sum(counts) * _HASH) // BLOCK
+    return [min(count, count * max(spare, 0) // max(sum(counts), 1)) for count in counts]
+
+
+def serve(cache: Path, patience: float, room: int, urls: Sequence[str]) -> None:
+    """Answer what comes on stdin, on stdout. Does not return."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    answers, pool, out = SimpleQueue["Future[bytes]"](), ThreadPoolExecutor(_AT_ONCE), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else may be printed
+    threading.Thread(target=_answer, args=(answers, out), daemon=True).start()
+    local = [local_prefix(url, cache) for url in urls]
+    kept = shares([os.path.getsize(f"{prefix}.bin") for prefix in local], room)
+    files = [Blocks(Store(url, patience), prefix, allowed) for url, prefix, allowed in zip(urls, local, kept, strict=True)]
+    while request := sys.stdin.buffer.read(REQUEST.size):
+        number, offset, length = REQUEST.unpack(request)
+        answers.put(pool.submit(files[number].read, offset, length))
+    os._exit(0)  # nothing is lost with what is still under way
+
+
+def _end_with(parent: int) -> None:
+    """A writer that the rank has forked has its stdin's other end too."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
+def _answer(answers: SimpleQueue[Future[bytes]], out: BinaryIO) -> None:
+    with suppress(BrokenPipeError):
+        while True:
+            try:
+                right, content = True, answers.get().result()
+            except Exception as error:
+                right, content = False, (str(error) if isinstance(error, CommandError) else f"{type(error).__name__}: {error}").encode()
+            out.write(ANSWER.pack(right, len(content)) + content)
+            out.flush()
+    os._exit(0)
+
+
+class Source:
+    """A source's files: what they are there, and what is known to be here."""
+
+    def __init__(self, key: str, url: str, cache: Path, patience: float) -> None:
+        self.title, self.store, self.name = f"{key} = {url}", Store(url, patience), url.rpartition("/")[2]
+        self.folder = Path(local_prefix(url, cache)).parent
+
+    def bring(self) -> None:
+        """Bring what is not here as it is there. Raises ConfigError, StorageError."""
+        names = (_MANIFEST, f"{self.name}.idx", f"{self.name}.bin")
+        there = {name: self.store.insist(lambda name=name: self._look(name)) for name in names}  # type: ignore[misc]
+        make_folder(self.folder)
+        if all(self._is_here(name, info) for name, info in there.items()):
+            return
+        with files_told(), locked(self.folder / ".lock", wait=True):
+            remove_leftovers(self.folder)
+            for name, info in there.items():
+                if not self._is_here(name, info):
+                    self._fetch(name, info)
+                    known = {**self._known(), name: _mark(info)}
+                    if name.endswith(".bin"):
+                        known[f"{name} sample"] = sample_digest(self.folder / name)
+                    write_whole(self.folder / _KNOWN, json.dumps(known, indent=1))
+
+    def _look(self, name: str) -> Mapping[str, Any]:
+        """What the store says of a file; nothing of a manifest that is not there."""
+        try:
+            info: Mapping[str, Any] = self.store.fs.info(f"{self.store.root}/{name}")
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and name == _MANIFEST:
+                return {}
+            if isinstance(error, MISTAKES) or type(error).__name__.endswith("CredentialsError"):
+                what = "not found" if isinstance(error, FileNotFoundError) else said(error)
+                raise ConfigError(f"{self.title}: {self.store.folder}/{name}: {what}") from None
+            raise
+        return info
+
+    def _known(self) -> dict[str, str]:
+        """File -> its mark when it was brought; of a .bin the digest of its sample too."""
+        with suppress(OSError, ValueError):
+            known: dict[str, str] = json.loads((self.folder / _KNOWN).read_text())
+            return known
+        return {}
+
+    def _is_here(self, name: str, info: Mapping[str, Any]) -> bool:
+        return self._is_the_same(name, info) and (
+            not name.endswith(".bin") or sample_digest(self.folder / name) == self._known().get(f"{name} sample")
+        )
+
+    def _is_the_same(self, name: str, info: Mapping[str, Any]) -> bool:
+        """Whether what was brought once is what is there now, by its mark and size."""
+        file = self.folder / name
+        return self._known().get(name) == _mark(info) and (file.stat().st_size if file.is_file() else None) == info.get("size")
+
+    def _fetch(self, name: str, info: Mapping[str, Any]) -> None:
+        """A file whole; of a .bin its sample among holes, or in the .bin that is here where no more than that is damaged."""
+        file, is_bin, size = self.folder / name, name.endswith(".bin"), info.get("size")
+        if size is None:
+            file.unlink(missing_ok=True)
+            return
+        kept = is_bin and self._is_the_same(name, info)
+        target = file if kept else temporary(file)
+        pieces = [(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE)]
+        self._write(name, target, size, sample_ranges(size) if is_bin else pieces)
+        if name == f"{self.name}.idx":
+            manifest = read_manifest(self.folder / _MANIFEST)
+            recorded = manifest.splits.get(self.name, {}).get("idx_sha256") if manifest else None
+            if recorded not in (None, sha256(target)):
+                raise ConfigError(f"{self.title}: its .idx is not the one that the {_MANIFEST} beside it records; upload both again")
+        if not kept:
+            Path(f"{file}.blocks").unlink(missing_ok=True)
+            os.replace(target, file)
+        if name == _MANIFEST:
+            self._fetch_tokenizer()
+
+    def _fetch_tokenizer(self) -> None:
+        manifest = read_manifest(self.folder / _MANIFEST)
+        path = PurePosixPath(manifest.tokenizer["path"] if manifest else "/")
+        if path.is_absolute() or ".." in path.parts:
+            return  # another place's
+
+        def listed() -> list[dict[str, Any]]:
+            with suppress(FileNotFoundError):
+                return [entry for entry in self.store.fs.ls(f"{self.store.root}/{path}", detail=True) if entry["type"] == "file"]
+            return []
+
+        make_folder(self.folder / path)
+        for entry in self.store.insist(listed):
+            self._fetch(f"{path}/{Path(entry['name']).name}", entry)
+
+    def _write(self, name: str, target: Path, size: int, parts: Sequence[tuple[int, int]]) -> None:
+        """These parts of a file, the rest holes."""
+        quiet = os.environ.get("LOCAL_RANK", "0") != "0"
+        title = f"{self.store.folder}/{name}"
+        progress = Progress(sum(end - start for start, end in parts), "B", title, quiet=quiet, every=10.0)
+        with progress, target.open("r+b" if target.exists() else "w+b") as local, ThreadPoolExecutor(_AT_ONCE) as pool:
+            local.truncate(size)
+            for count in pool.map(lambda part: os.pwrite(local.fileno(), self.store.fetch(name, *part), part[0]), parts):
+                progress.advance(count)
+            os.fsync(local.fileno())
+
+
+def _mark(info: Mapping[str, Any]) -> str:
+    """What the store says of a file, which is another thing when it is replaced."""
+    return hashlib.sha256(str(sorted(info.items())).encode()).hexdigest()[:16]
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns the exit code."""
+    verb, cache, patience, *rest = words
+
+    def work() -> None:
+        if verb == "serve":
+            serve(Path(cache), float(patience), int(rest[0]), rest[1:])
+        for key, _, url in (named.partition("=") for named in rest):
+            Source(key, url, Path(cache), float(patience)).bring()
+
+    return run(CLIENT, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Ranges of .bin files in stores, for one rank: asked of `pretrain.data.store_client` ahead of their use. No torch."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from fem_common.errors import StorageError
+from fem_common.stores import is_url
+from pretrain import beside
+from pretrain.config import RunConfig
+from pretrain.data.store_cache import CLIENT, local_prefix, store_cache
+from pretrain.data.store_client import ANSWER, REQUEST
+
+Range = tuple[int, int, int]  # number of the URL, offset, length
+_PATIENCE = 600.0  # seconds that a range is tried for
+
+
+class StoreReader:
+    """The client's process, which starts with the first request, and what it was asked for; for one thread."""
+
+    def __init__(self, config: RunConfig) -> None:
+        sources = (*config.data.train, *config.data.valid)
+        self.urls = list(dict.fromkeys(source.prefix for source in sources if is_url(source.prefix)))
+        self.cache, self.room = store_cache(config), int(config.data.store_cache_gb * 1e9)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.asked = dict[Range, bytes | None]()  # None: it has not come yet
+        self.line = deque[Range]()  # in which they come
+        self.planned: list[Range] | None = None
+
+    def local(self, url: str) -> str:
+        """The prefix by which its files are opened."""
+        return local_prefix(url, self.cache)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """What is read meanwhile is zeros, and at the end it is asked for."""
+        planned = self.planned = list[Range]()
+        try:
+            yield
+        finally:
+            self.planned = None
+        self._ask(planned)
+
+    def read(self, wanted: Range) -> bytes:
+        """A range, best in the order in which it was planned. Raises StorageError: the store does not answer."""
+        if self.planned is not None:
+            self.planned.append(wanted)
+            return bytes(wanted[2])
+        self._ask([wanted])
+        while (content := self.asked[wanted]) is None:
+            right, length = ANSWER.unpack(self._receive(ANSWER.size))
+            answer = self._receive(length)
+            if not right:
+                raise StorageError(answer.decode())
+            self.asked[self.line.popleft()] = answer
+        del self.asked[wanted]
+        return content
+
+    def close(self) -> None:
+        """End the process, whatever it still does."""
+        if self.process is not None:
+            with self.process as process:
+                process.kill()
+
+    def _ask(self, ranges: Iterable[Range]) -> None:
+        new = [wanted for wanted in dict.fromkeys(ranges) if wanted not in self.asked]
+        if not new:
+            return
+        if self.process is None:
+            command = beside.command(CLIENT, "serve", self.cache, _PATIENCE, self.room, *self.urls)
+            # A session of its own: Ctrl-C at the training's terminal is not for it.
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=beside.environ(), start_new_session=True
+            )
+        self.asked.update(dict.fromkeys(new))
+        self.line.extend(new)
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(b"".join(REQUEST.pack(*wanted) for wanted in new))
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._gone() from None
+
+    def _receive(self, length: int) -> bytes:
+        assert self.process is not None and self.process.stdout is not None
+        content = self.process.stdout.read(length)
+        if len(content) < length:
+            raise self._gone()
+        return content
+
+    def _gone(self) -> StorageError:
+        return StorageError(f"the process that reads {self.urls[0]} has ended; the same command continues")
+
+
+class StoredFile:
+    """What megatron-core's IndexedDataset wants of a .bin."""
+
+    def __init__(self, reader: StoreReader, url: str) -> None:
+        self.reader, self.number = reader, reader.urls.index(url)
+
+    def read(self, dtype: Any, count: int, offset: int) -> np.ndarray[Any, Any]:
+        """[count] items from a place in bytes on. Raises StorageError (see `StoreReader.read`)."""
+        length = int(count) * np.dtype(dtype).itemsize
+        return np.frombuffer(self.reader.read((self.number, int(offset), length)) if length else b"", dtype)

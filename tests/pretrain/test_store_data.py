@@ -1,0 +1,352 @@
+"""Tokens from a store: the samples of a local folder, through a real S3 server and a proxy that fails as networks and stores do."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+
+from pretrain import beside
+from pretrain.config import load_run
+from pretrain.data.facts import check_contents, check_data
+from pretrain.data.store_cache import CLIENT, local_prefix
+from pretrain.data.store_client import BLOCK, blocks_of, may_keep, shares
+from pretrain.data.store_reader import StoreReader
+from pretrain.validate import prepare
+from tests.one_process import megatron_of_one_process
+from tests.pretrain.conftest import DEMO, SMALL, Command
+from tests.pretrain.data_folder import write_folder
+from tests.pretrain.stores import SECRET, Store, refused
+from tests.ranks import PATIENCE, _pretrain, forked, losses, records, wait_until
+
+ALL, HALF, NONE = "data.store_cache_gb=1", "data.store_cache_gb=0.0105", "data.store_cache_gb=0"
+MANY = ["data.valid=[]", "data.test=[]", "train.global_batch_size=8", "train.steps=16"]
+
+
+def sources(place: object, *splits: str) -> list[str]:
+    return [f"data.{split}.0.prefix={place}/{split}" for split in splits or ("train", "valid")]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder of 12 MB of short documents: three times what its manifest's sample is of."""
+    dice = random.Random(1)
+    folder = write_folder(tmp_path_factory.mktemp("large"), documents=[dice.choices(range(499), k=600) for _ in range(10_000)])
+    for name in ("valid.bin", "valid.idx", "test.bin", "test.idx"):
+        (folder / name).unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
+    """The losses of a run on it from the folder."""
+    folder = tmp_path_factory.mktemp("local")
+    with forked(1, _pretrain, [DEMO, f"run_dir={folder}", *SMALL, *sources(large, "train"), *MANY], {}, output=folder / "said") as (rank,):
+        rank.join(PATIENCE)
+    assert len(losses(folder)) == 16
+    return losses(folder)
+
+
+class Heard:
+    """The ranges of .bin files that the store is asked for, in their order."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.ranges = store, list[tuple[int, int]]()
+        store.proxy.fault = self
+
+    def __call__(self, client: socket.socket, data: bytes) -> bytes:
+        for first, last in re.findall(rb"^GET \S+\.bin HTTP.*?^range: bytes=(\d+)-(\d+)", data, re.I | re.S | re.M):
+            self.ranges.append((int(first), int(last) + 1))
+        return data
+
+
+@pytest.fixture
+def here(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The store, with its variables in this process."""
+    for name, value in store.environ.items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
+def trained(environ: dict[str, str], patience: float, arguments: list[str]) -> None:
+    """``python -m pretrain`` on this rank, which gives up on a store after so many seconds."""
+    from pretrain.data import store_reader
+
+    os.environ.update(environ)
+    vars(store_reader)["_PATIENCE"] = patience
+    _pretrain(arguments, {})
+
+
+def train(store: Store, run_dir: Path, *settings: str, ranks: int = 1, patience: float = 600.0) -> tuple[list[int | None], str]:
+    """(exit codes, what they said) of a run."""
+    arguments = [DEMO, f"run_dir={run_dir}", *SMALL, *settings]
+    with forked(ranks, trained, store.environ, patience, arguments, output=run_dir.with_suffix(".said")) as processes:
+        for process in processes:
+            process.join(PATIENCE)
+        said = "".join(Path(f"{run_dir.with_suffix('.said')}.{rank}").read_text() for rank in range(ranks))
+        assert SECRET not in said
+        return [process.exitcode for process in processes], said
+
+
+def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(tiny_data: Path, tmp_path: Path, store: Store) -> None:
+    """The second source is a folder both times; nothing but the prefix differs."""
+    url = store.upload(tiny_data)
+    for place, run_dir in ((tiny_data, tmp_path / "local"), (url, tmp_path / "stored")):
+        blend = [f"data.train=[{{prefix: {place}/train, weight: 3}}, {{prefix: {tiny_data}/valid}}]", *sources(place, "valid")]
+        codes, said = train(store, run_dir, *blend, "data.test=[]", ranks=2)
+        assert codes == [0, 0], said
+    assert losses(tmp_path / "stored") == losses(tmp_path / "local")
+    valid = [[line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line] for name in ("local", "stored")]
+    assert valid[0] == valid[1] and len(valid[0]) == 2
+
+
+def damaged_blocks(prefix: Path) -> None:
+    """A flipped byte in every block."""
+    content = bytearray(prefix.with_suffix(".bin").read_bytes())
+    content[100::BLOCK] = bytes(byte ^ 1 for byte in content[100::BLOCK])
+    prefix.with_suffix(".bin").write_bytes(content)
+
+
+def torn_table(prefix: Path) -> None:
+    """Its second half is nothing, its end is within a hash, and some hashes are others'."""
+    table = prefix.with_suffix(".bin.blocks")
+    content = bytearray(table.read_bytes())
+    content[80:160] = content[160:240]
+    table.write_bytes(content[: len(content) // 2 - 3])
+
+
+def test_the_losses_are_those_of_the_folder_whatever_is_kept(
+    large: Path, tmp_path: Path, here: Store, expected: dict[int, tuple[float, float]]
+) -> None:
+    heard, url, asked = Heard(here), here.upload(large), list[int]()
+    turns = [(NONE, None), (HALF, None), (ALL, None), (ALL, None), (ALL, damaged_blocks), (ALL, torn_table)]
+    for number, (room, damage) in enumerate(turns):
+        cache = tmp_path / room
+        if damage:
+            damage(Path(local_prefix(f"{url}/train", cache)))
+        heard.ranges.clear()
+        codes, said = train(here, tmp_path / f"run{number}", *sources(url, "train"), *MANY, room, f"data.store_cache={cache}")
+        assert codes == [0], said
+        assert losses(tmp_path / f"run{number}") == expected
+        asked.append(len(heard.ranges) - 64 * (number < 3))  # without the manifest's sample
+    none, half, whole, again, *damaged = asked
+    assert none > whole > again == 0 and half > 0 and all(damaged)
+
+
+@pytest.mark.parametrize("gigabytes", [0.009, 1.0])
+def test_what_is_kept_stays_within_its_bound(large: Path, tmp_path: Path, here: Store, gigabytes: float) -> None:
+    """Every byte read twice; the cache is asked the second time, as far as it may hold."""
+    url, content = here.upload(large), (large / "train.bin").read_bytes()
+    words = [*sources(url, "train"), f"data.store_cache={tmp_path}", f"data.store_cache_gb={gigabytes}", "data.valid=[]", "data.test=[]"]
+    config = load_run(DEMO, words)
+    check_contents(check_data(config))
+    heard, size = Heard(here), len(content)
+    (allowed,), count = shares([size], int(gigabytes * 1e9)), blocks_of(size)
+    for _ in range(2):
+        heard.ranges.clear()
+        reader = StoreReader(config)
+        parts = [(0, start, min(100_000, size - start)) for start in range(0, size, 100_000)]
+        with reader.planning():
+            assert all(reader.read(part) == bytes(part[2]) for part in parts)
+        assert b"".join(map(reader.read, parts)) == content
+        assert not reader.asked and not reader.line
+        asked = sum(end - start for start, end in heard.ranges)
+        assert reader.read((0, 5, 70_000)) == content[5:70_005]  # without a plan
+        reader.close()
+    kept = sum(min(BLOCK, size - number * BLOCK) for number in range(count) if may_keep(number, allowed, count))
+    assert asked == size - kept and abs(kept - allowed * BLOCK) < 4 * BLOCK
+    held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("*/train.bin*"))
+    assert kept <= held <= gigabytes * 1e9
+    assert 0 < allowed < count or gigabytes == 1
+
+
+class Dying(Heard):
+    """The store answers so many requests for ranges of a block; and again ``after`` so many seconds."""
+
+    def __init__(self, store: Store, answers: int, after: float) -> None:
+        super().__init__(store)
+        self.answers, self.after, self.died = answers, after, 0.0
+
+    def __call__(self, client: socket.socket, data: bytes) -> bytes | None:  # type: ignore[override]
+        super().__call__(client, data)
+        if not self.died and len(self.ranges) >= self.answers:
+            self.died = time.monotonic()
+        if self.died and time.monotonic() - self.died < self.after:
+            refused(client, data)
+            return None
+        return data
+
+
+def test_a_store_may_be_away_for_a_while(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
+    url = store.upload(large)
+    dying = Dying(store, 64 + 80, 3.0)
+    codes, said = train(store, tmp_path / "run", *sources(url, "train"), *MANY, NONE)
+    assert codes == [0], said
+    assert losses(tmp_path / "run") == expected
+    assert dying.died and said.count("; trying again") == said.count("is read again") >= 1
+
+
+def test_a_run_goes_on_where_its_store_died(large: Path, tmp_path: Path, store: Store, expected: dict[int, tuple[float, float]]) -> None:
+    url = store.upload(large)
+    settings = (*sources(url, "train"), *MANY, NONE, "checkpoint.interval=2")
+    Dying(store, 64 + 90, 1e9)
+    codes, said = train(store, tmp_path / "run", *settings, patience=2.0)
+    assert codes == [1] and said.count("error: ") == 1 and "Traceback" not in said
+    assert f"error: {url}/train cannot be read: " in said
+    before = losses(tmp_path / "run")
+    assert 0 < len(before) < 16
+    store.proxy.fault = lambda client, data: data
+    codes, said = train(store, tmp_path / "run", *settings)
+    assert codes == [0] and "resumed from" in said
+    assert losses(tmp_path / "run") == expected
+
+
+def test_samples_are_asked_for_before_they_are_needed(large: Path, tmp_path: Path, here: Store) -> None:
+    """Sixteen micro-batches are there before the first is used up: a store that is away then is not missed."""
+    from pretrain.data.datasets import batches, build_datasets
+
+    def stream(place: object, reader: StoreReader | None = None) -> tuple[Any, StoreReader]:
+        words = [*SMALL, *sources(place, "train"), *MANY, NONE, f"data.store_cache={tmp_path / 'cache'}"]
+        prepared = prepare(load_run(DEMO, words), 1)
+        assert prepared.facts is not None
+        reader = StoreReader(prepared.config)
+        given = {"contents": check_contents(prepared.facts), "train_samples": 200, "default_cache": tmp_path / "index"}
+        data = build_datasets(prepared.config, vocab_size=500, eod_id=0, say=lambda _: None, reader=reader, **given)  # type: ignore[arg-type]
+        return batches(data.train, 8, 2, torch.device("cpu"), reader), reader
+
+    url = here.upload(large)
+    with megatron_of_one_process():
+        (local, _), (stored, reader) = stream(large), stream(f"{url}")
+        heard = Heard(here)
+        for number in range(17):
+            here_now, there = next(local), next(stored)
+            assert all(torch.equal(here_now[key], there[key]) for key in here_now)
+            if not number:
+                assert len(reader.line) >= 17 * 2 - 4  # of which most samples are one range
+                end = time.monotonic() + 60
+                while len(heard.ranges) < len(reader.line):
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+                time.sleep(0.5)
+                here.proxy.fault = refused
+        reader.close()
+
+
+def test_index_plan_and_resume_know_urls(
+    tiny_data: Path, tmp_path: Path, here: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, cache = here.upload(tiny_data), f"data.store_cache={tmp_path / 'cache'}"
+    pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]", cache], capsys)
+    assert pretrain("--plan") == 0 and "512" in pretrain.out
+    assert pretrain("--check") == 0 and "the configuration and the data are right" in pretrain.out
+    heard = Heard(here)
+    assert pretrain("--index") == 0 and "built in" in pretrain.out and not heard.ranges
+    assert pretrain() == 0 and "building it" not in pretrain.out
+    assert url in (tmp_path / "run/config.yaml").read_text()
+    assert pretrain("train.steps=14", *sources(tiny_data)) == 0  # it lies elsewhere now
+    assert "resumed from" in pretrain.out and f"data.train.0.prefix {url}/train → {tiny_data}/train" in pretrain.out
+    # Another run's index is the same where the URL and what it holds are.
+    assert pretrain(f"run_dir={tmp_path / 'other'}", f"data.index_cache={tmp_path / 'run/index_cache'}", "data.store_cache=null") == 0
+    assert "building it" not in pretrain.out and (tmp_path / "other/tokens").is_dir()
+    assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
+
+
+def test_a_wrong_place_is_one_line(
+    tiny_data: Path, tmp_path: Path, here: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = here.upload(tiny_data)
+    pretrain = Command([f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url), "data.test=[]"], capsys)
+
+    def refused_with(code: int, *settings: str) -> str:
+        assert pretrain(*settings) == code and pretrain.err.count("\n") == 1 and "Traceback" not in pretrain.err, pretrain.err
+        assert SECRET not in pretrain.err
+        return pretrain.err
+
+    assert "data.train.0.prefix = s3://no-such-bucket/data/train: " in refused_with(2, "data.train.0.prefix=s3://no-such-bucket/data/train")
+    assert f"data.valid.0.prefix = {url}/vlid: {url}/vlid.idx: not found" in refused_with(2, f"data.valid.0.prefix={url}/vlid")
+    assert "names no pair in a folder" in refused_with(2, "data.train.0.prefix=s3://train")
+    assert "data.train.0.prefix has a password in it" in refused_with(2, f"data.train.0.prefix=s3://me:{SECRET}@bucket/folder/train")
+    assert "no-such-kind" in refused_with(2, "data.train.0.prefix=no-such-kind://bucket/folder/train")
+    here.proxy.fault = forbidden
+    assert "data.train.0.prefix = s3://" in refused_with(2)
+    here.proxy.fault = lambda client, data: None
+    monkeypatch.setattr("pretrain.data.store_cache._PATIENCE", 1.0)
+    assert f"{url}/train cannot be read: " in refused_with(1)
+    here.proxy.fault = lambda client, data: data
+    assert pretrain("--index") == 0
+    here.flip("data/train.bin")
+    assert f"data.train.0.prefix = {url}/train: its .bin is not the file that" in refused_with(2, "--index")
+    here.client.put_object(Bucket=here.name, Key="data/train.bin", Body=b"short")
+    assert re.search(rf"data.train.0.prefix = {url}/train: .*/train.bin has 5 bytes, but .*/manifest.json records", refused_with(2))
+    here.upload(tiny_data)
+    assert pretrain("--index") == 0
+    shutil.rmtree(tmp_path / "run")
+    for name in here.names():  # its tokenizer is read by others alone
+        if "/tokenizer/" in name:
+            here.client.delete_object(Bucket=here.name, Key=name)
+    assert pretrain("--index") == 0 and "trying again" not in pretrain.err
+    here.flip("data/train.idx")
+    assert "its .idx is not the one that the manifest.json beside it records" in refused_with(2, "--index")
+
+
+def forbidden(client: socket.socket, data: bytes) -> None:
+    client.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def test_another_file_of_the_same_size_is_noticed_without_a_manifest(tmp_path: Path, here: Store) -> None:
+    """And what was kept of the old one is not taken for it, not even zeros, which a hole is too."""
+    read = []
+    for filling in (0, 8):
+        folder = write_folder(tmp_path / str(filling), documents=[[filling] * 6_500_000])
+        for path in (folder / "manifest.json", *folder.glob("valid.*"), *folder.glob("test.*")):
+            path.unlink()
+        url = here.upload(folder)
+        words = [*sources(url, "train"), f"data.store_cache={tmp_path}/cache", "model.vocab_size=500", "data.valid=[]", "data.test=[]"]
+        config = load_run(DEMO, words)
+        contents = check_contents(check_data(config))
+        reader = StoreReader(config)
+        read.append((contents.key, reader.read((0, 140_000, 4))))  # between two blocks of the sample
+        reader.close()
+    assert read[0][0] != read[1][0] and [content for _, content in read] == [bytes(4), b"\x08\0\x08\0"]
+
+
+def test_many_may_bring_at_once_and_be_killed(large: Path, tmp_path: Path, here: Store) -> None:
+    url = here.upload(large)
+    command = beside.command(CLIENT, "bring", tmp_path, 60, f"data.train.0.prefix={url}/train")
+    for delay in (1.2, 1.5):
+        killed = subprocess.Popen(command, env=beside.environ())
+        time.sleep(delay)
+        killed.kill()
+        killed.wait()
+    together = [subprocess.Popen(command, env=beside.environ()) for _ in range(3)]
+    assert [process.wait() for process in together] == [0, 0, 0]
+    facts = check_data(load_run(DEMO, [*sources(url, "train"), f"data.store_cache={tmp_path}", "data.valid=[]", "data.test=[]"]))
+    assert check_contents(facts).sources[0].bin == json.loads((large / "manifest.json").read_text())["splits"]["train"]["bin_sha256"]
+    assert facts.tokenizer is not None and (facts.tokenizer / "tokenizer.json").is_file()
+    (folder,) = tmp_path.iterdir()
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".lock", "brought.json", "manifest.json", "tokenizer", "train.bin", "train.idx"}
+
+
+def test_a_killed_rank_leaves_no_process(large: Path, tmp_path: Path, store: Store) -> None:
+    url = store.upload(large)
+    arguments = [DEMO, f"run_dir={tmp_path / 'run'}", *SMALL, *sources(url, "train"), *MANY, "train.steps=100000"]
+    with forked(1, trained, store.environ, 600.0, arguments, output=tmp_path / "said") as ranks:
+        wait_until(lambda: len(records(tmp_path / "run")) > 3, ranks)
+        helpers = [child for child in psutil.Process(ranks[0].pid).children(recursive=True) if CLIENT in child.cmdline()]
+        assert len(helpers) == 1
+        ranks[0].kill()
+        _, alive = psutil.wait_procs(helpers, timeout=20)
+        assert not alive
+    shutil.rmtree(tmp_path / "run")
