@@ -80,7 +80,8 @@ def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: 
     """The quantities of one update that made ``after`` of the slice x. The context must be one without a state."""
     parallel = update.parallel
     whole = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
-    length = min(tokens, len(whole[0]))
+    alone = len(whole[0]) if context.documents is None else context.documents.first
+    length = min(tokens, alone)
     if len(whole[0]) > len(x):
         length -= length % parallel.size
     sliced = [t[:length].chunk(parallel.size)[parallel.rank] if len(t) > len(x) else t[:length] for t in whole]

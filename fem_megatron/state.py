@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from fem_megatron.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Context:
     iteration, origin: of a block that is applied several times, which time this is (from 0) and its first input.
     memory: what an update keeps from one iteration to the next within a forward pass (momentum); with gradients, unlike the state.
     room: of a state that is written in place and never grows. touching: the keys of a room are read without a gap before the new ones.
+    documents: of a sequence of several, none of which reads another (in training); None: a sequence is one.
     """
 
     positions: Tensor | None = None
@@ -90,6 +94,15 @@ class Context:
     prefix: str = ""
     room: Room | None = None
     touching: bool = False
+    documents: Documents | None = None
+
+    def apart(self, read: Callable[..., Tensor], *tensors: Tensor | None, batch: int = 0, time: int = 2) -> Tensor:
+        """``read(valid, *tensors)``, of every document by itself where there are several; valid as above, of the tensors' own tokens."""
+        if self.documents is None:
+            return read(self.valid, *tensors)
+        if self.state is not None or self.valid is not None:
+            raise ValueError("documents are read apart in training, without a decoding state and without padding")
+        return self.documents.apart(read, tensors, batch=batch, time=time, causal=self.causal)
 
     def within(self, name: str) -> Context:
         """The same for a part of the layer, whose state lies under ``name``."""

@@ -42,6 +42,13 @@ class DataConfig:
     valid: tuple[Source, ...] = setting((), "Validation blend; empty: no validation.")
     test: tuple[Source, ...] = setting((), "Test blend, read by evaluation tools alone.")
     seq_length: int = setting(4096, "Tokens a sequence.", least=1)
+    documents: str = setting(
+        "joined",
+        "joined: a document reads those before it in its sequence; separate: no mixer reads across an end.",
+        ("joined", "separate"),
+    )
+    reset_positions: bool | None = setting(None, "Positions begin anew with a document; null: where documents are separate.")
+    eod_loss: bool = setting(True, "What follows a document's end counts in the loss.")
     tokenizer: str | None = setting(None, "Folder of the Hugging Face tokenizer; null: the one named in the data's manifest.json.")
     index_cache: str | None = setting(None, "Folder of the index caches, a folder an order of samples; null: index_cache/ in run_dir.")
     store_cache: str | None = setting(None, "Folder of URLs' files; null: tokens/ in run_dir.")

@@ -168,7 +168,7 @@ class Trainer:
             self.progress_file.tell("running")
 
     def _stream(self, dataset: Any, first_sample: int) -> Iterator[Any]:
-        return batches(dataset, first_sample, self.config.train.micro_batch_size, platform.device(), self.data.reader)
+        return batches(dataset, first_sample, self.config.train.micro_batch_size, platform.device(), self.data.reader, self.data.ends)
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.progress.step % interval == 0 and self.progress.step < self.schedule.steps

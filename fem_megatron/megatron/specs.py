@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,17 +41,23 @@ class MegatronBlock(Block):
         self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
 
     def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **unused: Any
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: Context | None = None,
+        **unused: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [s (/tp under SP), b, hidden] -> (same shape, no context). Causality is the configuration's, not a mask's.
 
+        packed_seq_params: what is known of the tokens besides, by the way that Megatron has for its own: it passes it on unread.
+
         Raises:
-            NotImplementedError: Megatron passes an inference context, packed sequences, an attention bias or rotary angles of its own.
+            NotImplementedError: Megatron passes an inference context, an attention bias or rotary angles of its own.
         """
         for name, value in unused.items():
-            if value is not None and name in ("inference_context", "packed_seq_params", "attention_bias", "rotary_pos_emb", "context"):
+            if value is not None and name in ("inference_context", "attention_bias", "rotary_pos_emb", "context"):
                 raise NotImplementedError(f"this layer does not take {name}")
-        return super().forward(hidden_states, Context(causal=self.causal)), None
+        return super().forward(hidden_states, replace(packed_seq_params or Context(), causal=self.causal)), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

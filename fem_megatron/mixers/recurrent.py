@@ -16,8 +16,12 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: C
 
     Tokens before the first count as zero, and so does padding. The state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
     """
+    return context.apart(lambda valid, x: _convolved(x, weight, bias, valid, context, name), x, batch=1, time=0)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | None, context: Context, name: str) -> Tensor:
     length, taps = x.shape[0], weight.shape[1]
-    valid = context.valid_now(length)
+    valid = None if valid is None else valid[:, -length:].T
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0)
     past = context.recall(name)

@@ -25,14 +25,16 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import compile_helpers
 
 from fem_common.stores import is_url
-from pretrain.config import RunConfig, Source
+from fem_megatron.documents import Documents
+from fem_megatron.state import Context
+from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import Contents
 from pretrain.data.index_cache import NOT_THERE, IndexCache
 from pretrain.data.store_cache import identity
 from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")  # of a sample; a blend's samples name their source too
 _AHEAD = 16  # micro-batches that are asked of a store before they are used
 
@@ -51,7 +53,8 @@ class _Tokens:
 class Datasets:
     """The blends of a run; ``train_samples`` is the number of samples that the training order was drawn for.
 
-    ``reader`` reads what of them lies in stores. ``cache`` is the folder of their index, ``built``: it was built just now.
+    ``reader`` reads what of them lies in stores, ``ends`` are the documents'. ``cache`` is the folder of their index, ``built``: it was
+    built just now.
     """
 
     train: GPTDataset
@@ -60,6 +63,7 @@ class Datasets:
     cache: Path
     built: bool
     reader: StoreReader
+    ends: Ends | None
 
 
 def build_datasets(
@@ -97,7 +101,7 @@ def build_datasets(
     kind = _kind(reader)
     built = _fill(cache, kind, settings, sizes, say)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
-    return Datasets(train, valid, train_samples, cache.folder, built, reader)
+    return Datasets(train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id))
 
 
 def index_cache(config: RunConfig, contents: Contents, sizes: Sequence[int], default_cache: Path) -> IndexCache:
@@ -105,6 +109,34 @@ def index_cache(config: RunConfig, contents: Contents, sizes: Sequence[int], def
     weights = [[source.weight for source in split] for split in (config.data.train, config.data.valid)]
     identity = (list(sizes), weights, config.data.seq_length, config.train.seed, megatron.core.__version__)
     return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a document's end, the token ``eod_id``, is to the model: whether documents are read apart, begin at position 0, and whether
+    what follows an end counts in the loss."""
+
+    eod_id: int
+    apart: bool
+    positions: bool
+    loss: bool
+
+    @classmethod
+    def of(cls, data: DataConfig, eod_id: int) -> Ends | None:
+        """As the configuration has it; None: nothing at all."""
+        apart = data.documents == "separate"
+        made = cls(eod_id, apart, apart if data.reset_positions is None else data.reset_positions, data.eod_loss)
+        return made if made.apart or made.positions or not made.loss else None
+
+    def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """Leaves ends out of ``loss_mask``, of a batch on the CPU; ``context``, what mixers know of documents, on the device."""
+        ends = batch["tokens"] == self.eod_id
+        if not self.loss:
+            batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
+        if not (self.apart or self.positions):
+            return {}
+        documents = Documents.of(ends.roll(1, dims=1)).to(device)
+        return {"context": Context(documents.positions if self.positions else None, documents=documents if self.apart else None)}
 
 
 def _kind(reader: StoreReader) -> type[GPTDataset]:
@@ -167,13 +199,18 @@ def _ensure_helpers() -> None:
 
 
 def batches(
-    dataset: GPTDataset, first_sample: int, micro_batch_size: int, device: torch.device, reader: StoreReader | None = None
+    dataset: GPTDataset,
+    first_sample: int,
+    micro_batch_size: int,
+    device: torch.device,
+    reader: StoreReader | None = None,
+    ends: Ends | None = None,
 ) -> Iterator[Batch]:
     """Endless micro-batches of this data-parallel rank from position ``first_sample`` on.
 
     Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r + d, r + 2d, ... so that the samples of a
     step do not depend on the layout. Tensors are int64 [micro_batch_size, seq_length]; loss_mask is float32.
-    ``reader``: the datasets', which then hears of samples before they are used.
+    ``reader``: the datasets', which then hears of samples before they are used. ``ends``: see `Ends.applied`.
     """
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     position = planned = first_sample + rank * micro_batch_size
@@ -184,5 +221,7 @@ def batches(
                     dataset[(planned + i) % len(dataset)]
             planned += size * micro_batch_size
         samples = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
-        yield {key: torch.stack([sample[key] for sample in samples]).to(device, non_blocking=True) for key in FIELDS}
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in FIELDS}
+        known = {} if ends is None else ends.applied(batch, device)
+        yield {key: field.to(device, non_blocking=True) for key, field in batch.items()} | known
         position += size * micro_batch_size

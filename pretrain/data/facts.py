@@ -149,6 +149,7 @@ def check_data(config: RunConfig) -> DataFacts:
         tokenizers.append(_given_tokenizer(Path(config.data.tokenizer)))
     tokenizer = _one_tokenizer(tokenizers)
     _check_vocabulary(config, tokenizer, sources)
+    _check_ends(config, tokenizer)
     if tokenizer is None:
         return DataFacts(None, None, None, tuple(sources))
     folder = tokenizer.folder if tokenizer.folder.is_dir() else None
@@ -365,6 +366,15 @@ def _one_tokenizer(tokenizers: list[_Tokenizer]) -> _Tokenizer | None:
             ends = f"{other.key} ends its documents in id {other.eod_id}, {first.key} in {first.eod_id}"
             raise ConfigError(f"{ends}; all sources of a run need the same EOD")
     return first
+
+
+def _check_ends(config: RunConfig, tokenizer: _Tokenizer | None) -> None:
+    data = config.data
+    if (tokenizer is None or tokenizer.eod_id is None) and (data.documents == "separate" or data.reset_positions or not data.eod_loss):
+        raise ConfigError(
+            "data.documents, data.reset_positions and data.eod_loss need the id that ends a document, which nothing beside "
+            f"{data.train[0].prefix} tells; set data.tokenizer to a folder whose tokenizer has an eos_token"
+        )
 
 
 def _check_vocabulary(config: RunConfig, tokenizer: _Tokenizer | None, sources: list[SourceFacts]) -> None:

@@ -144,7 +144,8 @@ class DeepSpeedEngine:
         return torch.optim.AdamW(groups, fused=platform.has_cuda() or None, **arguments)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = self.engine(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        known = batch.get("context")
+        losses = self.engine(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=known)
         total, tokens = summed_loss(losses, batch)
         return total, tokens.to(total.dtype)
 

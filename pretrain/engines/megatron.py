@@ -249,7 +249,7 @@ def _whole(state: dict[str, Any]) -> Any:
 
 def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=batch.get("context"))
     return output, partial(_loss, batch)
 
 

@@ -87,7 +87,7 @@ def _run(job: Job, cache: Path) -> Done:
         say=lambda text: None,
         reader=StoreReader(config),
     )
-    stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device())
+    stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device(), ends=data.ends)
     for number in range(job.steps + 1):
         if number == job.save_after:
             checkpoints.save(engine, progress, contents.key)

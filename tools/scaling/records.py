@@ -30,7 +30,8 @@ DIGITS = 16  # of a hash in the table
 _NO_MATTER = (
     "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test parallel log evaluate "
     "model.attention_backend train.micro_batch_size train.recompute train.eval_interval train.max_bad_steps checkpoint.interval "
-    "checkpoint.keep_last checkpoint.async_save checkpoint.resume"
+    "checkpoint.keep_last checkpoint.async_save checkpoint.resume checkpoint.gb_per_second checkpoint.mirror checkpoint.mirror_interval "
+    "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps"
 ).split()
 _FROM_DATA = ("model.vocab_size",)  # filled in from the data where the study leaves it null
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +39,8 @@ class Attention(Update):
         else:
             if each > 1:
                 k, v = (torch.repeat_interleave(t, each, dim=1) for t in (k, v))
-            o = fem_attention(q.permute(1, 2, 0, 3), k, v, causal=context.causal, keys_valid=context.valid, scale=self.shape.scale)
+            read = partial(fem_attention, causal=context.causal, scale=self.shape.scale)
+            o = context.apart(lambda valid, *qkv: read(*qkv, keys_valid=valid), q.permute(1, 2, 0, 3), k, v)
         return x + self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:
@@ -46,7 +49,12 @@ class Attention(Update):
         if context.room is None:
             for name, t in (("k", k), ("v", v)):
                 context.keep(name, t[:, :, max(0, length - window + 1) :])
-        return windowed_attention(q, k, v, window, None if context.valid is None else context.valid[:, -length:], scale=self.shape.scale)
+
+        def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            valid = None if valid is None else valid[:, -k.shape[2] :]
+            return windowed_attention(q, k, v, window, valid, scale=self.shape.scale)
+
+        return context.apart(read, q, k, v)
 
     def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q [s, b, local heads, d], k and v [s, b, local groups, d] of the slice x, q and k turned to their positions."""

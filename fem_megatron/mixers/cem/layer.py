@@ -69,9 +69,19 @@ class CemAttention(Update):
             # u of x = h from h as it was gathered: one exchange less.
             u = self._norm(whole) if step == 0 and x is h else self.parallel.enter(self._norm(x))
             q, diagonal = self.look(u, seen)
-            o = cem_attention(q, k, *biases, diagonal, scale=self.shape.scale, causal=context.causal, valid=context.valid)
+            o = self.read(q, k, biases, diagonal, context)
             x = torch.add(x, self.parallel.leave(back(o.permute(2, 0, 1, 3).flatten(2))), alpha=self.shape.switches.eta_attention)
         return x
+
+    def read(self, q: Tensor, k: Tensor, biases: tuple[Tensor, Tensor, Tensor], diagonal: Diagonal | None, context: Context) -> Tensor:
+        """o [b, local heads, s, r], see `cem_attention`."""
+
+        def read(valid: Tensor | None, q: Tensor, k: Tensor, u: Tensor | None, h: Tensor | None) -> Tensor:
+            own = None if diagonal is None or u is None or h is None else Diagonal(u[:, 0], h[:, 0], diagonal.d)
+            return cem_attention(q, k, *biases, own, scale=self.shape.scale, causal=context.causal, valid=valid)
+
+        u, h = (None, None) if diagonal is None else (diagonal.u[:, None], diagonal.h[:, None])
+        return context.apart(read, q, k, u, h)
 
     def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """This rank's k [b, local heads, past + s, r] and, with a diagonal, h [b, past + s, D], the past's with them; kept in the state."""

@@ -37,8 +37,13 @@ class DeltaNet(Update):
         mixed = short_convolution(mixed.flatten(2), self.conv, None, context, "conv").unflatten(-1, (self.local_heads, -1))
         q, k, v = mixed.permute(1, 2, 0, 3).split([shape.key_head, shape.key_head, shape.value_head], dim=-1)
         beta, log_decay = self.rates_of(h, context)
-        o, state = gated_delta_rule(_unit(q), _unit(k), v, beta, log_decay, context.recall("matrix"), chunk=CHUNK)
-        context.keep("matrix", state)
+
+        def read(_: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> Tensor:
+            o, state = gated_delta_rule(q, k, v, beta, log_decay, context.recall("matrix"), chunk=CHUNK)
+            context.keep("matrix", state)
+            return o
+
+        o = context.apart(read, _unit(q), _unit(k), v, beta, log_decay)
         o = rms_norm(o.permute(2, 0, 1, 3), self.parallel.share(self.head_norm.weight), shape.norm_eps)
         o = o * silu(gate) if shape.gated else o
         return x + self.parallel.leave(self.out_proj(o.flatten(2)))

@@ -31,14 +31,11 @@ class DifferentialAttention(Update):
         if shape.rope:
             q, k = rotate(q, context, shape.rope_base), rotate(k, context, shape.rope_base)
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
-        maps = fem_attention(
-            q.permute(1, 2, 0, 3),
-            k,
-            v.repeat_interleave(2, dim=1),
-            causal=context.causal,
-            keys_valid=context.valid,
-            scale=shape.scale,
-        ).unflatten(1, (-1, 2))
+
+        def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return fem_attention(q, k, v.repeat_interleave(2, dim=1), causal=context.causal, keys_valid=valid, scale=shape.scale)
+
+        maps = context.apart(read, q.permute(1, 2, 0, 3), k, v).unflatten(1, (-1, 2))
         wide = torch.promote_types(x.dtype, torch.float32)
         o = maps[:, :, 0].to(wide) - self.lam_now() * maps[:, :, 1].to(wide)
         o = rms_norm(o, self.parallel.share(self.head_norm.weight).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)

@@ -103,13 +103,18 @@ class TimeDecayConditioner(Layer):
         """h [s, b, D], the whole sequence on every rank -> phi [s, b, packed / tensor-parallel size]."""
         u = layer_norm(h, self.parallel.share(self.norm.weight), self.eps)
         a, f, r = self.in_proj(u).unflatten(-1, (-1, 3)).unbind(-1)
-        valid = context.valid_now(h.shape[0])
-        if valid is not None:
-            a, f = a.masked_fill(~valid[..., None], -torch.inf), f.masked_fill(~valid[..., None], 0.0)
-        if self.backward:
-            state = time_decay_scan(a.flip(0), f.flip(0), softplus=True).flip(0)
-        else:
-            state = time_decay_scan(a, f, context.recall("state"), softplus=True)
+        first = context.recall("state")
+
+        def scan(valid: Tensor | None, a: Tensor, f: Tensor) -> Tensor:
+            if valid is not None:
+                padding = ~valid.T[-len(a) :, :, None]
+                a, f = a.masked_fill(padding, -torch.inf), f.masked_fill(padding, 0.0)
+            if self.backward:
+                return time_decay_scan(a.flip(0), f.flip(0), softplus=True).flip(0)
+            return time_decay_scan(a, f, first, softplus=True)
+
+        state = context.apart(scan, a, f, batch=1, time=0)
+        if not self.backward:
             context.keep("state", state[-1])
         if self.parallel.size > 1:
             both = self.parallel.gather(torch.stack((r.to(state.dtype), state), dim=-1).flatten(-2)).unflatten(-1, (-1, 2))

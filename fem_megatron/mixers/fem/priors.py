@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,23 +51,40 @@ class ScanPrior(Prior):
         raise NotImplementedError
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
-        q, k, decay = self.features(parts, context)
-        valid = context.valid_now(v.shape[2])
-        if valid is not None:
-            k = k * valid[..., None, None]
-            decay = None if decay is None else decay * valid[..., None, None]
-            v = v * valid.T[:, None, :, None]
-        q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
-        decay = None if decay is None else decay.permute(1, 2, 0, 3)
-        if decay is not None and decay.shape[-1] == 1:
-            decay = decay[..., 0]
-        if context.state is not None:
-            return self._decode(q, k, decay, v, beta, lam, gate, context)
+        q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts, context))
+
+        def read(
+            valid: Tensor | None, q: Tensor, k: Tensor, decay: Tensor | None, v: Tensor, lam: Tensor | None, gate: Tensor | None
+        ) -> Tensor:
+            if valid is not None:
+                valid = valid[:, None, -v.shape[2] :, None]
+                k, v, decay = k * valid, v * valid, None if decay is None else decay * valid
+            if decay is not None and decay.shape[-1] == 1:
+                decay = decay[..., 0]
+            if context.state is not None:
+                return self._decode(q, k, decay, v, beta, lam, gate, context)
+            return self._read(q, k, decay, v, beta, lam, gate, causal=context.causal)
+
+        return context.apart(read, q, k, decay, v, lam, gate)
+
+    def _read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        decay: Tensor | None,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        *,
+        causal: bool,
+    ) -> Tensor:
+        """The read of whole sequences."""
         narrow = product_type(v)
         near, far = q.to(narrow), k.to(narrow)
 
         def read(streams: Tensor) -> Tensor:
-            made, _ = linear_attention(near, far, streams.to(narrow), decay, causal=context.causal, normalise=True)
+            made, _ = linear_attention(near, far, streams.to(narrow), decay, causal=causal, normalise=True)
             return made.to(streams.dtype)
 
         return free_energy_read(
@@ -75,7 +93,7 @@ class ScanPrior(Prior):
             lam,
             gate,
             read,
-            lambda start, stop: log_weights(q, k, decay, start, stop, causal=context.causal),
+            lambda start, stop: log_weights(q, k, decay, start, stop, causal=causal),
             terms=q.shape[-1] if decay is not None and decay.dim() == 4 else 1,
             exact=self.shape.backend == "reference",
         )
@@ -118,17 +136,14 @@ class SoftmaxPrior(Prior):
             q, k = (rotate(t, context, self.shape.rope_base, self.parallel) for t in (q, k))
         k = context.extend("k", k.permute(1, 2, 0, 3), dim=2)
         v = context.extend("v", v, dim=2)
-        return fem_attention(
-            q.permute(1, 2, 0, 3),
-            k,
-            v,
-            beta,
-            lam,
-            gate,
+        read = partial(
+            fem_attention,
             causal=context.causal,
-            keys_valid=context.valid,
             scale=self.shape.prior.scale,
             implementation="auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend,
+        )
+        return context.apart(
+            lambda valid, q, k, v, lam, gate: read(q, k, v, beta, lam, gate, keys_valid=valid), q.permute(1, 2, 0, 3), k, v, lam, gate
         )
 
 
@@ -168,21 +183,15 @@ class AftPrior(Prior):
             query = self._positive(q)
         else:
             gate = q.sigmoid() if gate is None else q.sigmoid() * gate
-        valid = context.valid_now(v.shape[2])
-        o, sums = aft_read(
-            k,
-            v,
-            beta,
-            lam,
-            gate,
-            query=query,
-            valid=None if valid is None else valid.T,
-            state=context.recall("sums"),
-            causal=context.causal,
-        )
-        if sums is not None:
-            context.keep("sums", sums)
-        return o
+        whole = partial(aft_read, beta=beta, state=context.recall("sums"), causal=context.causal)
+
+        def read(valid: Tensor | None, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, query: Tensor | None) -> Tensor:
+            o, sums = whole(k, v, lam=lam, gate=gate, query=query, valid=None if valid is None else valid[:, -v.shape[2] :])
+            if sums is not None:
+                context.keep("sums", sums)
+            return o
+
+        return context.apart(read, k, v, lam, gate, query)
 
     def _positive(self, q: Tensor) -> Tensor:
         """softplus(q), RMS-normalised over a head; never 0, whose logarithm the free energy would be."""
@@ -207,24 +216,19 @@ class MambaPrior(Prior):
         assert isinstance(shape, MambaShape)
         wide = torch.promote_types(v.dtype, torch.float32)
         delta, b_in, c_out = (parts[name].permute(1, 2, 0, 3).to(wide) for name in ("delta", "b", "c"))
-        valid = context.valid_now(v.shape[2])
-        o, sums = ssm_read(
-            softplus(delta + self._step_logit(wide)),
-            self._rate(wide),
-            softplus(b_in) + EPS,
-            softplus(c_out) + EPS,
-            v.sigmoid() if shape.squash else v,
-            beta,
-            lam,
-            gate,
-            normalise=shape.normalise,
-            valid=None if valid is None else valid.T,
-            state=context.recall("sums"),
-            causal=context.causal,
-        )
-        if sums is not None:
-            context.keep("sums", sums)
-        return o
+        rate, whole = self._rate(wide), partial(ssm_read, normalise=shape.normalise, state=context.recall("sums"), causal=context.causal)
+
+        def read(
+            valid: Tensor | None, delta: Tensor, b_in: Tensor, c_out: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None
+        ) -> Tensor:
+            valid = None if valid is None else valid[:, -v.shape[2] :]
+            o, sums = whole(delta, rate, b_in, c_out, v, beta, lam, gate, valid=valid)
+            if sums is not None:
+                context.keep("sums", sums)
+            return o
+
+        delta, b_in, c_out = softplus(delta + self._step_logit(wide)), softplus(b_in) + EPS, softplus(c_out) + EPS
+        return context.apart(read, delta, b_in, c_out, v.sigmoid() if shape.squash else v, lam, gate)
 
     def _step_logit(self, wide: torch.dtype) -> Tensor:
         """[local heads, 1, d_v]: what softplus turns into the starting steps, and the learned bias."""

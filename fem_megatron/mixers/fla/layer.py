@@ -38,9 +38,12 @@ class FlaLayer(Update):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         self.require_gpu(x)
         h = context.extend("h", rms_norm(x, self.norm.weight, self.shape.norm_eps).transpose(0, 1))
-        mask = None if context.valid is None else context.valid.long()
-        out = self.layer(h, attention_mask=mask)[0]
-        return x + out[:, -x.shape[0] :].transpose(0, 1)
+
+        def read(valid: Tensor | None, h: Tensor) -> Tensor:
+            out: Tensor = self.layer(h, attention_mask=None if valid is None else valid.long())[0]
+            return out
+
+        return x + context.apart(read, h, time=1)[:, -x.shape[0] :].transpose(0, 1)
 
     def require_gpu(self, x: Tensor) -> None:
         """Raises ValueError where x is on the CPU, for which the package has no kernels."""

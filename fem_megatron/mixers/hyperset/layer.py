@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,15 +75,20 @@ class HyperSet(Update):
 
     def attention_gradient(self, z: Tensor, context: Context) -> Tensor:
         """z [s, b, local heads, p] -> this rank's summand of sum_h W_h dE/dz_h, [s, b, D]; keeps turned z, or its sums, in the state."""
-        kind, length = self.shape.switches.attention, z.shape[0]
+        kind = self.shape.switches.attention
         z = self._turn(z, context, forth=True).permute(1, 2, 0, 3)
         if kind == "linear":
-            now = None if context.valid is None else context.valid[:, -length:]
-            o, sums = symmetric_linear_attention(z, causal=context.causal, valid=now, state=context.recall("sums"))
-            context.keep("sums", sums)
+
+            def read_linear(valid: Tensor | None, z: Tensor) -> Tensor:
+                now = None if valid is None else valid[:, -z.shape[2] :]
+                o, sums = symmetric_linear_attention(z, causal=context.causal, valid=now, state=context.recall("sums"))
+                context.keep("sums", sums)
+                return o
+
+            o = context.apart(read_linear, z)
         else:
-            keys = context.extend("z", z, dim=2)
-            o = symmetric_attention(z, keys, kind=kind, causal=context.causal, valid=context.valid)
+            read = partial(symmetric_attention, kind=kind, causal=context.causal)
+            o = context.apart(lambda valid, z, keys: read(z, keys, valid=valid), z, context.extend("z", z, dim=2))
         o = self._turn(o.permute(2, 0, 1, 3), context, forth=False)
         return self._project_back(o.flatten(2), "subspaces", context)
 

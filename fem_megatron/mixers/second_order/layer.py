@@ -9,6 +9,8 @@ W_O = -(eta / H) W_Q^T, linear attention's W_O = (eta T / H) W_Q^T.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -86,19 +88,12 @@ class SecondOrderAttention(_EnergyHeads):
         q, k = self.project(z, context)
         k = context.extend("k", k, dim=2)
         temperature, newton = self.temperatures()
-        step = second_order_attention(
-            q,
-            k,
-            self.gram(),
-            temperature,
-            newton,
-            exact=self.shape.exact,
-            causal=context.causal,
-            valid=context.valid,
-            turn=self.turn(z, context),
-            jitter=self.shape.switches.jitter,
-        )
-        return self.back(step)
+        gram, whole = self.gram(), partial(second_order_attention, exact=self.shape.exact, jitter=self.shape.switches.jitter)
+
+        def read(valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None) -> Tensor:
+            return whole(q, k, gram, temperature, newton, causal=context.causal, valid=valid, turn=turn)
+
+        return self.back(context.apart(read, q, k, self.turn(z, context)))
 
     def gram(self) -> Tensor:
         """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least."""
@@ -150,23 +145,24 @@ class EnergyLinearAttention(_EnergyHeads):
 
     def step(self, z: Tensor, context: Context) -> Tensor:
         """As `_EnergyHeads.step`."""
-        length, turn = z.shape[0], self.turn(z, context)
+        turn = self.turn(z, context)
         q, k = self.project(z, context)
-        valid = None if context.valid is None else context.valid[:, -length:]
         wide = torch.promote_types(q.dtype, torch.float32)
-        q, k = rotated(q.to(wide), turn), k.to(wide)
-        o, sums = energy_linear_attention(q, k, causal=context.causal, valid=valid, state=context.recall("sums"))
-        context.keep("sums", sums)
-        o = rotated(o, turn, back=True)
-        if self.shape.switches.linear_read == "mean":
-            o = o / self.tokens_seen(z, context)[:, None, :, None]
-        return self.back(o.to(z.dtype))
 
-    def tokens_seen(self, z: Tensor, context: Context) -> Tensor:
-        """How many tokens each of z's reads, at least 1: [1 or b, s], float32 at least."""
-        length, wide = z.shape[0], torch.promote_types(z.dtype, torch.float32)
-        valid = context.valid
+        def read(valid: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+            now = None if valid is None else valid[:, -k.shape[2] :]
+            o, sums = energy_linear_attention(q, k, causal=context.causal, valid=now, state=context.recall("sums"))
+            context.keep("sums", sums)
+            mean = self.shape.switches.linear_read == "mean"
+            return o / self.tokens_seen(valid, k, context)[:, None, :, None] if mean else o
+
+        o = context.apart(read, rotated(q.to(wide), turn), k.to(wide))
+        return self.back(rotated(o, turn, back=True).to(z.dtype))
+
+    def tokens_seen(self, valid: Tensor | None, k: Tensor, context: Context) -> Tensor:
+        """How many tokens each of k [b, h, s, d] reads, at least 1: [1 or b, s], k's type. valid [b, past + s]."""
+        length = k.shape[2]
         if valid is None:
-            valid = torch.ones(1, context.past + length, dtype=torch.bool, device=z.device)
+            valid = torch.ones(1, context.past + length, dtype=torch.bool, device=k.device)
         seen = valid.cumsum(1)[:, -length:] if context.causal else valid.sum(1, keepdim=True).expand(-1, length)
-        return seen.clamp_min(1).to(wide)
+        return seen.clamp_min(1).to(k.dtype)
