@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import load_run
-from pretrain.data.datasets import _Tokens, batches, build_datasets
+from pretrain.config import DataConfig, load_run
+from pretrain.data.datasets import Ends, _Tokens, batches, build_datasets
 from pretrain.data.facts import check_contents
 from pretrain.data.store_reader import StoreReader
 from pretrain.validate import prepare
@@ -68,6 +68,27 @@ def test_position_is_exact_and_a_longer_request_keeps_the_order(settings: list[s
         seen.append(a)
     texts = [tuple(row.tolist()) for batch in seen for row in batch["tokens"]]
     assert len(set(texts)) == len(texts)
+
+
+def test_documents_begin_behind_the_ends_in_the_data(settings: list[str], tmp_path: Path) -> None:
+    """Positions, and what leaves the loss; the tokens and labels are what they are without."""
+    train = build(settings, tmp_path, 40)
+    end = int(train[0]["tokens"][10])  # any id may be one here
+    cpu, asked = torch.device("cpu"), DataConfig(documents="separate", eod_loss=False)
+    plain, separate = batches(train, 0, 4, cpu), batches(train, 0, 4, cpu, ends=Ends.of(asked, end))
+    for _ in range(3):
+        wanted, batch = next(plain), next(separate)
+        context = batch.pop("context")
+        mask = wanted.pop("loss_mask") * (wanted["tokens"] != end)
+        assert torch.equal(batch.pop("loss_mask"), mask) and all(torch.equal(batch[key], wanted[key]) for key in wanted)
+        expected = torch.zeros_like(wanted["tokens"])
+        for t in range(1, expected.shape[1]):
+            expected[:, t] = torch.where(wanted["tokens"][:, t - 1] == end, 0, expected[:, t - 1] + 1)
+        assert torch.equal(context.positions, expected.T) and torch.equal(context.documents.positions, expected.T)
+        assert (expected[:, 1:] == 0).any()
+    assert Ends.of(DataConfig(), end) is None
+    joined = Ends.of(DataConfig(reset_positions=True), end)
+    assert joined is not None and not joined.apart and joined.positions and joined.loss
 
 
 @pytest.mark.parametrize("sources", [1, 2])
