@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
+from fem_megatron.documents import Documents
 from fem_megatron.mup import starts_from
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import FIXED, OUTPUT, BlockShape, Normal, Weight
@@ -177,12 +178,17 @@ class FemBlock(GradientCheckpointingLayer, Block):
             owner.starts = {**getattr(owner, "starts", {}), leaf: weight}  # type: ignore[assignment]
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, positions: Tensor, valid: Tensor | None = None, past_key_values: Cache | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        valid: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """x [t, b, hidden] -> same shape; positions [t] or [t, b]; valid [b, past + t] bool, False at padding."""
         layer: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if layer is None:
-            return super().forward(x, Context(positions, valid, causal=self.causal))
+            return super().forward(x, Context(positions, valid, causal=self.causal, documents=documents))
         layer.before(x)
         x = super().forward(x, Context(positions, valid, state=layer.state, past=layer.tokens, causal=self.causal, room=layer.room))
         layer.after(x)
@@ -253,6 +259,8 @@ class FemLMModel(FemLMPreTrainedModel):
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """input_ids [b, t] or inputs_embeds [b, t, hidden]; attention_mask [b, past + t], 0 at padding -> last_hidden_state [b, t, hidden].
 
+        Without cache and padding, position_ids that begin anew within a sequence begin another document there, which is read by itself.
+
         Raises:
             ValueError: not exactly one input, a mask of another length, a cache that is not a FemCache, or is given to an encoder;
                 attention maps are asked for.
@@ -264,13 +272,14 @@ class FemLMModel(FemLMPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
         valid, positions = _placed(cache, attention_mask, position_ids, x)
+        documents = _packed(position_ids, x) if cache is None and valid is None and position_ids is not None else None
         x = x.transpose(0, 1).contiguous()
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] = []
         for block in self.layers:
             if wanted:
                 states.append(x.transpose(0, 1))
-            x = block(x, positions=positions, valid=valid, past_key_values=cache)
+            x = block(x, positions=positions, valid=valid, past_key_values=cache, documents=documents)
         x = self.norm(x).transpose(0, 1)
         hidden = (*states, x) if wanted else None
         output = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=hidden)
@@ -403,6 +412,12 @@ def _placed(cache: Any, attention_mask: Tensor | None, position_ids: Tensor | No
         assert valid is not None
         position_ids = (valid.long().cumsum(dim=-1) - 1).clamp_min(0)[:, past:]
     return valid, _by_token(position_ids)
+
+
+def _packed(position_ids: Tensor, x: Tensor) -> Documents | None:
+    """The documents of x [b, t, hidden], as position_ids [b or 1, t] tell them; None: each sequence is one."""
+    begins = (position_ids == 0).expand(x.shape[:2]).cpu()
+    return Documents.of(begins).to(x.device) if bool(begins[:, 1:].any()) else None
 
 
 def _placed_in_room(room: Room, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:

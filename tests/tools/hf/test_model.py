@@ -65,6 +65,17 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
         close(given.model(ids).logits, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_documents_are_read_as_if_alone(exported: Callable[[str], Exported], name: str) -> None:
+    """transformers' convention: position_ids begin anew with a document."""
+    model, ids, sizes = exported(name).model, tokens(1, 21), (5, 1, 15)
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        alone = [model(part, use_cache=False).logits for part in ids.split(sizes, dim=1)]
+        close(packed, torch.cat(alone, dim=1), 1e-5)  # rounding of float32, in matrix products of other shapes
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_the_loss_is_of_the_next_tokens_and_has_a_gradient(load: Any) -> None:
     """With every block recomputed, too: the same operations in the same order."""
