@@ -175,8 +175,8 @@ class CheckpointConfig:
     mirror_keep_last: int | None = setting(None, "Checkpoints kept in the mirror; null: all.", least=1)
     max_unsaved_steps: int | None = setting(
         None,
-        "The run ends with 1 when a checkpoint cannot be written and more steps than this are unsaved (null: at once), or when the mirror "
-        "is more steps behind (null: never). At its end and at a signal it must be written.",
+        "Steps that may be unsaved where a checkpoint cannot be written (null: none), and that the mirror may lack (null: any), before "
+        "the run ends with 1.",
         least=1,
     )
     resume: str = setting(
