@@ -123,7 +123,7 @@ def _sizes(step: Path) -> tuple[str, str]:
 
 
 def verify(checkpoint: Path) -> bool:
-    """Whether a step's folder, or every one of a run directory, or of all that lie in a folder, is undamaged; says so on stdout.
+    """Whether a step's folder, or every one of a run directory and of those that lie in it, is undamaged; says so on stdout.
 
     Of an exported model's folder: whether its weights are.
 
@@ -133,8 +133,7 @@ def verify(checkpoint: Path) -> bool:
     with files_told():
         if any(checkpoint.glob(f"*.{HASHES}")):
             return _verified(checkpoint, lambda advance: list(damaged_beside(checkpoint, advance)))
-        inner = checkpoint / "checkpoints"
-        steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(inner if inner.is_dir() else checkpoint)
+        steps = [checkpoint] if (checkpoint / MANIFEST).exists() else newest_first(checkpoint)
         steps = steps or [step for folder in sorted(checkpoint.glob("**/checkpoints")) for step in newest_first(folder)]
         if not steps:
             raise ConfigError(f"{checkpoint}: no checkpoint there; expected a folder step_NNNNNNNN or a run directory that has some")

@@ -49,13 +49,13 @@ class Mamba2(Update):
         if valid is not None:
             delta, log_decay = delta * valid[..., None], log_decay * valid[..., None]
         narrow = product_type(u)
+        b, c = (t.permute(1, 0, 2)[:, None].expand(-1, self.local_heads, -1, -1) for t in bc.to(narrow).chunk(2, dim=-1))
+        v = (u * delta[..., None]).to(narrow).permute(1, 2, 0, 3)
 
-        def read(_: Tensor | None, bc: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-            b, c = bc.expand(-1, self.local_heads, -1, -1).chunk(2, dim=-1)
+        def read(_: Tensor | None, c: Tensor, b: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
             y, state = linear_attention(c, b, v, log_decay, context.recall("matrix"))
             context.keep("matrix", state)
             return y
 
-        v = (u * delta[..., None]).to(narrow).permute(1, 2, 0, 3)
-        y = context.apart(read, bc.to(narrow).permute(1, 0, 2)[:, None], v, log_decay.permute(1, 2, 0))
+        y = context.apart(read, c, b, v, log_decay.permute(1, 2, 0))
         return y.permute(2, 0, 1, 3).to(u.dtype)
