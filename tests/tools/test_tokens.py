@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-import pretrain.trainer
 from data_prep.store.document_ids import IdsWriter, lines_at
 from data_prep.store.indexed import read_index
 from fem_common.config import dump_yaml
 from pretrain.config import load_run
-from pretrain.data.datasets import build_datasets
+from pretrain.data.datasets import batches, build_datasets
 from pretrain.data.facts import check_contents
 from pretrain.validate import prepare
 from tests.one_process import megatron_of_one_process
@@ -78,7 +78,7 @@ def begin(run_dir: Path, prefixes: list[Path]) -> Any:
         say=lambda _: None,
     )
     (run_dir / "config.yaml").write_text(dump_yaml(prepared.config))
-    (run_dir / "environment.json").write_text(json.dumps({"packages": {"megatron-core": pretrain.data.datasets.megatron.core.__version__}}))
+    (run_dir / "environment.json").write_text(json.dumps({"packages": {"megatron-core": version("megatron-core")}}))
     return built.train
 
 
@@ -170,15 +170,14 @@ def test_of_a_run_whose_batch_changed(
 ) -> None:
     """All steps together are what the loop read, sample by sample: 6 steps of 4, then of 8."""
     read: list[list[int]] = []
-    own = pretrain.trainer.batches
 
     def noting(dataset: Any, *rest: Any) -> Iterator[Any]:
-        for batch in own(dataset, *rest):
+        for batch in batches(dataset, *rest):
             if dataset.index_split.name == "train":
                 read.extend(batch["tokens"].tolist())
             yield batch
 
-    monkeypatch.setattr(pretrain.trainer, "batches", noting)
+    monkeypatch.setattr("pretrain.trainer.batches", noting)
     assert pretrain_command("train.steps=6") == 0
     assert pretrain_command("train.steps=9", "train.global_batch_size=8") == 0
     steps = [say(pretrain_command.run_dir, "--step", step) for step in range(1, 10)]

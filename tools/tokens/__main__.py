@@ -22,8 +22,8 @@ ABOUT = """Prints which documents a step of training saw, or which steps see a d
   step, sample (position in the training order, from 0), whether it was seen so far, source, number of the document in it (from 0),
   the tokens [from, to) of the document, EOD included, and its id, where data_prep recorded ids (PREFIX.ids; ? where it did not).
 
-Everything is read from RUN_DIR, the run's index cache, and the .idx and .ids files beside the data; nothing is built or changed. The label
-of a sample's last token, which is the next sample's first, is not counted. Validation data is not covered."""
+Everything is read from RUN_DIR, the run's index cache, and the .idx and .ids files beside the data; nothing is built or changed. The token
+after a sample's last one, which is its label, is not counted. Validation data is not covered."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,13 +90,13 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
 
 
 def _told(order: Order, steps: Steps, pieces: list[Piece]) -> list[dict[str, Any]]:
-    ids: dict[int, dict[int, str]] = {}
+    ids: list[dict[int, str]] = []
     for number, source in enumerate(order.sources):
         documents = {piece.document for piece in pieces if piece.source == number}
-        ids[number] = lines_at(source.beside.ids, documents) if source.beside.ids and documents else {}
+        ids.append(lines_at(source.beside.ids, documents) if source.beside.ids and documents else {})
     rows, seen = [], steps.seen
-    for sample, source, document, start, stop in pieces:
-        row = (steps.of(sample), sample, sample < seen, order.sources[source].prefix, document, start, stop, ids[source].get(document))
+    for sample, number, document, start, stop in pieces:
+        row = (steps.of(sample), sample, sample < seen, order.sources[number].prefix, document, start, stop, ids[number].get(document))
         rows.append(dict(zip(COLUMNS, row, strict=True)))
     return rows
 

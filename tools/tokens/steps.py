@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fem_common.errors import ConfigError
-from pretrain.checkpoint.folder import MANIFEST, newest_first
+from pretrain.checkpoint.folder import newest_good
 from pretrain.config import RunConfig, load_run
 from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
@@ -79,11 +79,13 @@ def read_run(run_dir: Path) -> RunRecord:
         raise ConfigError(f"{run_dir}: no run has begun there (no config.yaml)")
     config = load_run(run_dir / "config.yaml")
     schedule, length = Schedule.of(config), config.data.seq_length
-    points, batches, order, key = dict[int, int](), {schedule.batch_samples}, schedule.total_samples, None
-    for manifest in _manifests(run_dir):
-        points[manifest["progress"]["step"]] = manifest["progress"]["consumed_samples"]
-        batches.add(manifest["config"]["train"]["global_batch_size"])
-        order, key = max(order, manifest["progress"]["order_samples"]), key or manifest["data"]
+    points, batches = dict[int, int](), {schedule.batch_samples}
+    order, key = schedule.total_samples, None
+    checkpoint = newest_good(run_dir / "checkpoints", {})
+    if checkpoint:
+        points[checkpoint.progress.step] = checkpoint.progress.consumed_samples
+        batches.add(checkpoint.manifest["config"]["train"]["global_batch_size"])
+        order, key = max(order, checkpoint.progress.order_samples), checkpoint.manifest["data"]
     progress = read_progress(run_dir)
     if progress:
         points[progress["step"]] = progress["consumed_tokens"] // length
@@ -98,18 +100,6 @@ def read_run(run_dir: Path) -> RunRecord:
     if schedule.steps > done:
         line.append((schedule.steps, consumed + (schedule.steps - done) * schedule.batch_samples))
     return RunRecord(config, Steps(line, batches, done), order, key)
-
-
-def _manifests(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Of the run's checkpoints, newest first; one that is damaged is passed over."""
-    for folder in newest_first(run_dir / "checkpoints"):
-        try:
-            manifest = json.loads((folder / MANIFEST).read_bytes())
-            manifest["progress"]["consumed_samples"], manifest["progress"]["order_samples"], manifest["progress"]["step"], manifest["data"]
-            manifest["config"]["train"]["global_batch_size"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        yield manifest
 
 
 def _steps_told(run_dir: Path) -> list[tuple[int, int]]:
