@@ -193,21 +193,21 @@ def test_of_a_run_whose_batch_changed(
 def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_command: Command, refused: Refused) -> None:
     run_dir = pretrain_command.run_dir
     run_dir.mkdir()
-    config = load_run(DEMO, [*SMALL, "train.steps=30", "train.global_batch_size=8"])
+    config = load_run(DEMO, [*SMALL, "train.steps=30", "train.global_batch_size=4"])
     (run_dir / "config.yaml").write_text(dump_yaml(config))
-    assert read_run(run_dir).steps == Steps([(0, 0), (30, 240)], {8}, 0)
+    assert read_run(run_dir).steps == Steps([(0, 0), (30, 120)], {4}, 0)
 
     def metrics(steps: list[tuple[int, int]]) -> str:
         return "".join(json.dumps({"step": step, "consumed_tokens": LENGTH * samples}) + "\n" for step, samples in steps)
 
-    (run_dir / "attempts.jsonl").write_text('{"pid": 1}\n{"changed": {"train.global_batch_size": [4, 8]}}\n')
+    (run_dir / "attempts.jsonl").write_text('{"pid": 1}\n{"changed": {"train.global_batch_size": [8, 4]}}\n')
     # A kill after step 4 took back what came after the checkpoint of step 2.
-    (run_dir / "metrics.jsonl").write_text(metrics([(1, 4), (2, 8), (3, 12), (4, 16), (3, 16), (5, 32)]) + '{"step": 6, "cons')
+    (run_dir / "metrics.jsonl").write_text(metrics([(1, 8), (2, 16), (3, 24), (4, 32), (3, 20), (5, 28)]) + '{"step": 6, "cons')
     steps = read_run(run_dir).steps
-    assert steps == Steps([(0, 0), (1, 4), (2, 8), (3, 16), (5, 32), (30, 232)], {4, 8}, 5)
-    assert [steps.samples(step) for step in (2, 3, 5, 6)] == [range(4, 8), range(8, 16), range(24, 32), range(32, 40)]
+    assert steps == Steps([(0, 0), (1, 8), (2, 16), (3, 20), (5, 28), (30, 128)], {4, 8}, 5)
+    assert [steps.samples(step) for step in (2, 3, 5, 6)] == [range(8, 16), range(16, 20), range(24, 28), range(28, 32)]
     assert all(steps.of(sample) == step for step in range(1, 31) for sample in steps.samples(step))
-    (run_dir / "metrics.jsonl").write_text(metrics([(1, 4), (10, 60)]))
+    (run_dir / "metrics.jsonl").write_text(metrics([(1, 8), (10, 60)]))
     assert read_run(run_dir).steps.of(30) is None and read_run(run_dir).steps.of(60) == 11
     refused(main, "tools.tokens", run_dir, "--step", 5)
 
