@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.encode.documents import Documents, Selection
@@ -19,6 +20,7 @@ from data_prep.encode.encoders import Encoded, Encoder
 from data_prep.encode.splits import SPLITS
 from data_prep.sources import Rows, Span, read_span
 from data_prep.sources.rows import BadRow, Drop, Tally
+from data_prep.store.document_ids import IdsWriter
 from data_prep.store.indexed import IndexedWriter, dtype_name
 from data_prep.store.layout import SHARDS, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import PLACES_KEPT, SplitEntry, UnitEntry
@@ -74,6 +76,8 @@ class _Work:
         self.tally = Tally()
         self.bad: list[BadRow] = []
         self.writers: dict[str, IndexedWriter] = {}
+        self.ids: dict[str, IdsWriter] = {}
+        self.have_ids = engine.settings.id_column != engine.settings.text_column  # else they would be the texts once more
         self.text_bytes: Counter[str] = Counter()
 
     def drop(self, dropped: Counter[Drop], bad: list[BadRow], rows: int = 0) -> None:
@@ -110,7 +114,11 @@ class _Work:
             text_bytes = int(sizes[chosen].sum())
             if name not in self.writers:
                 self.writers[name] = self.stack.enter_context(closing(IndexedWriter(self.folder / name, self.dtype)))
+                if self.have_ids:
+                    self.ids[name] = self.stack.enter_context(closing(IdsWriter(self.folder / f"{name}.ids")))
             self.writers[name].add(part, lengths[chosen])
+            if self.have_ids:
+                self.ids[name].add(documents.ids.filter(pa.array(chosen)).to_pylist())
             self.text_bytes[name] += text_bytes
             self.tally.documents += int(chosen.sum())
             self.tally.tokens += len(part)
@@ -121,18 +129,17 @@ class _Work:
         out, plan, tally = self.engine.out, self.engine.plan, self.tally
         if tally.rows != tally.documents + tally.dropped.total():
             raise RuntimeError(f"unit {unit.number}: {tally.rows} rows are not {tally.documents} documents and {tally.dropped}")
-        splits = {
-            name: SplitEntry(text_bytes=self.text_bytes[name], **asdict(self.writers[name].finish()))
-            for name in SPLITS
-            if name in self.writers
-        }
+        splits = {}
+        for name in (name for name in SPLITS if name in self.writers):
+            ids = self.ids[name].finish() if self.have_ids else None
+            splits[name] = SplitEntry(text_bytes=self.text_bytes[name], **asdict(self.writers[name].finish()), ids=ids)
         dropped = {str(reason): tally.dropped[reason] for reason in Drop if tally.dropped[reason]}
         bad = tuple(sorted(self.bad, key=lambda row: row.place))
         entry = UnitEntry(unit.number, plan.fingerprint, tally.rows, dropped, bad, splits, self.engine.encoder.name)
         if read_plan(out).fingerprint != plan.fingerprint:
             raise UserError(f"{out} was planned anew while this run worked on it; give the command again")
-        for name in splits:
-            for kind in ("bin", "idx"):
+        for name, split in splits.items():
+            for kind in split.sizes:
                 final = shard_prefix(out, unit, name)
                 os.replace(self.folder / f"{name}.{kind}", final.with_name(f"{final.name}.{kind}"))
         sync_folder(out / SHARDS)

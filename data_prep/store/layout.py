@@ -3,8 +3,9 @@
 OUT/plan.json                      inputs, settings, units and their fingerprint: written first
 OUT/tokenizer/                     a copy of the tokenizer
 OUT/shards/00007.json              what unit 7 wrote; there only when its files are
-OUT/shards/00007-train.{bin,idx}   until they are merged
+OUT/shards/00007-train.{bin,idx,ids}   until they are merged
 OUT/{train,valid,test}.{bin,idx}   the merged pairs
+OUT/{train,valid,test}.ids         their documents' ids
 OUT/units.jsonl                    the units' entries, in order
 OUT/bad_rows.jsonl                 where the bad rows are, if there are any
 OUT/manifest.json                  written last: the data is complete
@@ -31,6 +32,7 @@ TOKENIZER = "tokenizer"
 SHARDS = "shards"
 UNITS = "units.jsonl"
 BAD_ROWS = "bad_rows.jsonl"
+KINDS = ("bin", "idx", "ids")  # a split's files
 MANIFEST = "manifest.json"
 
 

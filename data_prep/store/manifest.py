@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_prep.encode.splits import SPLITS
 from data_prep.sources.rows import BadRow, Drop
+from data_prep.store.document_ids import IdsEntry
 from data_prep.store.layout import MANIFEST, PLAN, SHARDS
 from data_prep.store.records import read
 from fem_common.errors import UserError
@@ -34,7 +35,10 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """One .bin/.idx pair; ``tokens`` counts EOD, ``text_bytes`` is the UTF-8 size of the documents written."""
+    """One .bin/.idx pair; ``tokens`` counts EOD, ``text_bytes`` is the UTF-8 size of the documents written.
+
+    ``ids``: the file of the documents' ids; None in older data, and where the text is its own id.
+    """
 
     documents: int
     tokens: int
@@ -43,6 +47,16 @@ class SplitEntry:
     idx_sha256: str
     bin_bytes: int
     idx_bytes: int
+    ids: IdsEntry | None = field(default=None, kw_only=True)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Its files' endings -> bytes."""
+        return {"bin": self.bin_bytes, "idx": self.idx_bytes} | ({"ids": self.ids.bytes} if self.ids else {})
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as files hold it: without ``ids`` where there are none."""
+        return {name: value for name, value in asdict(self).items() if name != "ids" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ class UnitEntry:
         value = asdict(self)
         value["dropped"] = {str(reason): self.dropped[reason] for reason in Drop if self.dropped.get(reason)}
         value["bad"] = [{"place": row.place, "reason": str(row.reason), "message": row.message} for row in self.bad]
-        value["splits"] = {name: value["splits"][name] for name in SPLITS if name in self.splits}
+        value["splits"] = {name: self.splits[name].as_json() for name in SPLITS if name in self.splits}
         return value
 
     @staticmethod
@@ -138,7 +152,7 @@ class Manifest:
 
     def as_json(self) -> dict[str, Any]:
         """The manifest as manifest.json holds it."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, **asdict(self), "splits": {name: entry.as_json() for name, entry in self.splits.items()}}
 
     @staticmethod
     def from_json(raw: Any) -> Manifest:
@@ -178,7 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
 def size_fault(folder: Path, manifest: Manifest) -> str | None:
     """The first file of a merged pair that is missing or of another size; None where all are there."""
     for name, entry in manifest.splits.items():
-        for kind, size in (("bin", entry.bin_bytes), ("idx", entry.idx_bytes)):
+        for kind, size in entry.sizes.items():
             file = folder / f"{name}.{kind}"
             if not file.is_file() or file.stat().st_size != size:
                 return f"{file} is not the {size} bytes that {MANIFEST} says"

@@ -1,11 +1,14 @@
-"""data_prep: JSON read strictly into dataclasses, by the types of their fields: every field is there, nothing else is. Knows no record."""
+"""data_prep: JSON read strictly into dataclasses, by the types of their fields: every field is there, nothing else is. Knows no record.
+
+A field that is given by its name alone (``kw_only``) came later: older files lack it.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -53,11 +56,14 @@ _types = functools.cache(get_type_hints)
 def _record(cls: Any, raw: Any) -> Any:
     kinds = _types(cls)
     _checked(raw, dict, f"{type(raw).__name__} where an object belongs")
-    for said, differing in (("lacks", kinds.keys() - raw.keys()), ("has an unknown", raw.keys() - kinds.keys())):
+    later = {item.name for item in fields(cls) if item.kw_only}
+    for said, differing in (("lacks", kinds.keys() - raw.keys() - later), ("has an unknown", raw.keys() - kinds.keys())):
         if differing:
             raise ValueError(f"{said} {min(differing)!r}")
     values = {}
     for name, kind in kinds.items():
+        if name not in raw:
+            continue
         try:
             values[name] = read(kind, raw[name])
         except ValueError as error:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import numpy.typing as npt
 
 from data_prep.encode.splits import SPLITS
 from data_prep.report.progress import Reading
-from data_prep.store.entries import accept_bad_rows, add_max_bad_argument, manifest_of, read_entries, units_bytes
+from data_prep.store.document_ids import IdsEntry, IdsWriter
+from data_prep.store.entries import accept_bad_rows, add_max_bad_argument, manifest_of, ranges, read_entries, shortened, units_bytes
 from data_prep.store.indexed import FormatError, dtype_name, index_bytes_of, read_index, sample_digest, with_ending, write_index
-from data_prep.store.layout import MANIFEST, SHARDS, UNITS, Plan, entry_path, read_plan, shard_prefix
+from data_prep.store.layout import KINDS, MANIFEST, SHARDS, UNITS, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import Manifest, MergedEntry, SplitEntry, UnitEntry, read_manifest, size_fault
 from data_prep.store.staging import Staging, existing_folder
 from fem_common.errors import StorageError, UserError
@@ -31,7 +32,7 @@ from fem_common.files import json_bytes, remove, sha256, write_synced
 from fem_common.text import count, counted, size
 
 COPY_BYTES = 1 << 22
-OURS = re.compile(rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.(bin|idx))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+")  # in OUT/shards
+OURS = re.compile(rf"\d{{5,}}(\.json|-({'|'.join(SPLITS)})\.({'|'.join(KINDS)}))|\.\d{{5,}}(\.json)?~[^~]+~\d+~\d+")  # in OUT/shards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,16 +67,17 @@ def merge_folder(out: Path, *, max_bad: str, tasks: int | None = None) -> int:
             return 1
         names = _splits(plan, entries)
         _check_space(out, entries)
-        with Reading(f"merging {counted(len(entries), 'unit')}", _bin_bytes(entries)) as reading:
+        with Reading(f"merging {counted(len(entries), 'unit')}", _bytes(entries, "bin")) as reading:
             splits = {name: _merge_split(name, staging.path / name, out, plan, entries, reading) for name in names}
         manifest = manifest_of(plan, entries, splits)
         write_synced(staging.path / UNITS, units_bytes(entries))
         write_synced(staging.path / MANIFEST, json_bytes(manifest.as_json()))
-        pairs = {f"{name}.{kind}" for name in SPLITS for kind in ("bin", "idx")}
-        merged = [f"{name}.{kind}" for name in names for kind in ("bin", "idx")]
-        staging.publish([*merged, UNITS], seal=MANIFEST, stale=sorted(pairs.difference(merged)))
+        files = {f"{name}.{kind}" for name in SPLITS for kind in KINDS}
+        merged = [f"{name}.{kind}" for name, entry in splits.items() for kind in entry.sizes]
+        staging.publish([*merged, UNITS], seal=MANIFEST, stale=sorted(files.difference(merged)))
         remove_shards(out)
     _report(out, manifest)
+    _tell_missing_ids(out, entries)
     return 0
 
 
@@ -102,14 +104,12 @@ def _merge_split(split: str, target: Path, out: Path, plan: Plan, entries: Seque
             prefix = shard_prefix(out, unit, split)
             try:
                 _check_index(with_ending(prefix, "idx"), part, dtype)
-                for block in _blocks(with_ending(prefix, "bin"), part):
+                for block in _blocks(with_ending(prefix, "bin"), part.bin_bytes, part.bin_sha256):
                     digest.update(block)
                     _write(stream.fileno(), block, binary)
                     reading.advance(len(block))
             except (FormatError, FileNotFoundError) as error:
-                again = f"remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}"
-                what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
-                raise UserError(f"{what}; {again}") from None
+                raise _again(out, unit, error) from None
         os.fsync(stream.fileno())
 
     def lengths() -> Iterator[npt.NDArray[Any]]:
@@ -119,7 +119,29 @@ def _merge_split(split: str, target: Path, out: Path, plan: Plan, entries: Seque
     documents, tokens, text_bytes = (sum(getattr(part, name) for _, part in shards) for name in ("documents", "tokens", "text_bytes"))
     idx_bytes, idx_sha256 = write_index(index, documents, dtype, lengths)
     sizes, sample = (binary.stat().st_size, idx_bytes), sample_digest(binary)
-    return MergedEntry(documents, tokens, text_bytes, digest.hexdigest(), idx_sha256, *sizes, sample)
+    ids = _merge_ids(split, with_ending(target, "ids"), out, shards)
+    return MergedEntry(documents, tokens, text_bytes, digest.hexdigest(), idx_sha256, *sizes, sample, ids=ids)
+
+
+def _merge_ids(split: str, target: Path, out: Path, shards: Sequence[tuple[Unit, SplitEntry]]) -> IdsEntry | None:
+    """Write a split's file of ids, where all its shards have theirs. Raises UserError naming a damaged one."""
+    parts = [(unit, part.ids) for unit, part in shards if part.ids]
+    if len(parts) < len(shards):
+        return None
+    with closing(IdsWriter(target)) as writer:
+        for unit, ids in parts:
+            path = with_ending(shard_prefix(out, unit, split), "ids")
+            try:
+                for block in _blocks(path, ids.bytes, ids.sha256):
+                    writer.copy(block)
+            except (FormatError, FileNotFoundError) as error:
+                raise _again(out, unit, error) from None
+        return writer.finish()
+
+
+def _again(out: Path, unit: Unit, error: FormatError | FileNotFoundError) -> UserError:
+    what = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else str(error)
+    return UserError(f"{what}; remove {entry_path(out, unit)} and do the unit again with: python -m data_prep run --out {out}")
 
 
 def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
@@ -135,16 +157,16 @@ def _check_index(path: Path, part: SplitEntry, dtype: str) -> None:
         raise FormatError(f"{path} holds {documents} documents and {tokens} {index.dtype} tokens, not what its entry says")
 
 
-def _blocks(path: Path, part: SplitEntry) -> Iterator[memoryview]:
-    """A shard's .bin in blocks. Raises FormatError at its end where it is not what its entry says."""
+def _blocks(path: Path, total: int, expected: str) -> Iterator[memoryview]:
+    """A shard's file in blocks. Raises FormatError at its end where it is not what its entry says."""
     digest, copied, buffer = hashlib.sha256(), 0, memoryview(bytearray(COPY_BYTES))
     with path.open("rb", buffering=0) as stream:
         while number := stream.readinto(buffer):
             digest.update(buffer[:number])
             copied += number
             yield buffer[:number]
-    if copied != part.bin_bytes or digest.hexdigest() != part.bin_sha256:
-        raise FormatError(f"{path} is damaged: not the {part.bin_bytes} bytes of its entry")
+    if copied != total or digest.hexdigest() != expected:
+        raise FormatError(f"{path} is damaged: not the {total} bytes of its entry")
 
 
 def _write(descriptor: int, block: memoryview, path: Path) -> None:
@@ -164,12 +186,12 @@ def _splits(plan: Plan, entries: Sequence[UnitEntry]) -> tuple[str, ...]:
     return names
 
 
-def _bin_bytes(entries: Sequence[UnitEntry]) -> int:
-    return sum(part.bin_bytes for entry in entries for part in entry.splits.values())
+def _bytes(entries: Sequence[UnitEntry], *kinds: str) -> int:
+    return sum(part.sizes.get(kind, 0) for entry in entries for part in entry.splits.values() for kind in kinds)
 
 
 def _check_space(out: Path, entries: Sequence[UnitEntry]) -> None:
-    wanted = _bin_bytes(entries) + index_bytes_of(sum(entry.documents for entry in entries))
+    wanted = _bytes(entries, "bin", "ids") + index_bytes_of(sum(entry.documents for entry in entries))
     free = shutil.disk_usage(out).free
     if wanted > free:
         sizes = f"merging takes {size(wanted)} beside the shards and {size(free)} are free"
@@ -195,3 +217,12 @@ def _report(out: Path, manifest: Manifest) -> None:
     drops = ", ".join(f"{number:,} {reason}" for reason, number in manifest.source.dropped.items()) or "none"
     rows = manifest.source.rows
     print(f"{rows:,} rows = {written:,} written + {rows - written:,} dropped ({drops}); {manifest.source.encoder}")
+
+
+def _tell_missing_ids(out: Path, entries: Sequence[UnitEntry]) -> None:
+    """Of units that were done before ids were recorded, where others have theirs: no part of a split's ids is written."""
+    without = [entry.unit for entry in entries if any(part.ids is None for part in entry.splits.values())]
+    if without and any(part.ids for entry in entries for part in entry.splits.values()):
+        splits = sorted({name for entry in entries for name, part in entry.splits.items() if part.ids is None}, key=SPLITS.index)
+        whose = f"units {shortened(ranges(without))} were encoded before ids were recorded"
+        print(f"{out}: no ids of documents beside {', '.join(splits)}: {whose}; to have them, run again with --overwrite")

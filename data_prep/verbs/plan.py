@@ -30,6 +30,7 @@ from data_prep.sources.rows import ID
 from data_prep.store.indexed import dtype_name
 from data_prep.store.layout import (
     BAD_ROWS,
+    KINDS,
     MANIFEST,
     PLAN,
     SHARDS,
@@ -50,7 +51,7 @@ from fem_common.text import count, counted, size
 
 UNIT_MB = 256.0
 BYTES_PER_TOKEN = 4  # of text, about; what the disk's estimate rests on
-PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("bin", "idx"))
+PAIRS = tuple(f"{split}.{kind}" for split in SPLITS for kind in KINDS)
 OWN = (PLAN, MANIFEST, *PAIRS, UNITS, BAD_ROWS)
 OPTIONS = {"languages": "language"}
 AGAIN = "choose another --out or add --overwrite"

@@ -177,7 +177,7 @@ def finished(out: Path, plan: Plan, unit: Unit) -> UnitEntry | None:
         sound = all(
             shard_prefix(out, unit, f"{name}.{kind}").stat().st_size == size
             for name, split in entry.splits.items()
-            for kind, size in (("bin", split.bin_bytes), ("idx", split.idx_bytes))
+            for kind, size in split.sizes.items()
         )
     except (FileNotFoundError, UserError):
         sound = False

@@ -17,9 +17,10 @@ from typing import Any
 from data_prep.encode.splits import SPLITS
 from data_prep.encode.tokenizer import load_folder
 from data_prep.report.progress import Reading
+from data_prep.store.document_ids import IdsEntry
 from data_prep.store.entries import manifest_of, missing_units, ranges, read_units, shortened, units_done
 from data_prep.store.indexed import dtype_name, index_bytes_of
-from data_prep.store.layout import MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
+from data_prep.store.layout import KINDS, MANIFEST, PLAN, SHARDS, TOKENIZER, Plan, Unit, entry_path, read_plan, shard_prefix
 from data_prep.store.manifest import Manifest, MergedEntry, TokenizerEntry, UnitEntry, read_manifest
 from data_prep.store.staging import existing_folder
 from data_prep.verify.cache import cache_bytes, check_caches
@@ -97,12 +98,13 @@ def verify_merged(folder: Path, manifest: Manifest, sample: int, caches: Path | 
         report.add([str(error)], fix)
     if plan and entries:
         report.add(manifest_faults(folder, manifest, plan, entries), fix)
-    total = sum(entry.bin_bytes + entry.idx_bytes for entry in manifest.splits.values())
+    total = sum(sum(entry.sizes.values()) for entry in manifest.splits.values())
     with Reading("verifying", total + (cache_bytes(caches) if caches else 0)) as reading:
         ids = Ids(manifest.dtype, manifest.tokenizer.eod_id, manifest.tokenizer.vocab_size)
         for name, part in manifest.splits.items():
             report.add(pair_faults(folder / name, part, "the manifest", ids, reading.advance), fix)
-        strays = [folder / f"{name}.{kind}" for name in SPLITS if name not in manifest.splits for kind in ("bin", "idx")]
+        known = {f"{name}.{kind}" for name, entry in manifest.splits.items() for kind in entry.sizes}
+        strays = [folder / name for name in (f"{split}.{kind}" for split in SPLITS for kind in KINDS) if name not in known]
         report.add([f"{path} is not in the manifest; remove it, or {fix}" for path in strays if path.exists()])
         if caches:
             found = check_caches(caches, folder, manifest, reading.advance)
@@ -128,7 +130,7 @@ def verify_units(folder: Path, sample: int) -> Report:
     entries, missing, faults = units_done(folder, plan)
     report.add([*faults, *[missing_units(folder, plan, missing)] * bool(missing)])
     parts = [part for entry in entries for part in entry.splits.values()]
-    with Reading(f"verifying {folder / SHARDS}", sum(part.bin_bytes + part.idx_bytes for part in parts)) as reading:
+    with Reading(f"verifying {folder / SHARDS}", sum(sum(part.sizes.values()) for part in parts)) as reading:
         report.add(shard_faults(folder, plan, entries, reading.advance))
     fix = f"remove its unit's entry in {folder / SHARDS} and do it again with: python -m data_prep run --out {folder}"
     _sample(report, folder, plan, entries, sample, fix, merged=False)
@@ -194,9 +196,10 @@ def _summed(said: MergedEntry, name: str, entries: list[UnitEntry]) -> MergedEnt
     documents, tokens, text_bytes, bin_bytes = (
         sum(getattr(part, what) for part in parts) for what in ("documents", "tokens", "text_bytes", "bin_bytes")
     )
-    return replace(
-        said, documents=documents, tokens=tokens, text_bytes=text_bytes, bin_bytes=bin_bytes, idx_bytes=index_bytes_of(documents)
-    )
+    sizes = [part.ids.bytes for part in parts if part.ids]
+    ids = IdsEntry(sum(sizes), said.ids.sha256 if said.ids else "") if parts and len(sizes) == len(parts) else None
+    sums = {"documents": documents, "tokens": tokens, "text_bytes": text_bytes, "bin_bytes": bin_bytes}
+    return replace(said, **sums, idx_bytes=index_bytes_of(documents), ids=ids)
 
 
 def _differences(said: Any, found: Any, path: str, key: str = "") -> Iterator[str]:
@@ -225,7 +228,7 @@ def _sample(report: Report, folder: Path, plan: Plan, entries: list[UnitEntry], 
         report.agree.append(f"{found.compared} documents encoded again")
 
 
-SHARD = re.compile(rf"(\d+)-({'|'.join(SPLITS)})\.(?:bin|idx)")
+SHARD = re.compile(rf"(\d+)-({'|'.join(SPLITS)})\.(?:{'|'.join(KINDS)})")
 ENTRY = re.compile(r"(\d+)\.json")
 
 

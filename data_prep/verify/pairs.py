@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.store.document_ids import IdsEntry, count_lines
 from data_prep.store.indexed import DOCUMENTS_AT_ONCE, HEADER, FormatError, Index, read_index, sample_digest, with_ending
 from data_prep.store.manifest import MergedEntry, SplitEntry
 
@@ -31,17 +32,20 @@ class Ids:
 
 
 def pair_faults(prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: Callable[[int], None]) -> Iterator[str]:
-    """The faults of PREFIX.bin and PREFIX.idx, each naming its file. ``says``: who made the statement; ``advance`` hears of bytes read."""
+    """The faults of a pair and its .ids, each naming its file. ``says``: who made the statement; ``advance`` hears of bytes read."""
     binary, index_path = with_ending(prefix, "bin"), with_ending(prefix, "idx")
-    there = True
-    for path, size in ((binary, entry.bin_bytes), (index_path, entry.idx_bytes)):
+    missing = set()
+    for kind, size in entry.sizes.items():
+        path = with_ending(prefix, kind)
         if not path.is_file():
-            there = False
+            missing.add(kind)
             yield f"{path} is missing"
         elif path.stat().st_size != size:
             change = "truncated" if path.stat().st_size < size else "too long"
             yield f"{path}: {path.stat().st_size} bytes, {says} says {size} ({change})"
-    if not there:
+    if entry.ids and "ids" not in missing:
+        yield from _ids_faults(with_ending(prefix, "ids"), entry.ids, entry.documents, says, advance)
+    if missing - {"ids"}:
         return
     index = None
     try:
@@ -55,6 +59,19 @@ def pair_faults(prefix: Path, entry: SplitEntry, says: str, ids: Ids, advance: C
             yield fault
     kind = index.dtype if index else ids.dtype
     yield from _token_faults(binary, index if sound else None, kind, entry, says, ids, advance)
+
+
+def _ids_faults(path: Path, ids: IdsEntry, documents: int, says: str, advance: Callable[[int], None]) -> Iterator[str]:
+    digest, lines, unread = hashlib.sha256(), 0, b""
+    with path.open("rb", buffering=0) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            advance(len(block))
+            lines, unread = lines + count_lines(block), block[-1:]
+    if digest.hexdigest() != ids.sha256:
+        yield f"{path}: content differs from {says}'s hash"
+    elif lines != documents or unread not in (b"", b"\n"):
+        yield f"{path}: {lines} ids for {documents} documents"
 
 
 def _index_faults(

@@ -29,7 +29,7 @@ from fem_megatron.documents import Documents
 from fem_megatron.state import Context
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import Contents
-from pretrain.data.index_cache import NOT_THERE, IndexCache
+from pretrain.data.index_cache import NOT_THERE, IndexCache, index_cache, samples_of_splits
 from pretrain.data.store_cache import identity
 from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
@@ -85,7 +85,7 @@ def build_datasets(
         ConfigError: the index cache's place is wrong, or not to be written to.
         StorageError: a file system failed.
     """
-    sizes = [train_samples, config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0, 0]
+    sizes = samples_of_splits(config, train_samples)
     settings = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.data.seq_length,
@@ -97,18 +97,11 @@ def build_datasets(
         create_attention_mask=False,
     )
     _ensure_helpers()
-    cache = index_cache(config, contents, sizes, default_cache)
+    cache = index_cache(config, contents, train_samples, default_cache, megatron.core.__version__)
     kind = _kind(reader)
     built = _fill(cache, kind, settings, sizes, say)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
     return Datasets(train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id))
-
-
-def index_cache(config: RunConfig, contents: Contents, sizes: Sequence[int], default_cache: Path) -> IndexCache:
-    """The cache of the order of samples that this configuration asks for; ``sizes``: samples of training, validation and test."""
-    weights = [[source.weight for source in split] for split in (config.data.train, config.data.valid)]
-    identity = (list(sizes), weights, config.data.seq_length, config.train.seed, megatron.core.__version__)
-    return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
 
 
 @dataclass(frozen=True)

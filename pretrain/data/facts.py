@@ -319,7 +319,7 @@ def read_manifest(path: Path) -> Manifest | None:
         if raw["format"] != _MANIFEST_FORMAT:
             raise ConfigError(f"{path} has format {raw['format']!r}, readable: {_MANIFEST_FORMAT}; {MAKE_DATA}")
         wanted = ("tokens", "text_bytes", "bin_sha256", "idx_sha256", "bin_bytes", "idx_bytes", "bin_sample")
-        splits = {name: {field: entry[field] for field in wanted} for name, entry in raw["splits"].items()}
+        splits = {name: {field: entry[field] for field in wanted} | {"ids": entry.get("ids")} for name, entry in raw["splits"].items()}
         tokenizer = {field: raw["tokenizer"][field] for field in ("path", "vocab_size", "eod_id", "sha256")}
         return Manifest(path, tokenizer, raw["dtype"], splits)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -21,6 +21,7 @@ from typing import Any
 
 from fem_common.errors import StorageError, told
 from fem_common.files import remove, sha256, sync_file, sync_folder, write_synced
+from pretrain.config import RunConfig
 from pretrain.data.facts import Contents
 
 COMPLETE = "complete.json"
@@ -123,6 +124,18 @@ class IndexCache:
         record = {"format": FORMAT, "sources": [asdict(source) for source in self.contents.sources], "files": files}
         write_synced(built / COMPLETE, (json.dumps(record, indent=1) + "\n").encode())
         sync_folder(built)
+
+
+def samples_of_splits(config: RunConfig, train_samples: int) -> list[int]:
+    """Samples of training, validation and test that an order is drawn for."""
+    return [train_samples, config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0, 0]
+
+
+def index_cache(config: RunConfig, contents: Contents, train_samples: int, default_cache: Path, megatron: str) -> IndexCache:
+    """The cache of the order of so many samples that this configuration asks for; ``megatron``: the version that draws it."""
+    weights = [[source.weight for source in split] for split in (config.data.train, config.data.valid)]
+    identity = (samples_of_splits(config, train_samples), weights, config.data.seq_length, config.train.seed, megatron)
+    return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def changed(value: Any, place: tuple[Any, ...], wrong: list[Any]) -> Any:
 WRONGS: list[Any] = [None, True, 6, -1, 1.5, 10**400, "x", [], {}, [[]], [None] * 5]
 # What may be missing or be of another type: it decides no byte, or is looked at by verify.
 FREE = {*"files.*.path files.*.bytes files.*.rows files.*.text_bytes units.*.* unit_bytes bad.*".split(), "source.files.*"}
-FREE |= {f"splits.{name}" for name in ("train", "valid", "test")}
+FREE |= {f"splits.{name}{ids}" for name in ("train", "valid", "test") for ids in ("", ".ids")}
 READ: dict[str, Callable[[Path], object]] = {
     "plan.json": lambda data: read_plan(data),
     "manifest.json": lambda data: read_manifest(data),

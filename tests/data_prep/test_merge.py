@@ -15,7 +15,7 @@ from data_prep.store.manifest import read_entry, read_manifest
 from tests.data_prep import conftest as room
 from tests.wording import Wording
 
-PAIRS = {f"{split}.{kind}" for split in ("train", "valid", "test") for kind in ("bin", "idx")}
+PAIRS = {f"{split}.{kind}" for split in ("train", "valid", "test") for kind in ("bin", "idx", "ids")}
 
 
 def test_shards_merged_are_one_writers_files_and_all_is_accounted_for(tmp_path: Path, encoded: Path, merged: Path, rows: Path) -> None:
@@ -47,6 +47,18 @@ def test_merging_again_changes_nothing_but_removes_shards_that_a_kill_left(data:
         assert "unchanged" in room.done("merge", data) and room.snapshot(data) == room.snapshot(merged)
 
 
+def test_ids_of_some_units_alone_are_not_merged_and_data_without_ids_stays_readable(shards: Path, merged: Path) -> None:
+    """As in a folder whose first units are from before ids were recorded."""
+    room.edit_json(shards / "shards" / "00001.json", lambda entry: [part.pop("ids") for part in entry["splits"].values()])
+    said = room.done("merge", shards, "--max-bad", "100%")
+    assert f"{shards}: no ids of documents beside train, valid, test: units 1 were encoded before" in said
+    assert not list(shards.rglob("*.ids")) and room.merged_hashes(shards) == room.merged_hashes(merged)
+    assert "ids" not in room.manifest_of(shards)["splits"]["train"]
+    assert room.cli("verify", shards).returncode == 0 and "unchanged" in room.done("merge", shards)
+    shutil.copy(merged / "train.ids", shards)  # of other data, for all that is known
+    assert "train.ids is not in the manifest; remove it" in room.cli("verify", shards).stdout
+
+
 def refused(out: Path, *options: object, code: int = 2) -> str:
     """What merge says when it refuses; but for the list of bad rows, nothing has changed."""
 
@@ -69,6 +81,7 @@ def test_missing_units_are_named_with_their_tasks(shards: Path) -> None:
 DAMAGE = """
 00004-train.bin: flip 70; cut 2; gone; copy 00003-train.bin
 00004-train.idx: flip 36; gone
+00004-train.ids: flip 3; gone
 00004.json: write {; copy 00003.json; set plan "0"; set rows 3; set splits.train.tokens 7
 """
 
@@ -131,11 +144,11 @@ def test_data_of_an_earlier_plan_goes_when_the_new_is_whole(
     """As after plan --overwrite was killed: final names and a manifest that are another plan's; and a split that the new has not."""
     fewer = room.encode_units(room.plan_folder(tmp_path / "out", [rows], tokenizer, "--valid-percent", "10", "--test-percent", "0"))
     for folder in (shards, fewer):
-        for name in ("test.bin", "test.idx", "manifest.json"):
+        for name in ("test.bin", "test.idx", "test.ids", "manifest.json"):
             shutil.copy(merged / name, folder)
         room.spoil(folder, 'manifest.json set source.fingerprint "0"')
         room.merge(folder)
     assert room.snapshot(shards) == room.snapshot(merged)
-    assert set(room.merged_hashes(fewer)) == PAIRS - {"test.bin", "test.idx"}
+    assert PAIRS & {path.name for path in fewer.iterdir()} == PAIRS - {"test.bin", "test.idx", "test.ids"}
     (fewer / "valid.idx").write_bytes(b"")
     assert "valid.idx is not the" in refused(fewer)

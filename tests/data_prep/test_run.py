@@ -42,8 +42,10 @@ def dropped(folder: Path) -> Any:
 
 def test_every_document_lands_whole_in_the_split_of_its_id(made: Path, tokenizer: Path, documents: list[tuple[str, str]]) -> None:
     expected: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    ids: dict[str, str] = {"train": "", "valid": "", "test": ""}
     for document_id, text in documents:
         expected[Split(10, 5).of(document_id.encode())].append(text)
+        ids[Split(10, 5).of(document_id.encode())] += f"{document_id}\n"
     assert all(expected.values()) and texts(made, tokenizer) == expected
     manifest, raw = room.manifest_of(made), (tokenizer / "tokenizer.json").read_bytes()
     assert manifest["format"] == 2 and manifest["dtype"] == "uint16" and (made / "tokenizer" / "tokenizer.json").read_bytes() == raw
@@ -59,8 +61,11 @@ def test_every_document_lands_whole_in_the_split_of_its_id(made: Path, tokenizer
             "bin_bytes": len(binary),
             "idx_bytes": len(index),
             "bin_sample": entry["bin_sample"],
+            "ids": {"bytes": len(ids[name]), "sha256": hashlib.sha256(ids[name].encode()).hexdigest()},
         }
-    names = {".lock", "manifest.json", "plan.json", "tokenizer", "units.jsonl", *room.merged_hashes(made)}
+        assert (made / f"{name}.ids").read_text() == ids[name]
+    files = {f"{name}.{kind}" for name in ids for kind in ("bin", "idx", "ids")}
+    names = {".lock", "manifest.json", "plan.json", "tokenizer", "units.jsonl", *files}
     assert {path.name for path in made.iterdir()} == names
 
 

@@ -24,6 +24,7 @@ MERGED = """
 train.bin: cut 1; cut 200; write; add xy; flip -1; swap valid.bin
 valid.bin: flip 50; gone
 valid.idx: gone
+valid.ids: flip 2; cut 3; gone
 test.idx: flip 40; flip 0; cut 8; write; lengths 0+1 1+-1; swap valid.idx
 tokenizer: gone
 tokenizer/tokenizer.json: write {}; set version "1.0"
@@ -38,6 +39,7 @@ plan.json: gone; set units.0.2 0; set settings.min_bytes 9; set settings.more 9
 SHARDS = """
 00002-train.bin: cut 2; flip 9
 00002-train.idx: flip 40; gone
+00002-train.ids: flip 0
 00002.json: swap 00003.json; gone; write {; set plan "0"; set rows 61
 00009.json: copy 00002.json
 00009-train.bin: copy 00002-train.bin

@@ -48,6 +48,7 @@ COMMANDS: dict[str, list[str]] = {
     "tools.checkpoint show": ["FOLDER"],
     "tools.scaling plan": ["FOLDER/study.yaml"],
     "tools.diagnose": ["FOLDER"],
+    "tools.tokens": ["FOLDER", "--step", "1"],
     "tools.bench.cpu_suite": ["--compare", "FOLDER/earlier.json"],
     "tools.bench.data_prep": ["--corpus", "FOLDER"],
 }

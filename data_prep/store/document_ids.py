@@ -1,0 +1,98 @@
+"""data_prep: ``PREFIX.ids``: the id of each document of a .bin/.idx pair, a UTF-8 line each, in the pair's order.
+
+In a line a backslash is two, a newline is backslash and n, and a byte that is not UTF-8 is backslash, x and its number. A document is
+found by its number or its id by reading the file once. numpy alone; knows nothing of splits, units or manifests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+BLOCK_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class IdsEntry:
+    """Size and SHA-256 of a .ids file."""
+
+    bytes: int
+    sha256: str
+
+
+class IdsWriter:
+    """Writes a .ids file as documents come."""
+
+    def __init__(self, path: Path) -> None:
+        self._hash, self._bytes = hashlib.sha256(), 0
+        self._stream: BinaryIO = path.open("wb", buffering=0)
+
+    def add(self, ids: Iterable[bytes]) -> None:
+        """Append documents' ids."""
+        self.copy(b"".join([line_of(each) + b"\n" for each in ids]))
+
+    def copy(self, lines: bytes | memoryview) -> None:
+        """Append what a .ids file holds."""
+        raw = memoryview(lines)
+        self._hash.update(raw)
+        self._bytes += len(raw)
+        try:
+            while raw:
+                raw = raw[self._stream.write(raw) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._stream.name) from None
+
+    def close(self) -> None:
+        """Close the file; nothing more is written."""
+        self._stream.close()
+
+    def finish(self) -> IdsEntry:
+        """Wait until the file is on the disk, and say what it is."""
+        os.fsync(self._stream.fileno())
+        self.close()
+        return IdsEntry(self._bytes, self._hash.hexdigest())
+
+
+def line_of(document_id: bytes) -> bytes:
+    """An id as its line holds it, without the newline."""
+    line = document_id.replace(b"\\", b"\\\\").replace(b"\n", b"\\n") if b"\\" in document_id or b"\n" in document_id else document_id
+    return line if line.isascii() else line.decode(errors="backslashreplace").encode()
+
+
+def lines_at(path: Path, numbers: Collection[int]) -> dict[int, str]:
+    """Number of a document (from 0) -> its line, of those ``numbers`` that the file has."""
+    wanted, found, first, rest = np.unique(np.fromiter(numbers, np.int64, len(numbers))), dict[int, str](), 0, b""
+    with path.open("rb") as stream:
+        while len(found) < len(wanted) and (block := stream.read(BLOCK_BYTES)):
+            block = rest + block
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+            low, high = np.searchsorted(wanted, (first, first + len(ends)))
+            for number in wanted[low:high].tolist():
+                start = int(ends[number - first - 1]) + 1 if number > first else 0
+                found[number] = block[start : int(ends[number - first])].decode()
+            first, rest = first + len(ends), block[int(ends[-1]) + 1 :] if len(ends) else block
+    return found
+
+
+def numbers_of(path: Path, line: bytes) -> list[int]:
+    """The numbers of the documents that have this line, ascending."""
+    found, first, rest, sought = list[int](), 0, b"\n", b"\n" + line + b"\n"  # ``rest`` begins with the newline before document ``first``
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            block, at = rest + block, -1
+            while (at := block.find(sought, at + 1)) >= 0:
+                found.append(first + count_lines(block[:at]))
+            last = block.rindex(b"\n")
+            first, rest = first + count_lines(block[:last]), block[last:]
+    return found
+
+
+def count_lines(block: bytes | memoryview) -> int:
+    """The newlines in a part of a file."""
+    return int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))

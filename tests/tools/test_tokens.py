@@ -1,0 +1,241 @@
+"""``python -m tools.tokens``: what it says of a run is what Megatron's dataset yields and what training read, there and back."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.store.document_ids import IdsWriter, lines_at
+from data_prep.store.indexed import read_index
+from fem_common.config import dump_yaml
+from pretrain.config import load_run
+from pretrain.data.datasets import batches, build_datasets
+from pretrain.data.facts import check_contents
+from pretrain.data.store_reader import StoreReader
+from pretrain.validate import prepare
+from tests.one_process import megatron_of_one_process
+from tests.pretrain.conftest import DEMO, SMALL, Command, settings, tiny_data
+from tests.pretrain.conftest import pretrain as pretrain_command
+from tests.pretrain.data_folder import write_folder
+from tests.tools.refusals import Refused, refused
+from tools.tokens.__main__ import main
+from tools.tokens.steps import Steps, read_run
+
+__all__ = ["pretrain_command", "refused", "settings", "tiny_data"]
+
+Say = Callable[..., list[dict[str, Any]]]
+STEPS, BATCH, LENGTH = 20, 4, 32
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """What ``tools.tokens ... --json`` prints."""
+
+    def said(*arguments: object) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        assert main([*map(str, arguments), "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return said
+
+
+def write_data(folder: Path, name: str, seed: int) -> Path:
+    """A data folder with ids: documents longer than two sequences, many of a few tokens, and one id that other folders have too."""
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(*limits) for limits in [(70, 100)] * 3 + [(1, 5)] * 60 + [(20, 40)] * 9]
+    drawn.shuffle(lengths)
+    write_folder(folder, documents=[[drawn.randrange(499) for _ in range(length)] for length in lengths])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    writer = IdsWriter(folder / "train.ids")
+    writer.add([f"{name}-{number}".encode() if number else b"shared\nid" for number in range(len(lengths))])
+    manifest["splits"]["train"]["ids"] = vars(writer.finish())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder / "train"
+
+
+def begin(run_dir: Path, prefixes: list[Path]) -> Any:
+    """A run directory before its first step, with its index cache, and the dataset of training."""
+    blend = ", ".join(f"{{prefix: {prefix}, weight: {weight}}}" for prefix, weight in zip(prefixes, (3, 1), strict=False))
+    words = [*SMALL, f"data.train=[{blend}]", "data.valid=[]", "data.test=[]", f"train.steps={STEPS}", f"run_dir={run_dir}"]
+    prepared = prepare(load_run(DEMO, words), 1)
+    assert prepared.facts is not None
+    built = build_datasets(
+        prepared.config,
+        vocab_size=500,
+        eod_id=499,
+        contents=check_contents(prepared.facts),
+        train_samples=STEPS * BATCH,
+        default_cache=run_dir / "index_cache",
+        say=lambda _: None,
+        reader=StoreReader(prepared.config),
+    )
+    (run_dir / "config.yaml").write_text(dump_yaml(prepared.config))
+    (run_dir / "environment.json").write_text(json.dumps({"packages": {"megatron-core": version("megatron-core")}}))
+    return built.train
+
+
+@pytest.fixture
+def groups() -> Iterator[None]:
+    with megatron_of_one_process():
+        yield
+
+
+def tokens_of(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """Sample -> the tokens that its rows name, read from the .bin; offsets must lie within their documents."""
+    texts = {}
+    for prefix in {row["source"] for row in rows}:
+        index = read_index(Path(f"{prefix}.idx"))
+        texts[prefix] = np.split(np.fromfile(f"{prefix}.bin", index.dtype), np.cumsum(index.lengths)[:-1])
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        document = texts[row["source"]][row["document"]]
+        assert 0 <= row["from"] < row["to"] <= len(document), row
+        found.setdefault(row["sample"], []).extend(document[row["from"] : row["to"]].tolist())
+    return found
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("sources", [1, 2])
+def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_back(tmp_path: Path, say: Say, sources: int) -> None:
+    """Over the borders of epochs: 80 samples of data that has 28 of them."""
+    prefixes = [write_data(tmp_path / name, name, seed) for seed, name in enumerate(("one", "two")[:sources])]
+    dataset = begin(tmp_path / "run", prefixes)
+    steps = [say(tmp_path / "run", "--step", step) for step in range(1, STEPS + 1)]
+    assert [sorted({row["sample"] for row in rows}) for rows in steps] == [list(range(4 * n, 4 * n + 4)) for n in range(STEPS)]
+    rows = [row for step in steps for row in step]
+    assert [row["step"] for row in rows] == [1 + row["sample"] // BATCH for row in rows] and not any(row["seen"] for row in rows)
+    read = tokens_of(rows)
+    assert list(read) == list(range(STEPS * BATCH))
+    assert all(read[sample] == dataset[sample]["tokens"].tolist() for sample in read)
+    assert {row["source"] for row in rows} == set(map(str, prefixes))
+    by_sample = {sample: list(group) for sample, group in groupby(rows, lambda row: row["sample"])}
+    assert say(tmp_path / "run", "--sample", 33) == by_sample[33]
+
+    def where(**wanted: object) -> list[dict[str, Any]]:
+        return [row for row in rows if wanted.items() <= row.items()]
+
+    for number in range(72):
+        assert say(tmp_path / "run", "--document", number) == where(document=number)
+    for name in ("one-1", "one-70", "two-3")[: 1 + sources]:
+        found = say(tmp_path / "run", "--find", name)
+        assert (
+            found
+            and found == where(id=name)
+            and {(row["source"], row["document"]) for row in found} == {(str(tmp_path / name[:3] / "train"), int(name[4:]))}
+        )
+    shared = say(tmp_path / "run", "--find", "shared\nid")
+    assert shared == say(tmp_path / "run", "--find", r"shared\nid") == where(document=0)
+    assert shared and {row["id"] for row in shared} == {r"shared\nid"}
+
+
+@pytest.mark.usefixtures("groups")
+def test_without_the_data_numbers_stand_and_another_runs_cache_is_not_taken(
+    tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_data(tmp_path / "one", "one", 0)
+    begin(tmp_path / "run", [prefix])
+    whole = say(tmp_path / "run", "--step", 3)
+    begin(tmp_path / "other", [write_data(tmp_path / "two", "two", 1)])
+    for cache in (tmp_path / "other" / "index_cache").iterdir():
+        if cache.is_dir():
+            cache.rename(tmp_path / "run" / "index_cache" / cache.name)
+    assert say(tmp_path / "run", "--step", 3) == whole
+    index = prefix.with_suffix(".idx")
+    for anew in (False, True):
+        index.unlink(missing_ok=True)
+        if anew:
+            shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
+        assert main([str(tmp_path / "run"), "--step", "3", "--json"]) == 0
+        out, err = capsys.readouterr()
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert err.count("\n") == 1 and str(index) in err
+        for sample, group in groupby(zip(rows, whole, strict=True), lambda pair: pair[0]["sample"]):
+            *inner, (last, said) = group
+            assert last == {**said, "id": None} and sample == said["sample"]
+            assert all(row == {**said, "id": None, "to": None} for row, said in inner)
+    assert main([str(tmp_path / "run"), "--step", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["step", "sample", "seen", "source", "document", "from", "to", "id"]
+
+
+def test_of_a_run_whose_batch_changed(
+    pretrain_command: Command, tiny_data: Path, say: Say, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All steps together are what the loop read, sample by sample: 6 steps of 4, then of 8."""
+    read: list[list[int]] = []
+
+    def noting(dataset: Any, *rest: Any) -> Iterator[Any]:
+        for batch in batches(dataset, *rest):
+            if dataset.index_split.name == "train":
+                read.extend(batch["tokens"].tolist())
+            yield batch
+
+    monkeypatch.setattr("pretrain.trainer.batches", noting)
+    assert pretrain_command("train.steps=6") == 0
+    assert pretrain_command("train.steps=9", "train.global_batch_size=8") == 0
+    steps = [say(pretrain_command.run_dir, "--step", step) for step in range(1, 10)]
+    assert [len({row["sample"] for row in rows}) for rows in steps] == [4] * 6 + [8] * 3
+    rows = [row for step in steps for row in step]
+    assert list(tokens_of(rows).values()) == read and all(row["seen"] for row in rows)
+    for row in rows[:: len(rows) // 9]:
+        ids = lines_at(tiny_data / "train.ids", [row["document"]])
+        assert row["id"] == ids[row["document"]].rstrip() and row["id"].startswith("doc-")
+        assert row in say(pretrain_command.run_dir, "--find", row["id"])
+
+
+def test_where_nothing_says_when_the_batch_changed_no_step_is_made_up(pretrain_command: Command, refused: Refused) -> None:
+    run_dir = pretrain_command.run_dir
+    run_dir.mkdir()
+    config = load_run(DEMO, [*SMALL, "train.steps=30", "train.global_batch_size=4"])
+    (run_dir / "config.yaml").write_text(dump_yaml(config))
+    assert read_run(run_dir).steps == Steps([(0, 0), (30, 120)], {4}, 0)
+
+    def metrics(steps: list[tuple[int, int]]) -> str:
+        return "".join(json.dumps({"step": step, "consumed_tokens": LENGTH * samples}) + "\n" for step, samples in steps)
+
+    (run_dir / "attempts.jsonl").write_text('{"pid": 1}\n{"changed": {"train.global_batch_size": [8, 4]}}\n')
+    # A kill after step 4 took back what came after the checkpoint of step 2.
+    (run_dir / "metrics.jsonl").write_text(metrics([(1, 8), (2, 16), (3, 24), (4, 32), (3, 20), (5, 28)]) + '{"step": 6, "cons')
+    steps = read_run(run_dir).steps
+    assert steps == Steps([(0, 0), (1, 8), (2, 16), (3, 20), (5, 28), (30, 128)], {4, 8}, 5)
+    assert [steps.samples(step) for step in (2, 3, 5, 6)] == [range(8, 16), range(16, 20), range(24, 28), range(28, 32)]
+    assert all(steps.of(sample) == step for step in range(1, 31) for sample in steps.samples(step))
+    (run_dir / "metrics.jsonl").write_text(metrics([(1, 8), (10, 60)]))
+    assert read_run(run_dir).steps.of(30) is None and read_run(run_dir).steps.of(60) == 11
+    refused(main, "tools.tokens", run_dir, "--step", 5)
+
+
+@pytest.mark.usefixtures("groups")
+def test_mistakes_are_one_line(tmp_path: Path, refused: Refused) -> None:
+    run_dir = tmp_path / "run"
+    prefix = write_data(tmp_path / "one", "one", 0)
+    refused(main, "tools.tokens", run_dir, "--step", 1)
+    begin(run_dir, [prefix])
+    for words in (("--step", 0), ("--step", 21), ("--step", "one"), ("--sample", 80), ("--find", "two-1"), ("--document", 72), ()):
+        refused(main, "tools.tokens", run_dir, *words)
+    manifest = tmp_path / "one" / "manifest.json"
+    said = json.loads(manifest.read_text())
+    del said["splits"]["train"]["ids"]
+    manifest.write_text(json.dumps(said))
+    refused(main, "tools.tokens", run_dir, "--find", "one-1")
+    (cache,) = (folder for folder in (run_dir / "index_cache").iterdir() if folder.is_dir())
+    sample_index = next(cache.glob("*-sample_index.npy"))
+    sample_index.write_bytes(sample_index.read_bytes()[:-8])
+    refused(main, "tools.tokens", run_dir, "--step", 1, CACHE=cache.name, KEY=sample_index.name.partition("-")[0])
+    sample_index.unlink()
+    cache.rename(tmp_path / "cache")
+    refused(main, "tools.tokens", run_dir, "--step", 1)
+    (run_dir / "config.yaml").write_text(dump_yaml(load_run(run_dir / "config.yaml", [f"data.index_cache={tmp_path / 'elsewhere'}"])))
+    refused(main, "tools.tokens", run_dir, "--step", 1)
+    (run_dir / "environment.json").unlink()
+    refused(main, "tools.tokens", run_dir, "--step", 1)
+    assert torch.distributed.is_initialized()

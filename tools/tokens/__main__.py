@@ -1,0 +1,105 @@
+"""``python -m tools.tokens RUN_DIR --step N``: the documents that a training step saw, and the way back. Tells errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from data_prep.store.document_ids import line_of, lines_at, numbers_of
+from fem_common.cli import Parser, run
+from fem_common.errors import ConfigError, files_told
+from fem_common.text import aligned
+from tools.tokens.order import Order, Piece, open_order
+from tools.tokens.steps import Steps, read_run
+
+COLUMNS = ("step", "sample", "seen", "source", "document", "from", "to", "id")
+ABOUT = """Prints which documents a step of training saw, or which steps see a document: a line a piece with
+
+  step, sample (position in the training order, from 0), whether it was seen so far, source, number of the document in it (from 0),
+  the tokens [from, to) of the document, EOD included, and its id, where data_prep recorded ids (PREFIX.ids; ? where it did not).
+
+Everything is read from RUN_DIR, the run's index cache, and the .idx and .ids files beside the data; nothing is built or changed. The token
+after a sample's last one, which is its label, is not counted. Validation data is not covered."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Looks up and prints; returns the exit code."""
+    parser = Parser(prog="python -m tools.tokens", description=ABOUT)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run directory")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, metavar="N", help="a step of the run, from 1 on, done or to come")
+    what.add_argument("--sample", type=int, metavar="I", help="a position in the training order, from 0 on")
+    what.add_argument("--find", metavar="ID", help="when the document with this id was seen, and will be until the run's end")
+    what.add_argument("--document", type=int, metavar="N", help="as --find, of the document with this number (in each source)")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, null for what is not known")
+    given = parser.parse_args(arguments)
+
+    def tell() -> None:
+        with files_told():
+            rows = _rows(given)
+        if given.json:
+            for row in rows:
+                print(json.dumps(row, ensure_ascii=False))
+        elif rows:
+            shown = [["?" if row[name] is None else str(row[name]) for name in COLUMNS] for row in rows]
+            print(*aligned([COLUMNS, *shown], left=[3, 7]), sep="\n")
+        else:
+            print(f"{given.run_dir}: no step of the run sees this document")
+
+    return run("tools.tokens", tell)
+
+
+def _rows(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """The pieces asked for. Raises ConfigError."""
+    record = read_run(given.run_dir)
+    steps = record.steps
+    samples = steps.samples(given.step) if given.step is not None else [given.sample]
+    if given.sample is not None and not 0 <= given.sample < steps.end:
+        raise ConfigError(f"--sample {given.sample}: the run's samples are 0 to {steps.end - 1}")
+    order = open_order(given.run_dir, record.config, record.order_samples, record.contents_key)
+    for fault in dict.fromkeys(source.beside.fault for source in order.sources if source.beside.fault):
+        print(f"tools.tokens: {fault}: ids are unknown, and where documents end within a sample", file=sys.stderr)
+    if given.find is None and given.document is None:
+        pieces = [piece for sample in samples for piece in order.pieces(sample)]
+    else:
+        pieces = [piece for piece in order.find(_wanted(order, given)) if piece.sample < steps.end]
+    return _told(order, steps, pieces)
+
+
+def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
+    """Number of a source -> the documents asked for. Raises ConfigError where there is none."""
+    if given.document is not None:
+        most = max(int(source.documents.max()) for source in order.sources)
+        if not 0 <= given.document <= most:
+            raise ConfigError(f"--document {given.document}: the documents' numbers are 0 to {most}")
+        return {number: [given.document] for number in range(len(order.sources))}
+    raw, unknown = os.fsencode(given.find), [source.prefix for source in order.sources if source.beside.ids is None]
+    found = {
+        number: sorted({document for line in {raw, line_of(raw)} for document in numbers_of(source.beside.ids, line)})
+        for number, source in enumerate(order.sources)
+        if source.beside.ids is not None
+    }
+    if not any(found.values()):
+        rest = f"; of {', '.join(unknown)} no ids are recorded: look by number, with --document" if unknown else ""
+        raise ConfigError(f"--find {given.find}: no document of the training data has this id{rest}")
+    return found
+
+
+def _told(order: Order, steps: Steps, pieces: list[Piece]) -> list[dict[str, Any]]:
+    ids: list[dict[int, str]] = []
+    for number, source in enumerate(order.sources):
+        documents = {piece.document for piece in pieces if piece.source == number}
+        ids.append(lines_at(source.beside.ids, documents) if source.beside.ids and documents else {})
+    rows, seen = [], steps.seen
+    for sample, number, document, start, stop in pieces:
+        row = (steps.of(sample), sample, sample < seen, order.sources[number].prefix, document, start, stop, ids[number].get(document))
+        rows.append(dict(zip(COLUMNS, row, strict=True)))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

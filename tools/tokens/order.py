@@ -1,0 +1,193 @@
+"""The order of a run's training samples as its index cache has it, in documents and offsets. Maps files that are there; no torch, no .bin.
+
+Megatron's arrays: a source's ``document_index`` [documents x epochs], ``sample_index`` [samples + 1, 2] (place in document_index, offset)
+and ``shuffle_index`` [samples]; of a blend ``dataset_index`` and ``dataset_sample_index`` [samples].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data_prep.store.indexed import HEADER
+from fem_common.errors import ConfigError
+from fem_common.files import sha256
+from fem_common.stores import is_url
+from pretrain.config import RunConfig
+from pretrain.data.facts import Contents, SourceContents, read_manifest
+from pretrain.data.index_cache import COMPLETE, IndexCache, index_cache
+from pretrain.data.store_cache import local_prefix, store_cache
+
+_SPLIT = "train"
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a document that a sample holds; ``stop`` is None where the document's length is not known any more."""
+
+    sample: int
+    source: int
+    document: int
+    start: int
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What lies beside a source's .bin: the documents' lengths int32 [n] (tokens), the file of their ids, why there is neither."""
+
+    lengths: npt.NDArray[np.int32] | None = None
+    ids: Path | None = None
+    fault: str | None = None
+
+
+class Source:
+    """One .bin/.idx pair's part of the order. ``prefix``: where the run read it; ``base``: how its files in the cache begin."""
+
+    def __init__(self, base: Path, said: SourceContents, cache: Path) -> None:
+        self.prefix, self.beside = said.prefix, _beside(said, local_prefix(said.prefix, cache))
+        self.documents, self.samples, self.shuffle = (_mapped(base, name) for name in ("document", "sample", "shuffle"))
+
+    def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
+        """(document, start, stop) of the sample at a position of this source's own order; the label of its last token is not counted."""
+        row = int(self.shuffle[position])
+        (first, start), (last, end) = self.samples[row].tolist(), self.samples[row + 1].tolist()
+        for place in range(first, last + 1):
+            document, stop = int(self.documents[place]), end if place == last else None
+            if stop is None and self.beside.lengths is not None:
+                stop = int(self.beside.lengths[document])
+            if stop is None or stop > start:
+                yield document, start, stop
+            start = 0
+
+    def positions(self, documents: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Positions of the samples that may hold tokens of these documents, ascending: theirs, and those that end where they begin."""
+        rows = set[int]()
+        for place in np.flatnonzero(np.isin(self.documents, documents)).tolist():
+            first, after = (search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right))
+            rows.update(range(max(first - 1, 0), min(after, len(self.samples) - 1)))
+        return np.flatnonzero(np.isin(self.shuffle, sorted(rows)))
+
+
+@dataclass(frozen=True)
+class Order:
+    """All samples of training; ``blend``: the source of each sample, and its position there; None for one source."""
+
+    sources: list[Source]
+    blend: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None
+
+    def __len__(self) -> int:
+        return len(self.blend[0]) if self.blend else len(self.sources[0].shuffle)
+
+    def pieces(self, sample: int) -> list[Piece]:
+        """What a sample holds; past the end it begins again, as training does."""
+        place = sample % len(self)
+        number, position = (int(self.blend[0][place]), int(self.blend[1][place])) if self.blend else (0, place)
+        return [Piece(sample, number, *piece) for piece in self.sources[number].pieces(position)]
+
+    def find(self, wanted: dict[int, list[int]]) -> list[Piece]:
+        """The pieces of documents (number of a source -> their numbers), in the order of samples."""
+        samples = set[int]()
+        for number, documents in wanted.items():
+            found = self.sources[number].positions(documents)
+            if self.blend:
+                found = np.flatnonzero((self.blend[0] == number) & np.isin(self.blend[1], found))
+            samples.update(found.tolist())
+        return [piece for sample in sorted(samples) for piece in self.pieces(sample) if piece.document in wanted.get(piece.source, ())]
+
+
+def open_order(run_dir: Path, config: RunConfig, samples: int, contents_key: str | None) -> Order:
+    """The order of so many ``samples`` that a run reads; ``contents_key``: of the data, as its checkpoints have it.
+
+    Raises:
+        ConfigError: there is no such cache, or it is damaged.
+    """
+    root, megatron = Path(config.data.index_cache or run_dir / "index_cache"), _megatron(run_dir)
+    fitting = []
+    for complete in sorted(root.glob(f"*/{COMPLETE}")):
+        contents = _contents(complete)
+        if contents is None or contents_key not in (None, contents.key) or not _is_of(config, contents):
+            continue
+        cache = index_cache(config, contents, samples, run_dir / "index_cache", megatron)
+        if cache.folder.name == complete.parent.name:
+            fitting.append(cache)
+    if not fitting:
+        elsewhere = "data.index_cache, from the working directory" if config.data.index_cache else "where data.index_cache is null"
+        raise ConfigError(
+            f"{run_dir}: {root} ({elsewhere}) has no index cache of this run: it has not begun to train, or the cache is gone"
+        )
+    if len(fitting) > 1:
+        folders = ", ".join(cache.folder.name for cache in fitting)
+        raise ConfigError(f"{root}: {folders} are of this run at different contents of its data; without a checkpoint nothing says which")
+    if fault := fitting[0].fault():
+        raise ConfigError(f"index cache {fitting[0].folder}: {fault}")
+    return _read(fitting[0], store_cache(config))
+
+
+def _read(cache: IndexCache, stores: Path) -> Order:
+    said = {source.prefix: source for source in cache.contents.sources if source.split == _SPLIT}
+    bases, blend = (_described(cache.folder, kind) for kind in ("GPTDataset", "BlendedDataset"))
+    if not blend:
+        ((told, base),) = bases.items()
+        return Order([Source(base, said[json.loads(told)["dataset_path"]], stores)], None)
+    ((told, base),) = blend.items()
+    datasets = json.loads(told)["datasets"]
+    sources = [Source(bases[json.dumps(dataset, indent=4)], said[dataset["dataset_path"]], stores) for dataset in datasets]
+    return Order(sources, (_mapped(base, "dataset"), _mapped(base, "dataset_sample")))
+
+
+def _described(folder: Path, kind: str) -> dict[str, Path]:
+    """Description of each of training's datasets of this kind -> how the names of its files begin."""
+    ending = "-description.txt"
+    return {path.read_text(): path.with_name(path.name.removesuffix(ending)) for path in folder.glob(f"*{kind}-{_SPLIT}{ending}")}
+
+
+def _mapped(base: Path, name: str) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.load(f"{base}-{name}_index.npy", mmap_mode="r")
+    return array
+
+
+def _contents(complete: Path) -> Contents | None:
+    try:
+        return Contents(tuple(SourceContents(**source) for source in json.loads(complete.read_bytes())["sources"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_of(config: RunConfig, contents: Contents) -> bool:
+    """Whether the training sources have the run's names; a relative one is compared from its end, wherever the run was started."""
+    recorded = [source.prefix for source in contents.sources if source.split == _SPLIT]
+    prefixes = [source.prefix for source in config.data.train]
+    named = [prefix if is_url(prefix) else f"/{os.path.normpath(prefix).lstrip('./')}" for prefix in prefixes]
+    return len(recorded) == len(named) and all(map(str.endswith, recorded, named))
+
+
+def _megatron(run_dir: Path) -> str:
+    try:
+        return str(json.loads((run_dir / "environment.json").read_bytes())["packages"]["megatron-core"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{run_dir / 'environment.json'} does not say which megatron-core drew the order of samples") from None
+
+
+def _beside(said: SourceContents, prefix: str) -> Beside:
+    """What can be told of the documents; a manifest whose sizes agree is believed, without one the .idx is read whole."""
+    index, ids = Path(f"{prefix}.idx"), Path(f"{prefix}.ids")
+    if not index.is_file():
+        return Beside(fault=f"{index} is not there any more")
+    manifest = read_manifest(index.with_name("manifest.json"))
+    entry = manifest.splits.get(ids.stem, {}) if manifest else {}
+    told = entry.get("idx_bytes") == index.stat().st_size
+    if (entry["idx_sha256"] if told else sha256(index)) != said.idx_sha256:
+        return Beside(fault=f"{index} is not the file that the run read")
+    with index.open("rb") as stream:
+        sequences = HEADER.unpack(stream.read(HEADER.size))[3]
+    recorded = told and entry["ids"] and ids.is_file() and ids.stat().st_size == entry["ids"]["bytes"]
+    return Beside(np.memmap(index, "<i4", "r", HEADER.size, (sequences,)), ids if recorded else None)
