@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAST = 16  # tokens of the shortest row
+_LEAST = 4  # tokens of the shortest row
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Documents:
 
 def row_length(size: int, most: int) -> int:
     """Tokens of a document's row: 4, 5, 6 or 7 times a power of two, so that few lengths are met, and at most ``most``."""
-    step = max(_LEAST // 4, 1 << max(0, (size - 1).bit_length() - 3))
+    step = max(_LEAST, 1 << max(0, (size - 1).bit_length() - 3))
     return min(most, -(-size // step) * step)
 
 
