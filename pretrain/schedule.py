@@ -32,8 +32,11 @@ class Schedule:
         """The schedule of a validated configuration."""
         batch, length = config.train.global_batch_size, config.data.seq_length
         steps = _samples(config.train.steps, config.train.tokens, batch, length) // batch
-        warmup = _samples(config.optimizer.warmup_steps, config.optimizer.warmup_tokens, batch, length)
-        decay = _samples(config.optimizer.decay_steps, config.optimizer.decay_tokens, batch, length) or max(1, steps // 10) * batch
+        optimizer = config.optimizer
+        warmup = _samples(optimizer.warmup_steps, optimizer.warmup_tokens, batch, length)
+        if optimizer.warmup_fraction and optimizer.warmup_steps is None and optimizer.warmup_tokens is None:
+            warmup = min(max(1, round(optimizer.warmup_fraction * steps)), steps - 1) * batch
+        decay = _samples(optimizer.decay_steps, optimizer.decay_tokens, batch, length) or max(1, steps // 10) * batch
         return cls(steps, batch, length, warmup, decay)
 
 

@@ -22,6 +22,7 @@ from pretrain import reference_page
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, Source, load_run
 from pretrain.run_directory import run_directory
+from pretrain.schedule import Schedule
 from pretrain.validate import planned_world_size, prepare, validate
 from tests.pretrain.conftest import DEMO, DEMO_SIZES, ROOT
 from tests.pretrain.data_folder import write_folder
@@ -167,6 +168,22 @@ def test_a_contradiction_names_key_value_and_the_nearest_value_that_would_do(wor
     for row in MISTAKES["fitting"]:
         launched, overrides = settings_of(row)
         validate(load_run(DEMO, [*DEMO_SIZES, *overrides]), launched)
+
+
+def test_a_warm_up_that_is_a_share_fits_a_run_of_any_length() -> None:
+    """The demo's is 15 of its 220 steps, and of 5 the first; a number of steps or tokens goes before a share, and must fit."""
+
+    def warmup(*words: str) -> int:
+        config = load_run(DEMO, words)
+        validate(replace(config, model=replace(config.model, vocab_size=100)), 1)
+        schedule = Schedule.of(config)
+        return schedule.warmup_samples // schedule.batch_samples
+
+    assert [warmup(f"train.steps={steps}") for steps in (220, 2200, 20, 5, 2, 1)] == [15, 154, 1, 1, 1, 0]
+    assert warmup() == 15 and warmup("train.steps=5", "optimizer.warmup_fraction=0.99") == 4
+    assert warmup("optimizer.warmup_steps=0") == 0 and warmup(f"optimizer.warmup_tokens={7 * 4 * 256}") == 7
+    with pytest.raises(ConfigError, match="optimizer.warmup_steps = 15 does not fit: .* the largest that fits: 4"):
+        warmup("train.steps=5", "optimizer.warmup_steps=15")
 
 
 def test_a_plan_takes_the_world_size_that_the_configuration_asks_for() -> None:

@@ -47,7 +47,7 @@ def overrides(name: str, steps: int, folder: Path) -> list[str]:
     mixer = [f"model.mixer={name}"] if name in MIXERS else []
     run_dir = folder / "".join(letter if letter.isalnum() else "_" for letter in name)
     fixed = [f"run_dir={run_dir}", f"train.steps={steps}", f"train.eval_interval={steps}", "log.interval=5", "data.test=[]"]
-    return [*mixer, *SETTINGS.get(name, ()), *fixed]
+    return [*mixer, *SETTINGS.get(name, ()), *fixed, "optimizer.warmup_steps=15"]
 
 
 def train(name: str, steps: int, folder: Path) -> dict[str, float | str]:

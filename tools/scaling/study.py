@@ -67,7 +67,7 @@ PLANNED = {
     "train.seed": "seeds",
     "train.eval_interval": "validations",
     **dict.fromkeys(("train.steps", "train.tokens"), "budgets"),
-    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.warmup_tokens"), "warmup"),
+    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.warmup_tokens", "optimizer.warmup_fraction"), "warmup"),
     **dict.fromkeys((f"model.{key}" for key in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")), "sizes"),
     "parallel.world_size": "cluster.processes",
 }
