@@ -3,7 +3,8 @@
 What a layer computes of one token alone it computes of all tokens as they lie. What it reads of other tokens (attention, scans,
 convolutions) passes `Documents.apart`, which puts the tokens of each document into a row of their own, and what was read back into their
 places. Rows are independent in every read, so nothing crosses a document's end, whichever kernel runs; and of a pair of tokens of two
-documents nothing is computed. A row is up to a quarter longer than its document; rows of one length are read together.
+documents nothing is computed. A row is longer than its document by up to a quarter of it, or 3 tokens; rows of one length are read
+together.
 """
 
 from __future__ import annotations

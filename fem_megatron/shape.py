@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -118,11 +119,13 @@ class Shape(ABC):
     layer_class: "module:class" of the ``Update`` that computes it. external: another package does, and knows its parameters alone.
     kept: bytes a token and channel that autograd keeps of one application, its norm aside, in fp32 and in bf16 training (``kept_bytes``):
     seen on a CPU at the default switches, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other.
+    once: the parts of ``flops`` with work that is done once a sequence, and not again for each document that it holds.
     """
 
     layer_class: ClassVar[str]
     external: ClassVar[bool] = False
     kept: ClassVar[tuple[float, float]] = KEPT
+    once: ClassVar[frozenset[str]] = frozenset()
     hidden: int
 
     @abstractmethod
@@ -177,7 +180,12 @@ class Shape(ABC):
 
     def linear_flops(self) -> float:
         """2 FLOPs for each number of each linear map: a matrix applied once to each token."""
-        return sum(2.0 * weight.size for name, weight in self.weights().items() if name.endswith(".weight") and len(weight.shape) == 2)
+        return sum(self.map_flops.values())
+
+    @cached_property
+    def map_flops(self) -> dict[str, float]:
+        """2 FLOPs for each number of a linear map, by its weight's name."""
+        return {name: 2.0 * weight.size for name, weight in self.weights().items() if name.endswith(".weight") and len(weight.shape) == 2}
 
 
 def located(place: str) -> Any:
@@ -213,11 +221,15 @@ class BlockShape:
         parts = {"mixer": self.mixer} | ({} if self.mlp is None else {"mlp": self.mlp})
         return {f"{part}.{name}": weight for part, shape in parts.items() for name, weight in shape.weights().items()}
 
-    def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
-        """FLOPs of one token's forward pass by part, over all iterations."""
+    def flops(self, length: int, *, whole_square: bool = False, document: int | None = None) -> dict[str, float]:
+        """FLOPs of one token's forward pass by part, over all iterations; ``document``: of one that is read apart, of so many tokens."""
         flops: dict[str, float] = {}
         for shape in filter(None, (self.mixer, self.mlp)):
-            for name, value in shape.flops(length, whole_square=whole_square).items():
+            parts = shape.flops(length if document is None else document, whole_square=whole_square)
+            if document is not None and shape.once:
+                whole = shape.flops(length, whole_square=whole_square)
+                parts |= {name: whole[name] for name in shape.once & whole.keys()}
+            for name, value in parts.items():
                 flops[name] = flops.get(name, 0.0) + self.recurrence * value
         return flops
 

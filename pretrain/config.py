@@ -149,7 +149,7 @@ class OptimizerConfig:
     warmup_steps: int | None = setting(None, "Steps of linear warm-up; or give warmup_tokens.", least=0)
     warmup_tokens: int | None = setting(None, "Tokens of linear warm-up; or give warmup_steps.", least=0)
     warmup_fraction: float | None = setting(
-        None, "Linear warm-up as a share of the run's steps, one at least; warmup_steps and warmup_tokens go before it.", above=0, below=1
+        None, "Warm-up as a share of the steps; warmup_steps and warmup_tokens go before it.", above=0, below=1
     )
     decay_steps: int | None = setting(None, "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.", least=1)
     decay_tokens: int | None = setting(None, "wsd: tokens of the final decay; or give decay_steps.", least=1)

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 
 from fem_common.errors import MISTAKES, CommandError, ConfigError, InUse, StorageError, reason
 from fem_common.files import remove_leftovers
+from fem_common.text import si
 from fem_megatron import catalogue
 from fem_megatron.megatron import platform
 from pretrain.checkpoint.folder import newest_good
@@ -26,7 +27,7 @@ from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
 from pretrain.engines.building import initialize_model_parallel
 from pretrain.engines.deepspeed_ops import check_ops
-from pretrain.plan.run_plan import flops_per_token, make_plan, peak_tflops
+from pretrain.plan.run_plan import make_plan, peak_tflops
 from pretrain.ranks import from_rank_0
 from pretrain.report.evaluations import Evaluations, check_suite
 from pretrain.report.loggers import Callback, Console, Say, kernels_told, make_callbacks
@@ -215,16 +216,22 @@ class Run:
     def _trainer(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Trainer:
         """The loop with all its parts."""
         config, layout = self.config, self.config.parallel
-        plan = make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda())
+        plan = from_rank_0(lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda()))
         data = self.data(start.progress.order_samples)
         self.say(
             f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.schedule.steps} steps of {self.schedule.step_tokens} "
             f"tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
             f"PP {layout.pipeline_model_parallel_size}, DP {plan.data_parallel}, {config.train.precision})"
         )
+        if plan.pieces is not None:
+            self.say(
+                f"training FLOPs per token: {si(plan.train_flops)}FLOP by the documents' lengths, which TFLOP/s and MFU count; dense, over "
+                f"whole sequences: {si(plan.dense_flops)}FLOP"
+            )
         meter = Meter(
             step_tokens=self.schedule.step_tokens,
-            flops_per_token=flops_per_token(config),
+            flops_per_token=plan.train_flops,
+            dense_flops=None if plan.pieces is None else plan.dense_flops,
             world_size=self.world_size,
             peak_tflops=peak_tflops(config.log.device or platform.device_name()),
         )

@@ -24,7 +24,7 @@ from pretrain.data.store_cache import bring, identity, local_prefix, store_cache
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 _DTYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
 _LARGEST = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16}
 _MANIFEST_FORMAT = 2
@@ -287,21 +287,21 @@ def _missing_hint(prefix: str) -> str:
 def _read_index(index: Path, tokens_file: Path) -> tuple[str, int, int]:
     """(dtype, tokens, documents) from the ends of an .idx; no array is read through."""
     with index.open("rb") as file:
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(_MAGIC):
             raise ConfigError(f"{index} is not an index of Megatron's format (MMIDIDX); {MAKE_DATA}")
-        _, version, code, sequences, entries = _HEADER.unpack(header)
+        _, version, code, sequences, entries = HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
             raise ConfigError(f"{index} has version {version} and dtype code {code}; readable: version 1, integer dtypes; {MAKE_DATA}")
         dtype, width = _DTYPES[code]
-        size, plain = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * entries
+        size, plain = index.stat().st_size, HEADER.size + 12 * sequences + 8 * entries
         if size not in (plain, plain + sequences):
             raise ConfigError(f"{index} has {size} bytes where its header asks for {plain}: it is damaged; {MAKE_DATA}")
         end = 0
         if sequences:
-            file.seek(_HEADER.size + 4 * (sequences - 1))
+            file.seek(HEADER.size + 4 * (sequences - 1))
             (length,) = struct.unpack("<i", file.read(4))
-            file.seek(_HEADER.size + 4 * sequences + 8 * (sequences - 1))
+            file.seek(HEADER.size + 4 * sequences + 8 * (sequences - 1))
             (start,) = struct.unpack("<q", file.read(8))
             end = start + length * width
     held = tokens_file.stat().st_size

@@ -16,7 +16,7 @@ from fem_megatron.catalogue import BASELINE, mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
-from fem_megatron.shape import Weights
+from fem_megatron.shape import BlockShape, Weights
 from pretrain.config import RunConfig
 from pretrain.plan.memory import StageMemory, is_estimated, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
@@ -24,6 +24,7 @@ from pretrain.schedule import Schedule
 
 if TYPE_CHECKING:
     from pretrain.data.facts import DataFacts
+    from pretrain.data.pieces import Pieces
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from NVIDIA's product data sheets (H100, H200, A100, L40S, DGX B200), which print figures with
 # 2:4 sparsity for most: those are halved here. A device matches by the longest key that its name contains.
@@ -123,18 +124,26 @@ def _stages_of(name: str, model: ModelConfig, stages: int) -> set[int]:
 # --- FLOPs ---------------------------------------------------------------------------------------------------------------------
 
 
-def forward_flops(model: ModelConfig, seq_length: int) -> dict[str, float]:
+def forward_flops(model: ModelConfig, seq_length: int, pieces: Pieces | None = None) -> dict[str, float]:
     """FLOPs of one token's forward pass, by component: matrix products alone, a multiply-add counted as two.
 
     Attention is counted over the causal half: a token sees (seq_length + 1) / 2 keys on average. Each mixer's own products are in its
-    ``Shape.flops``.
+    ``Shape.flops``. pieces: of documents that are read apart, each by its own length; the tokens that fill their rows up are not counted.
     """
     flops: dict[str, float] = {}
-    for block in model.blocks():
-        for name, value in block.flops(seq_length).items():
+    names = mixer_names(model)  # layers of one name cost the same
+    costs = {name: _block_flops(block, seq_length, pieces) for name, block in dict(zip(names, model.blocks(), strict=True)).items()}
+    for layer in names:
+        for name, value in costs[layer].items():
             flops[name] = flops.get(name, 0.0) + value
     flops["output layer"] = 2.0 * model.padded_vocab_size() * model.hidden_size
     return {name: value for name, value in flops.items() if value}
+
+
+def _block_flops(block: BlockShape, seq_length: int, pieces: Pieces | None) -> dict[str, float]:
+    if pieces is None:
+        return block.flops(seq_length)
+    return pieces.mean_over(lambda document: block.flops(seq_length, document=document))
 
 
 def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
@@ -143,15 +152,13 @@ def decoding_state_bytes(model: ModelConfig, length: int, element: int) -> int:
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Model FLOPs of training on one token, the MFU's numerator: forward plus twice as much backward; recompute is not counted."""
+    """Model FLOPs of training on one token, over whole sequences: forward plus twice as much backward; recompute is not counted."""
     return 3.0 * sum(forward_flops(config.model, config.data.seq_length).values())
 
 
-def hardware_flops_per_token(config: RunConfig) -> float:
-    """FLOPs really done for a token: with full recompute every layer's forward pass runs twice."""
-    forward = forward_flops(config.model, config.data.seq_length)
-    again = sum(forward.values()) - forward["output layer"] if config.train.recompute == "full" else 0.0
-    return flops_per_token(config) + again
+def recomputed_flops(config: RunConfig, forward: Mapping[str, float]) -> float:
+    """FLOPs that recompute adds for a token: where it is full every layer's ``forward`` pass runs twice."""
+    return sum(forward.values()) - forward["output layer"] if config.train.recompute == "full" else 0.0
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------------------
@@ -159,7 +166,11 @@ def hardware_flops_per_token(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs. Sizes in bytes, FLOPs per token."""
+    """A run's needs. Sizes in bytes, FLOPs per token.
+
+    train_flops, the MFU's numerator, and hardware_flops, recompute counted too, are by ``pieces`` where documents are read apart and data
+    is here that tells their lengths; dense_flops is train_flops over whole sequences.
+    """
 
     config: RunConfig
     world_size: int
@@ -171,6 +182,8 @@ class Plan:
     forward_flops: dict[str, float]
     train_flops: float
     hardware_flops: float
+    dense_flops: float
+    pieces: Pieces | None
     memory: tuple[StageMemory, ...]
     cuda: bool
     checkpoint_bytes: int
@@ -215,6 +228,13 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     twin = replace(config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1)
     twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False, attention=AttentionConfig())
     counts = stage_parameters(config)
+    pieces = None
+    if facts is not None and config.data.documents == "separate":
+        from pretrain.data.pieces import pieces_of  # numpy: a plan of whole sequences starts without
+
+        pieces = pieces_of(config, facts)
+    forward = forward_flops(config.model, config.data.seq_length, pieces)
+    train = 3.0 * sum(forward.values())
     return Plan(
         config=config,
         world_size=world_size,
@@ -223,9 +243,11 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
         schedule=schedule,
         parameters=parameters,
         transformer_parameters=sum(count_by_component(twin).values()),
-        forward_flops=forward_flops(config.model, config.data.seq_length),
-        train_flops=flops_per_token(config),
-        hardware_flops=hardware_flops_per_token(config),
+        forward_flops=forward,
+        train_flops=train,
+        hardware_flops=train + recomputed_flops(config, forward),
+        dense_flops=flops_per_token(config),
+        pieces=pieces,
         memory=tuple(stage_memory(config, stage, count, data_parallel, cuda=cuda) for stage, count in enumerate(counts)),
         cuda=cuda,
         checkpoint_bytes=checkpoint_bytes(config),
@@ -291,12 +313,15 @@ def _model_lines(plan: Plan) -> Iterator[str]:
 
 def _cost_lines(plan: Plan) -> Iterator[str]:
     config, forward = plan.config, sum(plan.forward_flops.values())
-    yield f"FLOPs per token (matrix products; attention over the causal half of {config.data.seq_length})"
+    half = "causal half" if plan.pieces is None else "causal half of each document's part"
+    yield f"FLOPs per token (matrix products; attention over the {half} of {config.data.seq_length})"
     for name, value in plan.forward_flops.items():
         yield f"  {name:<18} {si(value):>11}FLOP  {100 * value / forward:5.1f}%"
     yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
         f", with recompute {si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
     )
+    if config.data.documents == "separate":
+        yield f"  {_documents_told(plan)}"
     length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
     yield f"  decoding state of {length:,} tokens: {gib(decoding_state_bytes(config.model, length, element))} a sequence"
     schedule = plan.schedule
@@ -306,6 +331,14 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     yield f"  warm-up {warmup:,} steps; training compute {si(plan.tokens * plan.train_flops)}FLOP"
     if plan.train_data_tokens is not None:
         yield f"  training data {plan.train_data_tokens:,} tokens: {plan.tokens / max(1, plan.train_data_tokens):.2f} epochs"
+
+
+def _documents_told(plan: Plan) -> str:
+    pieces = plan.pieces
+    if pieces is None:
+        return "counted over whole sequences: documents are read apart, but no data is here that tells their lengths"
+    read = "" if pieces.read == pieces.documents else f" ({pieces.read:,} of {pieces.documents:,} were read)"
+    return f"by documents of {pieces.mean:,.0f} tokens on average{read}; over whole sequences training {si(plan.dense_flops)}FLOP"
 
 
 def _layout_lines(plan: Plan) -> Iterator[str]:

@@ -63,11 +63,13 @@ class Console(Callback):
         if record.step % self.interval and record.step != self.total_steps and not record.skipped:
             return
         mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
+        mfu += f" (dense {record.dense_mfu:.1%})" if record.dense_mfu is not None else ""
+        dense = f" (dense {record.dense_tflops_per_device:.3g})" if record.dense_tflops_per_device is not None else ""
         note = "  NOT FINITE, step skipped" if record.skipped else ""
         print(
             f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {count(record.consumed_tokens)}"
             f"  loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {record.grad_norm:.3f}"
-            f"  {count(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{mfu}"
+            f"  {count(record.tokens_per_second)} tok/s  {record.tflops_per_device:.3g} TFLOP/s{dense}{mfu}"
             f"  peak {record.peak_memory_bytes / 2**30:.2f} GiB  ETA {_duration(record.eta_seconds)}{note}",
             flush=True,
         )

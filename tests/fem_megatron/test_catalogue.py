@@ -18,6 +18,7 @@ from fem_common.settings import spec
 from fem_megatron import catalogue
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
+from fem_megatron.documents import Documents
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.delta.shape import DeltaConfig
@@ -176,17 +177,25 @@ def test_bf16_is_near_fp32(name: str) -> None:
     assert name not in NAMES or (exact - rounded.float()).abs().max() < 0.05 * exact.abs().max()
 
 
-@pytest.mark.parametrize("length", [LENGTH, 128])
+@pytest.mark.parametrize("documents", [(LENGTH,), (128,), (4, 24, 4, 32)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_planned_flops_are_those_that_torch_counts(name: str, length: int) -> None:
-    """All but triangular solves, which torch's counter does not see; exactly, as both count multiply-adds of the same products."""
+def test_planned_flops_are_those_that_torch_counts(name: str, documents: tuple[int, ...]) -> None:
+    """All but triangular solves, which torch's counter does not see; exactly, as both count multiply-adds of the same products.
+
+    Several documents, which fill their rows: each is counted by its own length, and of the pairs of two of them nothing is computed.
+    """
     if name in ("differential", "fem budget ii", "fem plain"):
         pytest.skip("on a CPU attention's widths are padded to one, and the zeros are counted, too")
-    block = block_of(name, torch.float32, attention_backend="fused")
+    block, length, context = block_of(name, torch.float32, attention_backend="fused"), sum(documents), Context(causal=is_causal(name))
+    costs = [(length, shape_of(name).flops(length, whole_square=True))]
+    if len(documents) > 1:
+        costs = [(size, shape_of(name).flops(length, whole_square=True, document=size)) for size in documents]
+        begins = torch.isin(torch.arange(length), torch.tensor((0, *documents)).cumsum(0))[None]
+        context = Context(documents=Documents.of(begins), causal=is_causal(name))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        block(tokens(length, torch.float32)[:, :1], Context(causal=is_causal(name)))
-    planned = {part: value for part, value in shape_of(name).flops(length, whole_square=True).items() if part != "solves"}
-    assert counter.get_total_flops() == pytest.approx(length * sum(planned.values()), rel=1e-12)
+        block(tokens(length, torch.float32)[:, :1], context)
+    planned = sum(size * value for size, cost in costs for part, value in cost.items() if part != "solves")
+    assert counter.get_total_flops() == pytest.approx(planned, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

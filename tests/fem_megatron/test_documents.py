@@ -98,3 +98,28 @@ def test_rows_are_few_and_little_longer_than_their_documents() -> None:
     documents = Documents.of(begins())
     assert documents.rows == ((25, 4), (1, 8), (1, 16), (1, 20), (1, 32), (2, 64))
     assert sum(count * length**2 for count, length in documents.rows) < 0.7 * len(PACKED) * LENGTH**2
+
+
+@pytest.mark.parametrize("mean", [3, 30, 300])
+def test_reads_go_over_a_quarter_more_tokens_than_there_are(mean: int) -> None:
+    """What a read is given, counted: places at most 1.25 times the tokens, and pairs 1.25^2 times the documents' own; below 13 tokens a
+    document has 3 places more at most."""
+    sizes, length = (torch.empty(4096).exponential_(1 / mean, generator=torch.Generator().manual_seed(mean)).ceil().long(), 4096)
+    sizes = sizes[sizes.cumsum(0) < length]
+    sizes = torch.cat([sizes, length - sizes.sum()[None]])
+    given: list[tuple[int, int]] = []
+
+    def read(valid: Tensor | None, x: Tensor) -> Tensor:
+        given.append((x.shape[0], x.shape[1]))
+        return x
+
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)[:-1]])
+    x = torch.arange(length)[None]
+    documents = Documents.of(torch.isin(torch.arange(length), starts)[None])
+    assert torch.equal(documents.apart(read, [x], batch=0, time=1, causal=True), x)
+    places, pairs = (sum(rows * row**power for rows, row in given) for power in (1, 2))
+    most = torch.maximum(sizes + 3, 1.25 * sizes)
+    assert length <= places <= most.sum() and sizes.square().sum() <= pairs <= most.square().sum()
+    assert pairs < length**2 / 4
+    if mean >= 300:
+        assert pairs <= 1.25**2 * sizes.square().sum()

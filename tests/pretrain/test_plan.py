@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fem_megatron.config import ModelConfig
@@ -12,22 +15,26 @@ from fem_megatron.mixers.fem.prior_shapes import SoftmaxShape
 from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts, SourceFacts
+from pretrain.data.pieces import Pieces, shares_of
 from pretrain.plan.memory import chunks_in_flight, layer_activations
 from pretrain.plan.run_plan import (
     DEVICE_PEAK_TFLOPS,
+    Plan,
     checkpoint_bytes,
     count_by_component,
     flops_per_token,
     forward_flops,
-    hardware_flops_per_token,
     make_plan,
     memory_gib,
     parameter_shapes,
     peak_tflops,
+    recomputed_flops,
     render,
     stage_parameters,
 )
+from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO_SIZES, ROOT
+from tests.pretrain.data_folder import write_folder
 from tests.wording import Wording
 
 CONFIGS = ROOT / "configs" / "run"
@@ -112,13 +119,101 @@ def test_a_plan_needs_no_transformer_of_the_same_heads(mixer: str, width: int, h
 def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layers() -> None:
     config = run(LARGE)
     forward = forward_flops(config.model, 4096)
-    assert flops_per_token(config) == 3 * sum(forward.values()) == hardware_flops_per_token(config)
+    assert flops_per_token(config) == 3 * sum(forward.values()) and recomputed_flops(config, forward) == 0
     again = replace(config, train=replace(config.train, recompute="full"))
     assert flops_per_token(again) == flops_per_token(config)  # the MFU does not reward recompute
-    assert hardware_flops_per_token(again) == 4 * sum(forward.values()) - forward["output layer"]
+    assert recomputed_flops(again, forward) == sum(forward.values()) - forward["output layer"]
+    planned = make_plan(again, 8)
+    assert planned.train_flops == flops_per_token(config)
+    assert planned.hardware_flops == flops_per_token(config) + recomputed_flops(again, forward)
     # 2 FLOPs a matrix parameter, the embedding's look-up aside, plus attention.
     weights = sum(math.prod(shape) for name, shape in parameter_shapes(config.model).items() if len(shape) >= 2 and "embed" not in name)
     assert sum(forward.values()) == 2 * weights + forward["attention"]
+
+
+def parts_of(document: int, phase: int, length: int) -> list[int]:
+    """Tokens of the document's parts where it begins at the ``phase``-th token of a sequence of ``length``."""
+    edges = [phase, *(edge for edge in range(length, phase + document, length)), phase + document]
+    return [end - begin for begin, end in zip(edges, edges[1:], strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("documents", "length", "phases"),
+    [
+        ([1, 2, 7, 8, 9, 16, 17, 40, 3], 8, range(8)),
+        ([5, 5, 5], 8, range(8)),
+        ([4, 12, 20, 40], 12, (0, 4, 8)),  # multiples of 4 begin at multiples of 4
+        ([6, 12], 12, (0, 6)),
+        ([12, 24, 12], 12, (0,)),
+    ],
+)
+def test_documents_parts_are_those_of_every_place_where_they_may_begin(documents: list[int], length: int, phases: Sequence[int]) -> None:
+    held = np.zeros(length + 1)
+    for document in documents:
+        for phase in phases:
+            for part in parts_of(document, phase, length):
+                held[part] += part
+    shares = shares_of(np.array(documents, np.int32), length)
+    assert shares == pytest.approx(held / held.sum(), rel=1e-12)  # float64 rounding
+
+
+def test_many_lengths_cost_what_a_few_of_them_tell() -> None:
+    """Linear costs to rounding; what falls with the length, as what is done once a document does, within a millionth."""
+    shares = shares_of(np.random.default_rng(1).geometric(1 / 9000, 500).astype(np.int32), 32768)
+    pieces, asked, length = Pieces(shares, 9000.0, 500, 500), list[int](), np.arange(1, 32769)
+
+    def cost(document: int) -> dict[str, float]:
+        asked.append(document)
+        return {"linear": 3.0 * document + 5, "once": 1 / document, "constant": 7.0}
+
+    found = pieces.mean_over(cost)
+    assert len(asked) < 8192 and found["linear"] == pytest.approx(shares[1:] @ (3.0 * length + 5), rel=1e-12)
+    assert found["constant"] == pytest.approx(7.0, rel=1e-12) and found["once"] == pytest.approx(shares[1:] @ (1 / length), rel=1e-6)
+
+
+def by_documents(folder: Path, documents: list[list[int]], *words: str) -> Plan:
+    """The plan of the demo on these documents, which are read apart."""
+    write_folder(folder, documents=documents)
+    words = (f"data.train=[{{prefix: {folder / 'train'}}}]", "data.valid=[]", "data.test=[]", "data.seq_length=16", *words)
+    prepared = prepare(run("demo.yaml", "model.vocab_size=500", "data.documents=separate", *words), None, plan_only=True)
+    return make_plan(prepared.config, 1, prepared.facts)
+
+
+def test_a_plan_counts_documents_by_their_lengths_and_says_both(tmp_path: Path, wording: Wording) -> None:
+    dense = make_plan(run("demo.yaml", "model.vocab_size=500", "data.seq_length=16"), 1)
+    assert dense.pieces is None and dense.train_flops == dense.dense_flops
+    whole = by_documents(tmp_path / "whole", [[7] * 16] * 40)
+    assert whole.forward_flops == dense.forward_flops and whole.train_flops == whole.dense_flops == dense.train_flops
+    short = by_documents(tmp_path / "short", [[7] * 4] * 100)
+    assert short.dense_flops == dense.train_flops and short.memory == dense.memory
+    # Documents of 4 tokens are never cut: a token sees 2.5 keys instead of 8.5, and all else costs what it did.
+    assert short.forward_flops["attention"] == pytest.approx(2.5 / 8.5 * dense.forward_flops["attention"], rel=1e-12)
+    rest = {name: value for name, value in dense.forward_flops.items() if name != "attention"}
+    assert {name: short.forward_flops[name] for name in rest} == pytest.approx(rest, rel=1e-12)
+    assert by_documents(tmp_path / "cem", [[7] * 4] * 100, "model.mixer=cem").forward_flops["preconditioner"] == pytest.approx(
+        forward_flops(replace(dense.config.model, mixer="cem"), 16)["preconditioner"], rel=1e-12
+    )
+    lines = [line for line in render(short).splitlines() if "document" in line]
+    untold = make_plan(run("demo.yaml", "model.vocab_size=500", "data.documents=separate", "data.seq_length=16"), 1)
+    assert untold.forward_flops == dense.forward_flops
+    wording("\n".join([*lines, *(line for line in render(untold).splitlines() if "document" in line)]))
+    assert "document" not in render(dense)
+
+
+def test_of_very_many_documents_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than are read, runs all over the file stand for them, and the plan says so."""
+    monkeypatch.setattr("pretrain.data.pieces._DOCUMENTS", 1 << 9)
+    monkeypatch.setattr("pretrain.data.pieces._RUN", 1 << 3)
+    lengths = np.random.default_rng(1).geometric(1 / 20, 2000)
+    every = [[7] * int(length) for length in lengths]
+    some = by_documents(tmp_path, every)
+    assert some.pieces is not None and (some.pieces.read, some.pieces.documents) == (512, 2000)
+    assert "(512 of 2,000 were read)" in render(some)
+    monkeypatch.undo()
+    whole = by_documents(tmp_path, every)
+    assert whole.pieces is not None and whole.pieces.read == 2000 and whole.pieces.mean == pytest.approx(lengths.mean(), rel=1e-12)
+    # Three standard errors of the mean of 512 lengths, which spread as far as their mean.
+    assert some.pieces.mean == pytest.approx(whole.pieces.mean, rel=3 / 512**0.5)
 
 
 DEVICES: dict[str, tuple[float | None, int | None]] = {

@@ -17,8 +17,10 @@ import torch
 
 from fem_megatron.megatron import platform
 from pretrain.config import load_run
+from pretrain.plan.run_plan import flops_per_token, make_plan
 from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
+from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.jobs import engine_of, micro_batches
 from tests.ranks import records
@@ -43,6 +45,23 @@ def test_run_directory_tells_all(pretrain: Command) -> None:
     line = next(text for text in pretrain.out.splitlines() if text.startswith("step 2/4"))
     for word in ("tokens 256", "loss", "lr", "grad norm", "tok/s", "TFLOP/s", "peak", "ETA"):
         assert word in line
+
+
+def test_of_documents_read_apart_both_rates_are_told(pretrain: Command) -> None:
+    """By the documents' lengths, which the plan has too, and dense; a run of joined documents tells one."""
+    apart = ["train.steps=2", "optimizer.warmup_steps=1", "log.interval=1", "log.device=H100", "data.documents=separate"]
+    assert pretrain(*apart) == 0
+    prepared = prepare(load_run(DEMO, [*pretrain.settings, *apart]), 1)
+    plan = make_plan(prepared.config, 1, prepared.facts)
+    assert plan.pieces is not None and plan.train_flops < plan.dense_flops == flops_per_token(prepared.config)
+    for record in (record for record in records(pretrain.run_dir) if "loss" in record):
+        rate = record["tokens_per_second"]
+        assert record["tflops_per_device"] == pytest.approx(rate * plan.train_flops / 1e12, rel=1e-12)
+        assert record["dense_tflops_per_device"] == pytest.approx(rate * plan.dense_flops / 1e12, rel=1e-12)
+        assert record["mfu"] * 989 == pytest.approx(record["tflops_per_device"], rel=1e-12)
+        assert record["dense_mfu"] * 989 == pytest.approx(record["dense_tflops_per_device"], rel=1e-12)
+    said = [line for line in pretrain.out.splitlines() if "dense" in line]
+    assert len(said) == 3 and "by the documents' lengths" in said[0] and all(line.count("(dense ") == 2 for line in said[1:])
 
 
 def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:

@@ -37,6 +37,7 @@ ROWS = {
     "precision": "Precision",
     "flops_per_token": "Training FLOPs per token",
     "flops": "Training FLOPs",
+    "documents": "Documents of a sequence",
     "heldout_loss": "Held-out loss (nats per token)",
     "bits_per_byte": "Held-out bits per byte",
     "revision": "Code revision",
@@ -193,6 +194,8 @@ def training_card(config: RunConfig, found: Found, loss: float | None, manifests
         }
         if not config.model.blocks()[0].mixer.external:
             card |= {"flops_per_token": flops_per_token(config), "flops": flops_per_token(config) * tokens}
+            if config.data.documents == "separate":  # the data may be gone that tells the documents' lengths
+                card["documents"] = "read apart; FLOPs are counted over whole sequences"
     return {key: value for key, value in card.items() if value not in (None, "")}
 
 

@@ -80,6 +80,7 @@ class CemAttentionShape(Shape):
     """D -> heads of D / heads channels, key and value in one, query and output in one."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemAttention"
+    once = frozenset({"preconditioner"})
     kept = (46.0, 32.0)
 
     hidden: int
@@ -165,6 +166,7 @@ class CemMlpShape(Shape):
     """D -> inner -> D, up and down in one."""
 
     layer_class = "fem_megatron.mixers.cem.layer:CemMlp"
+    once = frozenset({"preconditioner"})
     kept = (25.0, 18.0)
 
     hidden: int

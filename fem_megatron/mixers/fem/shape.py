@@ -150,7 +150,7 @@ class FemShape(Shape):
     def flops(self, length: int, *, whole_square: bool = False) -> dict[str, float]:
         """Projections, the prior's reads of [v | U] (v alone without L), the conditioner's projections."""
         streams = self.value_head * (2 if self.free_energy else 1)
-        conditioner = sum(2.0 * w.size for name, w in self.weights().items() if name.startswith("tdc") and len(w.shape) == 2)
+        conditioner = sum(value for name, value in self.map_flops.items() if name.startswith("tdc"))
         flops = {
             "mixer projections": self.linear_flops() - conditioner,
             "attention": self.heads * self.prior.flops(length, streams, whole_square=whole_square),

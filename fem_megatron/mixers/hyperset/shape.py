@@ -60,6 +60,7 @@ class HyperSetShape(Shape):
     """One iteration: an attention step, then a feed-forward step. ``iterations``: how many adapters there are (lora_rank > 0)."""
 
     layer_class = "fem_megatron.mixers.hyperset.layer:HyperSet"
+    once = frozenset({"step sizes"})
     kept = (101.0, 79.0)
 
     hidden: int

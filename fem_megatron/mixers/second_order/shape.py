@@ -83,6 +83,7 @@ class SecondOrderShape(_Heads):
     """A Newton step a head. ``exact``: MHA2nd, a solve for every token; else MHA2nd1st, the inverse's first-order term."""
 
     layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
+    once = frozenset({"gram"})
     kept = (35.0, 34.0)
 
     exact: bool = False

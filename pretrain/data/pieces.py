@@ -1,0 +1,86 @@
+"""How long the parts of documents are that training's sequences hold, from the documents' lengths in .idx files. No torch.
+
+Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a document begins anywhere in a sequence:
+at multiples of the greatest number that divides all lengths and ``seq_length``. A document of d tokens and sequences of s, in units of that
+number: 2 / s parts of every length below m = min(d, s) are expected of it, and (|d - s| + 1) / s of length m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pretrain.config import RunConfig
+from pretrain.data.facts import HEADER, DataFacts
+
+_DOCUMENTS, _RUN = 1 << 23, 1 << 12  # of more documents than these so many are read, in as many runs of neighbours as it takes
+_LENGTHS = 1 << 13  # of more lengths than these so many are asked what a token costs
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Parts of documents in training's sequences.
+
+    shares [seq_length + 1]: of all tokens, those in parts of each length. mean: tokens a document. read: documents it was found from, of
+    ``documents``.
+    """
+
+    shares: npt.NDArray[np.float64]
+    mean: float
+    read: int
+    documents: int
+
+    def mean_over(self, cost: Callable[[int], dict[str, float]]) -> dict[str, float]:
+        """The mean over all tokens of ``cost``, by name: of a token in a part of so many tokens.
+
+        Between lengths that are not asked for, where there are many, it is interpolated: exact where it is linear in the length.
+        """
+        held = np.flatnonzero(self.shares)
+        asked = held
+        if held.size > _LENGTHS:
+            asked = held[np.unique(np.geomspace(1, held.size, _LENGTHS).astype(np.int64)) - 1]
+        told = [cost(length) for length in asked.tolist()]
+        return {name: float(self.shares[held] @ np.interp(held, asked, [costs[name] for costs in told])) for name in told[0]}
+
+
+def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
+    """Of the training blend. A sequence of the .idx is taken for a document that its end-of-document token ends, as data_prep writes them.
+
+    Raises:
+        OSError: an .idx cannot be read.
+    """
+    length = config.data.seq_length
+    read = [_lengths(Path(f"{source.local}.idx")) for source in facts.sources if source.split == "train"]
+    weights = [source.weight for source in config.data.train]
+    shares = np.average([shares_of(lengths, length) for lengths, _ in read], axis=0, weights=weights)
+    mean = 1 / np.average([1 / lengths.mean() for lengths, _ in read], weights=weights)  # documents a token are what blends
+    return Pieces(shares, float(mean), sum(lengths.size for lengths, _ in read), sum(total for _, total in read))
+
+
+def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:
+    """Of the tokens of documents of these ``lengths`` [n], the share that parts of each length hold: [seq_length + 1]."""
+    unit = int(np.gcd.reduce(lengths, initial=seq_length))
+    sizes, most = lengths // unit, seq_length // unit
+    documents = np.bincount(np.minimum(sizes, most), minlength=most + 1)
+    place = np.arange(most + 1)
+    longer = documents.sum() - documents.cumsum()
+    parts = 2 * longer + documents * (most - place + 1)
+    parts[most] = (np.maximum(sizes, most - 1) - (most - 1)).sum(dtype=np.int64)
+    shares = np.zeros(seq_length + 1)
+    shares[::unit] = parts * place / (parts @ place)
+    return shares
+
+
+def _lengths(index: Path) -> tuple[npt.NDArray[np.int32], int]:
+    """Tokens of the documents, or of runs of them all over the file, and how many documents it has."""
+    with index.open("rb") as file:
+        documents = HEADER.unpack(file.read(HEADER.size))[3]
+    held = np.memmap(index, "<i4", "r", HEADER.size, (documents,))
+    if documents <= _DOCUMENTS:
+        return held, documents
+    begins = np.linspace(0, documents - _RUN, _DOCUMENTS // _RUN).astype(np.int64)
+    return np.concatenate([held[begin : begin + _RUN] for begin in begins]), documents
