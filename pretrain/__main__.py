@@ -125,6 +125,10 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     needs = make_plan(config, prepared.world_size, facts) if plan else None
     if needs:
         print(render(needs), flush=True)
+        if facts and config.data.packing != "stream":
+            from pretrain.data.packing import told  # which imports numpy
+
+            print(told(config.data, facts), flush=True)
     if not check or facts is None:
         return
     excess = memory_excess(needs) if needs else None

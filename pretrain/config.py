@@ -42,6 +42,11 @@ class DataConfig:
     valid: tuple[Source, ...] = setting((), "Validation blend; empty: no validation.")
     test: tuple[Source, ...] = setting((), "Test blend, read by evaluation tools alone.")
     seq_length: int = setting(4096, "Tokens a sequence.", least=1)
+    packing: str = setting(
+        "stream",
+        "stream: one document after another; best_fit: none that fits a sequence is cut, for some padding.",
+        ("stream", "best_fit"),
+    )
     documents: str = setting(
         "joined",
         "joined: a document reads those before it in its sequence; separate: no mixer reads across an end.",

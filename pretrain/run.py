@@ -23,6 +23,7 @@ from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, build_datasets
 from pretrain.data.facts import Contents, check_contents, index_bytes
+from pretrain.data.packing import told
 from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
 from pretrain.engines.building import initialize_model_parallel
@@ -175,6 +176,8 @@ class Run:
     def data(self, samples: int) -> Datasets:
         """The datasets, their order drawn for so many training samples."""
         assert self.config.model.vocab_size is not None
+        if self.first and (line := told(self.config.data, self.facts)):
+            self.say(line)
         return build_datasets(
             self.config,
             vocab_size=self.config.model.vocab_size,

@@ -33,6 +33,7 @@ RULES: dict[str, str] = {
     "data.valid": TOLD,
     "data.test": FREE,
     "data.seq_length": "counts its position in the data in sequences of it: " + _ANEW,
+    "data.packing": _ORDER,
     "data.documents": TOLD,
     "data.reset_positions": TOLD,
     "data.eod_loss": TOLD,

@@ -67,7 +67,7 @@ def _check_resumable(
         )
     check(found.path, changed, config)
     drawn = found.progress.order_samples
-    if schedule.total_samples <= drawn:
+    if schedule.total_samples <= drawn or config.data.packing == "best_fit":  # of which every pass has its own order
         return
     room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"}
     weights = {source.prefix: source.weight for source in config.data.train}

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import megatron.core
+import numpy as np
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -30,6 +32,7 @@ from fem_megatron.state import Context
 from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import Contents
 from pretrain.data.index_cache import NOT_THERE, IndexCache, index_cache, samples_of_splits
+from pretrain.data.packing import pack, passes
 from pretrain.data.store_cache import identity
 from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
@@ -98,7 +101,7 @@ def build_datasets(
     )
     _ensure_helpers()
     cache = index_cache(config, contents, train_samples, default_cache, megatron.core.__version__)
-    kind = _kind(reader)
+    kind = _kind(reader, PackedGPTDataset if config.data.packing == "best_fit" else GPTDataset)
     built = _fill(cache, kind, settings, sizes, say)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
     return Datasets(train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id))
@@ -123,7 +126,8 @@ class Ends:
 
     def applied(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Leaves ends out of ``loss_mask``, of a batch on the CPU; ``context``, what mixers know of documents, on the device."""
-        ends = batch["tokens"] == self.eod_id
+        ends, after = batch["tokens"] == self.eod_id, batch["loss_mask"] == 0  # behind which no document goes on
+        ends = (ends & ~after) | (after & ~F.pad(after[:, :-1], (1, 0)))  # padding is one document
         if not self.loss:
             batch["loss_mask"] = batch["loss_mask"].masked_fill(ends, 0.0)
         if not (self.apart or self.positions):
@@ -132,12 +136,48 @@ class Ends:
         return {"context": Context(documents.positions if self.positions else None, documents=documents if self.apart else None)}
 
 
-def _kind(reader: StoreReader) -> type[GPTDataset]:
-    """Megatron's class of a source; one of its own where any lies in a store: Megatron writes the name on its index files."""
-    if not reader.urls:
-        return GPTDataset
+class PackedGPTDataset(GPTDataset):
+    """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first, shuffle_index has whole epochs.
 
-    class StoredGPTDataset(GPTDataset):
+    What is left of a sequence is padding, of token 0. Its labels do not count, and neither does the first token of a cut document's rest
+    behind another document's end: nobody could know it.
+    """
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
+        base = f"{self.config.path_to_cache}/{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        paths = [Path(f"{base}-{name}_index.npy") for name in ("document", "sample", "shuffle")]
+        if not all(path.is_file() for path in paths):  # rank 0 is the first to look
+            seed = self.config.random_seed
+            packing = pack(self.dataset.sequence_lengths, self.config.sequence_length, seed)
+            order = passes(len(packing.first) - 1, self.num_samples or 0, seed)
+            for path, array in zip(paths, (packing.pieces, packing.first, order), strict=True):
+                np.save(path, array)
+            Path(f"{base}-description.txt").write_text(self.unique_description)
+        documents, samples, shuffle = (np.load(path, mmap_mode="r") for path in paths)
+        return documents, samples, shuffle
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        length, row, at = self.config.sequence_length, int(self.shuffle_index[idx]), 0
+        text, counts = torch.zeros(length + 1, dtype=torch.int64), torch.zeros(length + 1)
+        for document, before in self.document_index[self.sample_index[row] : self.sample_index[row + 1]].tolist():
+            start = before * length
+            size = min(int(self.dataset.sequence_lengths[document]) - start, length + 1)
+            end = at + size
+            text[at:end] = torch.from_numpy(self.dataset.get(document, start, size).astype(np.int64))
+            counts[at + (start > 0) : end] = 1.0
+            at = end
+        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": counts[1:], "position_ids": torch.arange(length)}
+
+
+def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
+    """The class of a source; one of its own where any lies in a store: Megatron writes the name on its index files."""
+    if not reader.urls:
+        return base
+
+    class StoredGPTDataset(base):  # type: ignore[misc, valid-type]
         """Opens a URL where its files are kept, and reads its tokens from there."""
 
         @staticmethod
