@@ -63,10 +63,11 @@ def write_data(folder: Path, name: str, seed: int) -> Path:
     return folder / "train"
 
 
-def begin(run_dir: Path, prefixes: list[Path]) -> Any:
+def begin(run_dir: Path, prefixes: list[Path], packing: str = "stream") -> Any:
     """A run directory before its first step, with its index cache, and the dataset of training."""
     blend = ", ".join(f"{{prefix: {prefix}, weight: {weight}}}" for prefix, weight in zip(prefixes, (3, 1), strict=False))
     words = [*SMALL, f"data.train=[{blend}]", "data.valid=[]", "data.test=[]", f"train.steps={STEPS}", f"run_dir={run_dir}"]
+    words.append(f"data.packing={packing}")
     prepared = prepare(load_run(DEMO, words), 1)
     assert prepared.facts is not None
     built = build_datasets(
@@ -105,18 +106,23 @@ def tokens_of(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
 
 
 @pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
 @pytest.mark.parametrize("sources", [1, 2])
-def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_back(tmp_path: Path, say: Say, sources: int) -> None:
+def test_a_steps_pieces_are_the_datasets_tokens_and_a_documents_steps_the_way_back(
+    tmp_path: Path, say: Say, sources: int, packing: str
+) -> None:
     """Over the borders of epochs: 80 samples of data that has 28 of them."""
     prefixes = [write_data(tmp_path / name, name, seed) for seed, name in enumerate(("one", "two")[:sources])]
-    dataset = begin(tmp_path / "run", prefixes)
+    dataset = begin(tmp_path / "run", prefixes, packing)
     steps = [say(tmp_path / "run", "--step", step) for step in range(1, STEPS + 1)]
     assert [sorted({row["sample"] for row in rows}) for rows in steps] == [list(range(4 * n, 4 * n + 4)) for n in range(STEPS)]
     rows = [row for step in steps for row in step]
     assert [row["step"] for row in rows] == [1 + row["sample"] // BATCH for row in rows] and not any(row["seen"] for row in rows)
     read = tokens_of(rows)
     assert list(read) == list(range(STEPS * BATCH))
-    assert all(read[sample] == dataset[sample]["tokens"].tolist() for sample in read)
+    whole = [dataset[sample]["tokens"].tolist() for sample in read]
+    assert all(tokens == text[: len(tokens)] and not any(text[len(tokens) :]) for tokens, text in zip(read.values(), whole, strict=True))
+    assert packing == "best_fit" or all(len(tokens) == LENGTH for tokens in read.values())
     assert {row["source"] for row in rows} == set(map(str, prefixes))
     by_sample = {sample: list(group) for sample, group in groupby(rows, lambda row: row["sample"])}
     assert say(tmp_path / "run", "--sample", 33) == by_sample[33]

@@ -20,10 +20,11 @@ COLUMNS = ("step", "sample", "seen", "source", "document", "from", "to", "id")
 ABOUT = """Prints which documents a step of training saw, or which steps see a document: a line a piece with
 
   step, sample (position in the training order, from 0), whether it was seen so far, source, number of the document in it (from 0),
-  the tokens [from, to) of the document, EOD included, and its id, where data_prep recorded ids (PREFIX.ids; ? where it did not).
+  the tokens [from, to) of the document, EOD included, and its id, where data_prep recorded ids (PREFIX.ids; ? where it did not, or they
+  are in a store).
 
 Everything is read from RUN_DIR, the run's index cache, and the .idx and .ids files beside the data; nothing is built or changed. The token
-after a sample's last one, which is its label, is not counted. Validation data is not covered."""
+after a sample's last one, which is its label, is not counted, nor is padding. Validation data is not covered."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,7 +85,7 @@ def _wanted(order: Order, given: argparse.Namespace) -> dict[int, list[int]]:
         if source.beside.ids is not None
     }
     if not any(found.values()):
-        rest = f"; of {', '.join(unknown)} no ids are recorded: look by number, with --document" if unknown else ""
+        rest = f"; of {', '.join(unknown)} no ids are here: look by number, with --document" if unknown else ""
         raise ConfigError(f"--find {given.find}: no document of the training data has this id{rest}")
     return found
 

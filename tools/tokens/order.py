@@ -1,7 +1,8 @@
 """The order of a run's training samples as its index cache has it, in documents and offsets. Maps files that are there; no torch, no .bin.
 
 Megatron's arrays: a source's ``document_index`` [documents x epochs], ``sample_index`` [samples + 1, 2] (place in document_index, offset)
-and ``shuffle_index`` [samples]; of a blend ``dataset_index`` and ``dataset_sample_index`` [samples].
+and ``shuffle_index`` [samples]; of a blend ``dataset_index`` and ``dataset_sample_index`` [samples]. Of a source packed best-fit: see
+`PackedGPTDataset`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,12 +70,38 @@ class Source:
             start = 0
 
     def positions(self, documents: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Positions of the samples that may hold tokens of these documents, ascending: theirs, and those that end where they begin."""
-        rows = set[int]()
-        for place in np.flatnonzero(np.isin(self.documents, documents)).tolist():
-            first, after = (search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right))
-            rows.update(range(max(first - 1, 0), min(after, len(self.samples) - 1)))
-        return np.flatnonzero(np.isin(self.shuffle, sorted(rows)))
+        """Positions of the samples that may hold tokens of these documents, ascending."""
+        places = np.flatnonzero(np.isin(self.documents, documents)).tolist()
+        rows = sorted({row for place in places for row in self._rows(place)})
+        return np.flatnonzero(np.isin(self.shuffle, rows))
+
+    def _rows(self, place: int) -> range:
+        """Of the samples of a place in document_index, and of the one that ends where it begins."""
+        first, after = (search(self.samples, place, key=itemgetter(0)) for search in (bisect_left, bisect_right))
+        return range(max(first - 1, 0), min(after, len(self.samples) - 1))
+
+
+class PackedSource(Source):
+    """The same of a source packed best-fit into sequences of ``length`` tokens."""
+
+    def __init__(self, base: Path, said: SourceContents, cache: Path, length: int) -> None:
+        super().__init__(base, said, cache)
+        self.length, self.documents, self.before = length, self.documents[:, 0], self.documents[:, 1]
+
+    def pieces(self, position: int) -> Iterator[tuple[int, int, int | None]]:
+        row, room = int(self.shuffle[position]), self.length
+        here = slice(*self.samples[row : row + 2].tolist())
+        for document, before in zip(self.documents[here].tolist(), self.before[here].tolist(), strict=True):
+            start, stop = before * self.length, None
+            if self.beside.lengths is not None:
+                stop = min(int(self.beside.lengths[document]), start + room)
+                room -= stop - start
+            if stop is None or stop > start:
+                yield document, start, stop
+
+    def _rows(self, place: int) -> range:
+        row = bisect_right(self.samples, place) - 1
+        return range(row, row + 1)
 
 
 @dataclass(frozen=True)
@@ -129,18 +156,24 @@ def open_order(run_dir: Path, config: RunConfig, samples: int, contents_key: str
         raise ConfigError(f"{root}: {folders} are of this run at different contents of its data; without a checkpoint nothing says which")
     if fault := fitting[0].fault():
         raise ConfigError(f"index cache {fitting[0].folder}: {fault}")
-    return _read(fitting[0], store_cache(config))
+    return _read(fitting[0], replace(config, run_dir=str(run_dir)))  # it may have been moved
 
 
-def _read(cache: IndexCache, stores: Path) -> Order:
+def _read(cache: IndexCache, config: RunConfig) -> Order:
     said = {source.prefix: source for source in cache.contents.sources if source.split == _SPLIT}
     bases, blend = (_described(cache.folder, kind) for kind in ("GPTDataset", "BlendedDataset"))
+    stores, packed = store_cache(config), config.data.packing == "best_fit"
+
+    def source(base: Path, prefix: str) -> Source:
+        given = base, said[prefix], stores
+        return PackedSource(*given, config.data.seq_length) if packed else Source(*given)
+
     if not blend:
         ((told, base),) = bases.items()
-        return Order([Source(base, said[json.loads(told)["dataset_path"]], stores)], None)
+        return Order([source(base, json.loads(told)["dataset_path"])], None)
     ((told, base),) = blend.items()
     datasets = json.loads(told)["datasets"]
-    sources = [Source(bases[json.dumps(dataset, indent=4)], said[dataset["dataset_path"]], stores) for dataset in datasets]
+    sources = [source(bases[json.dumps(dataset, indent=4)], dataset["dataset_path"]) for dataset in datasets]
     return Order(sources, (_mapped(base, "dataset"), _mapped(base, "dataset_sample")))
 
 
