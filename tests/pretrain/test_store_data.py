@@ -29,6 +29,7 @@ from tests.pretrain.conftest import DEMO, SMALL, Command
 from tests.pretrain.data_folder import write_folder
 from tests.pretrain.stores import SECRET, Store, refused
 from tests.ranks import PATIENCE, _pretrain, forked, losses, records, wait_until
+from tools.tokens.__main__ import main as tokens
 
 ALL, HALF, NONE = "data.store_cache_gb=1", "data.store_cache_gb=0.0105", "data.store_cache_gb=0"
 MANY = ["data.valid=[]", "data.test=[]", "train.global_batch_size=8", "train.steps=16"]
@@ -99,16 +100,28 @@ def train(store: Store, run_dir: Path, *settings: str, ranks: int = 1, patience:
         return [process.exitcode for process in processes], said
 
 
-def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(tiny_data: Path, tmp_path: Path, store: Store) -> None:
-    """The second source is a folder both times; nothing but the prefix differs."""
+def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
+    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second source is a folder both times; nothing but the prefix differs. Packed best-fit; the other tests stream.
+
+    What `tools.tokens` says of a step differs by prefixes and ids, which lie in the store."""
     url = store.upload(tiny_data)
     for place, run_dir in ((tiny_data, tmp_path / "local"), (url, tmp_path / "stored")):
         blend = [f"data.train=[{{prefix: {place}/train, weight: 3}}, {{prefix: {tiny_data}/valid}}]", *sources(place, "valid")]
-        codes, said = train(store, run_dir, *blend, "data.test=[]", ranks=2)
+        codes, said = train(store, run_dir, *blend, "data.test=[]", "data.packing=best_fit", ranks=2)
         assert codes == [0, 0], said
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
     valid = [[line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line] for name in ("local", "stored")]
     assert valid[0] == valid[1] and len(valid[0]) == 2
+    said = []
+    for name in ("local", "stored"):
+        (tmp_path / name).rename(tmp_path / f"moved_{name}")
+        assert tokens([str(tmp_path / f"moved_{name}"), "--step", "9", "--json"]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        said.append([{**row, "source": Path(row["source"]).name, "id": row["source"].startswith("/") and row["id"]} for row in rows])
+    assert {row["source"] for row in said[1]} == {"train", "valid"} and len({row["sample"] for row in said[1]}) == 4
+    assert [{**row, "id": there["id"] and row["id"]} for row, there in zip(*said, strict=True)] == said[1]
 
 
 def damaged_blocks(prefix: Path) -> None:
