@@ -150,7 +150,8 @@ class PackedGPTDataset(GPTDataset):
             seed = self.config.random_seed
             packing = pack(self.dataset.sequence_lengths, self.config.sequence_length, seed)
             order = passes(len(packing.first) - 1, self.num_samples or 0, seed)
-            for path, array in zip(paths, (packing.pieces, packing.first, order), strict=True):
+            arrays: list[np.ndarray[Any, Any]] = [packing.pieces, packing.first, order]
+            for path, array in zip(paths, arrays, strict=True):
                 np.save(path, array)
             Path(f"{base}-description.txt").write_text(self.unique_description)
         documents, samples, shuffle = (np.load(path, mmap_mode="r") for path in paths)
@@ -177,7 +178,7 @@ def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
     if not reader.urls:
         return base
 
-    class StoredGPTDataset(base):  # type: ignore[misc, valid-type]
+    class StoredGPTDataset(base):
         """Opens a URL where its files are kept, and reads its tokens from there."""
 
         @staticmethod

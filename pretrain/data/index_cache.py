@@ -134,9 +134,8 @@ def samples_of_splits(config: RunConfig, train_samples: int) -> list[int]:
 def index_cache(config: RunConfig, contents: Contents, train_samples: int, default_cache: Path, megatron: str) -> IndexCache:
     """The cache of the order of so many samples that this configuration asks for; ``megatron``: the version that draws it."""
     weights = [[source.weight for source in split] for split in (config.data.train, config.data.valid)]
-    identity = (samples_of_splits(config, train_samples), weights, config.data.seq_length, config.train.seed, megatron)
-    if config.data.packing != "stream":
-        identity += (config.data.packing,)
+    packing = [] if config.data.packing == "stream" else [config.data.packing]  # older caches know of none
+    identity = (samples_of_splits(config, train_samples), weights, config.data.seq_length, config.train.seed, megatron, *packing)
     return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
 
 

@@ -186,7 +186,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone_whatever_padding_is
     given = ModelConfig(hidden_size=32, num_layers=2, pattern=("fem_gla", "cem"), num_attention_heads=4, ffn_hidden_size=48, vocab_size=500)
     (model,) = build_model(given, Layout(params_dtype=torch.float64), LENGTH, seed=1)
 
-    def told(total: torch.Tensor, count: float) -> list[torch.Tensor]:
+    def told(total: torch.Tensor, count: torch.Tensor | int) -> list[torch.Tensor]:
         model.zero_grad()
         (total / count).backward()
         return [total.detach() / count, *(weight.grad.clone() for weight in model.parameters())]

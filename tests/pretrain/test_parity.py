@@ -7,12 +7,14 @@ as well; the whole matrix is slow.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
 from fem_megatron import catalogue
 from tests.pretrain.conftest import SMALL
+from tests.pretrain.data_folder import write_folder
 from tests.pretrain.jobs import Done, Job, run_jobs
 from tests.ranks import answer
 
@@ -65,8 +67,9 @@ MIXERS: dict[str, list[str]] = {name: [TIED, f"model.mixer={name}"] for name in 
         "model.make_vocab_size_divisible_by=1024",
     ],
 }
-# Documents end within sequences and, under sequence parallelism, at and beside the ranks' cuts.
-MIXERS["separate"] = [TIED, "model.pattern=[fem_gla, cem]", FEATURES, "data.documents=separate", "data.eod_loss=false"]
+# Documents end within sequences and, under sequence parallelism, at and beside the ranks' cuts; micro-batches differ in padding.
+SEPARATE = ["data.documents=separate", "data.eod_loss=false", "data.packing=best_fit"]
+MIXERS["separate"] = [TIED, "model.pattern=[fem_gla, cem]", FEATURES, *SEPARATE]
 for name in ("fem_linear", "fem_gla"):
     MIXERS[name].append(FEATURES)
 SOME = ("PP2 interleaved", "DP2", "TP2 x PP2 + SP")
@@ -90,8 +93,13 @@ def train_all(data: Path, folder: Path, cases: list[tuple[str, str | None]]) -> 
     base = [f"data.train.0.prefix={data / 'train'}", f"data.valid.0.prefix={data / 'valid'}", "data.test=[]", *SMALL]
     base += ["data.seq_length=16", "train.precision=fp32", "train.global_batch_size=8"]
 
+    dice = random.Random(0)
+    documents = [[*(dice.randrange(20) for _ in range(dice.randint(0, 20))), 499] for _ in range(200)]
+    short = [f"data.train.0.prefix={write_folder(folder / 'short', documents=documents) / 'train'}", "data.valid=[]"]
+
     def overrides(model: str, layout: list[str]) -> list[str]:
-        return [*base, *(MODELS | MIXERS)[model], *layout, f"run_dir={folder / model}"]
+        data = short if model == "separate" else []
+        return [*base, *data, *(MODELS | MIXERS)[model], *layout, f"run_dir={folder / model}"]
 
     models = dict.fromkeys(model for model, _ in cases)
     jobs = {1: [Job(model, overrides(model, []), BEFORE + STEPS, save_after=BEFORE) for model in models], 2: [], 4: []}

@@ -114,14 +114,14 @@ def test_two_ranks_and_a_blend_have_the_samples_of_the_folder(
     assert losses(tmp_path / "stored") == losses(tmp_path / "local")
     valid = [[line["valid_loss"] for line in records(tmp_path / name) if "valid_loss" in line] for name in ("local", "stored")]
     assert valid[0] == valid[1] and len(valid[0]) == 2
-    said = []
+    pieces: list[list[dict[str, Any]]] = []
     for name in ("local", "stored"):
         (tmp_path / name).rename(tmp_path / f"moved_{name}")
         assert tokens([str(tmp_path / f"moved_{name}"), "--step", "9", "--json"]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        said.append([{**row, "source": Path(row["source"]).name, "id": row["source"].startswith("/") and row["id"]} for row in rows])
-    assert {row["source"] for row in said[1]} == {"train", "valid"} and len({row["sample"] for row in said[1]}) == 4
-    assert [{**row, "id": there["id"] and row["id"]} for row, there in zip(*said, strict=True)] == said[1]
+        pieces.append([{**row, "source": Path(row["source"]).name, "id": row["source"].startswith("/") and row["id"]} for row in rows])
+    assert {row["source"] for row in pieces[1]} == {"train", "valid"} and len({row["sample"] for row in pieces[1]}) == 4
+    assert [{**row, "id": there["id"] and row["id"]} for row, there in zip(*pieces, strict=True)] == pieces[1]
 
 
 def damaged_blocks(prefix: Path) -> None:
