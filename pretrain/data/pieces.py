@@ -2,20 +2,21 @@
 
 Megatron joins the documents of a source in random order and cuts every ``seq_length`` tokens, so a document begins anywhere in a sequence:
 at multiples of the greatest number that divides all lengths and ``seq_length``. A document of d tokens and sequences of s, in units of that
-number: 2 / s parts of every length below m = min(d, s) are expected of it, and (|d - s| + 1) / s of length m.
+number: 2 / s parts of every length below m = min(d, s) are expected of it, and (|d - s| + 1) / s of length m. Packed best-fit, the parts
+are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pretrain.config import RunConfig
-from pretrain.data.facts import HEADER, DataFacts
+from pretrain.data.facts import DataFacts
+from pretrain.data.packing import best_fit, cuts, document_lengths
 
 _DOCUMENTS, _RUN = 1 << 23, 1 << 12  # of more documents than these so many are read, in as many runs of neighbours as it takes
 _LENGTHS = 1 << 13  # of more lengths than these so many are asked what a token costs
@@ -53,10 +54,10 @@ def pieces_of(config: RunConfig, facts: DataFacts) -> Pieces:
     Raises:
         OSError: an .idx cannot be read.
     """
-    length = config.data.seq_length
-    read = [_lengths(Path(f"{source.local}.idx")) for source in facts.sources if source.split == "train"]
+    length, counted = config.data.seq_length, packed_shares if config.data.packing == "best_fit" else shares_of
+    read = [_some(document_lengths(source.local)) for source in facts.sources if source.split == "train"]
     weights = [source.weight for source in config.data.train]
-    shares = np.average([shares_of(lengths, length) for lengths, _ in read], axis=0, weights=weights)
+    shares = np.average([counted(lengths, length) for lengths, _ in read], axis=0, weights=weights)
     mean = 1 / np.average([1 / lengths.mean() for lengths, _ in read], weights=weights)  # documents a token are what blends
     return Pieces(shares, float(mean), sum(lengths.size for lengths, _ in read), sum(total for _, total in read))
 
@@ -75,12 +76,21 @@ def shares_of(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np
     return shares
 
 
-def _lengths(index: Path) -> tuple[npt.NDArray[np.int32], int]:
-    """Tokens of the documents, or of runs of them all over the file, and how many documents it has."""
-    with index.open("rb") as file:
-        documents = HEADER.unpack(file.read(HEADER.size))[3]
-    held = np.memmap(index, "<i4", "r", HEADER.size, (documents,))
-    if documents <= _DOCUMENTS:
-        return held, documents
-    begins = np.linspace(0, documents - _RUN, _DOCUMENTS // _RUN).astype(np.int64)
-    return np.concatenate([held[begin : begin + _RUN] for begin in begins]), documents
+def packed_shares(lengths: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.float64]:
+    """The same of sequences packed best-fit: padding is a part, too. A full sequence's last token, a label alone, counts as its part's."""
+    before = cuts(lengths, seq_length)
+    parts = np.bincount(lengths - before * seq_length, minlength=seq_length + 2)
+    _, _, spaces = best_fit(parts.tolist(), seq_length + 1)
+    parts[seq_length] += parts[-1] + before.sum()
+    for space, sequences in spaces.items():
+        parts[space - 1] += sequences
+    tokens = parts[:-1] * np.arange(seq_length + 1)
+    return tokens / tokens.sum()
+
+
+def _some(held: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
+    """All documents' lengths, or those of runs of documents all over the file, and how many there are."""
+    if len(held) <= _DOCUMENTS:
+        return held, len(held)
+    begins = np.linspace(0, len(held) - _RUN, _DOCUMENTS // _RUN).astype(np.int64)
+    return np.concatenate([held[begin : begin + _RUN] for begin in begins]), len(held)
