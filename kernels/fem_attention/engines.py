@@ -108,7 +108,7 @@ class Engine:
         dk, part = way.widths(call.dk, call.values)
         q, k = (F.pad(_rows(t), (0, dk - call.dk)) if dk > call.dk else _rows(t) for t in (q, k))
         reads = []
-        for piece in values.split(part, dim=-1):
+        for piece in (values,) if way.parts == 1 else values.split(part, dim=-1):  # a split's gradient is a copy
             width = piece.shape[-1]
             reads.append(self.attend(q, k, F.pad(piece, (0, part - width)) if part > width else piece, reading)[..., :width])
         return reads[0] if len(reads) == 1 else torch.cat(reads, dim=-1)
@@ -147,8 +147,10 @@ _TAKES = {
 def _torch_takes(backend: SDPBackend, groups: bool, call: Call, widths: tuple[int, int], deterministic: int) -> bool:
     """Torch's own answer for such widths, asked with a few tokens: it looks at lengths only for equality and for 1.
 
-    deterministic: torch's mode, in which some backends step aside.
+    deterministic: torch's mode, in which some backends step aside. On paper, of which torch knows nothing: what it says on an H100.
     """
+    if call.device == machine.PAPER:
+        return not call.masked and call.dtype == torch.bfloat16 and max(widths) <= 128 and not any(width % 8 for width in widths)
     tk = min(call.tk, 64)
     tq = tk if call.tq == call.tk else min(call.tq, max(1, tk - 1))
     kv_heads = call.kv_heads if groups else call.heads

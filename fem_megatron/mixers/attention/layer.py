@@ -29,7 +29,6 @@ class Attention(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        each = self.shape.heads // self.shape.groups
         q, k, v = self.project(x, context)
         if self.shape.window is not None:
             context = context.without_gap(q.shape[0])
@@ -37,8 +36,6 @@ class Attention(Update):
         if self.shape.window is not None:
             o = self.read_window(q.permute(1, 2, 0, 3), k, v, self.shape.window, context)
         else:
-            if each > 1:
-                k, v = (torch.repeat_interleave(t, each, dim=1) for t in (k, v))
             read = partial(fem_attention, causal=context.causal, scale=self.shape.scale)
             o = context.apart(lambda valid, *qkv: read(*qkv, keys_valid=valid), q.permute(1, 2, 0, 3), k, v)
         return x + self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
@@ -61,7 +58,7 @@ class Attention(Update):
         shape, each = self.shape, self.shape.heads // self.shape.groups
         h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
         packed = self.in_proj(h).unflatten(-1, (-1, each + 2, shape.head))
-        q, k, v = packed[..., :each, :].flatten(2, 3), packed[..., each, :], packed[..., each + 1, :]
+        q, k, v = (t.flatten(2, 3) for t in packed.split([each, 1, 1], dim=3))
         if shape.rope:
             q, k = (rotate(t, context, shape.rope_base, self.parallel, shape.scaling) for t in (q, k))
         return q, k, v

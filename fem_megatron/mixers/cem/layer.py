@@ -77,7 +77,7 @@ class CemAttention(Update):
         """o [b, local heads, s, r], see `cem_attention`."""
 
         def read(valid: Tensor | None, q: Tensor, k: Tensor, u: Tensor | None, h: Tensor | None) -> Tensor:
-            own = None if diagonal is None or u is None or h is None else Diagonal(u[:, 0], h[:, 0], diagonal.d)
+            own = None if diagonal is None or u is None or h is None else Diagonal(u.squeeze(1), h.squeeze(1), diagonal.d)
             return cem_attention(q, k, *biases, own, scale=self.shape.scale, causal=context.causal, valid=valid)
 
         u, h = (None, None) if diagonal is None else (diagonal.u[:, None], diagonal.h[:, None])

@@ -51,12 +51,12 @@ class DeltaNet(Update):
     def rates_of(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """beta and the log-decay (None where not gated), [b, local heads, s], fp32 or wider; both zero at padding."""
         shape, valid = self.shape, context.valid_now(h.shape[0])
-        raw = self.rates(h).unflatten(-1, (self.local_heads, -1))
-        beta = raw[..., 0].to(torch.promote_types(h.dtype, torch.float32)).sigmoid() * (2.0 if shape.negative_eigenvalues else 1.0)
+        logit, *step = self.rates(h).unflatten(-1, (self.local_heads, -1)).unbind(-1)
+        beta = logit.to(torch.promote_types(h.dtype, torch.float32)).sigmoid() * (2.0 if shape.negative_eigenvalues else 1.0)
         log_decay = None
         if shape.gated:
             first = self.parallel.rank * self.local_heads
-            _, log_decay = time_steps(raw[..., 1], self.log_rate, self.step_bias, RATES, shape.heads, first)
+            _, log_decay = time_steps(step[0], self.log_rate, self.step_bias, RATES, shape.heads, first)
         if valid is not None:
             beta = beta * valid[..., None]
             log_decay = None if log_decay is None else log_decay * valid[..., None]

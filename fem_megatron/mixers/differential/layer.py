@@ -29,15 +29,15 @@ class DifferentialAttention(Update):
         q, k, v = self.in_proj(h).unflatten(-1, (-1, shape.head_width)).split([2 * d, 2 * d, 2 * d], dim=-1)
         q, k = (t.unflatten(-1, (2, d)).flatten(2, 3) for t in (q, k))
         if shape.rope:
-            q, k = rotate(q, context, shape.rope_base), rotate(k, context, shape.rope_base)
+            q, k = (rotate(t, context, shape.rope_base, self.parallel) for t in (q, k))
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
 
         def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return fem_attention(q, k, v.repeat_interleave(2, dim=1), causal=context.causal, keys_valid=valid, scale=shape.scale)
 
-        maps = context.apart(read, q.permute(1, 2, 0, 3), k, v).unflatten(1, (-1, 2))
         wide = torch.promote_types(x.dtype, torch.float32)
-        o = maps[:, :, 0].to(wide) - self.lam_now() * maps[:, :, 1].to(wide)
+        first, second = (t.to(wide) for t in context.apart(read, q.permute(1, 2, 0, 3), k, v).unflatten(1, (-1, 2)).unbind(2))
+        o = first - self.lam_now() * second
         o = rms_norm(o, self.parallel.share(self.head_norm.weight).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)
         return x + self.parallel.leave(self.out_proj(o.to(x.dtype).permute(2, 0, 1, 3).flatten(2)))
 

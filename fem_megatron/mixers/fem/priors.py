@@ -60,7 +60,7 @@ class ScanPrior(Prior):
                 valid = valid[:, None, -v.shape[2] :, None]
                 k, v, decay = k * valid, v * valid, None if decay is None else decay * valid
             if decay is not None and decay.shape[-1] == 1:
-                decay = decay[..., 0]
+                decay = decay.squeeze(-1)
             if context.state is not None:
                 return self._decode(q, k, decay, v, beta, lam, gate, context)
             return self._read(q, k, decay, v, beta, lam, gate, causal=context.causal)
@@ -156,7 +156,7 @@ class LinearPrior(ScanPrior):
         wide = torch.promote_types(parts["q"].dtype, torch.float32)
         q, k = parts["q"].to(wide), parts["k"].to(wide)
         if shape.rope:
-            q, k = (rotate(t, context, self.shape.rope_base) for t in (q, k))
+            q, k = (rotate(t, context, self.shape.rope_base, self.parallel) for t in (q, k))
         decay = -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
         return relu(q) + shape.eps, relu(k) + shape.eps, decay
 

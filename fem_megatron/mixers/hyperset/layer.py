@@ -168,7 +168,7 @@ class HyperSet(Update):
         positions = context.positions
         if positions is None:
             positions = torch.arange(context.past, context.past + z.shape[0], device=z.device)
-        return rotate(z, replace(context, positions=positions if forth else -positions), self.shape.rope_base)
+        return rotate(z, replace(context, positions=positions if forth else -positions), self.shape.rope_base, self.parallel)
 
     def _direction(self, name: str, gradient: Tensor, context: Context) -> Tensor:
         """What the step size multiplies, of g, the gradient (or minus it) of the energy ``name``; means run over the iterations.

@@ -49,7 +49,7 @@ class _EnergyHeads(Update):
         """z [s, b, D] -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
         q, k = linear(z, self.in_proj.weight).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
         if self.shape.rope:
-            k = rotate(k, context, self.shape.rope_base)
+            k = rotate(k, context, self.shape.rope_base, self.parallel)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
 
     def turn(self, z: Tensor, context: Context) -> Tensor | None:
