@@ -79,15 +79,26 @@ class Fused(OneProcess):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, final norm, output layer, initialised as the training code initialises; on this process's device."""
+    """Embedding, blocks, final norm, output layer, initialised as the training code initialises.
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, *, recompute: bool = False) -> None:
+    On ``device``, or else this process's. parallel: what the layers ask of their surroundings; None: the fused kernels of this machine.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        recompute: bool = False,
+        device: torch.device | None = None,
+        parallel: OneProcess | None = None,
+    ) -> None:
         super().__init__()
         self.recompute, self.eps = recompute, model.norm_eps
         rows, hidden = model.padded_vocab_size(), model.hidden_size
-        with torch.device(platform.device()):
+        with torch.device(device or platform.device()):
             self.embedding = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
-            self.blocks = nn.ModuleList(Block(shape, Fused(dtype)) for shape in model.blocks())
+            self.blocks = nn.ModuleList(Block(shape, parallel or Fused(dtype)) for shape in model.blocks())
             self.norm = nn.Parameter(torch.ones(hidden, dtype=dtype))
             self.output = nn.Parameter(torch.empty(rows, hidden, dtype=dtype))
         outer = dict(zip(("embedding", "norm", "output"), outer_weights(replace(model, tie_embeddings=False)).values(), strict=True))

@@ -358,6 +358,9 @@ _KERNELS = (
     ("dk", _dk_kernel, KEYS, ROWS),
     ("dv", _dv_kernel, KEYS, ROWS),
 )
+TRAFFIC = {kernel: ("wild",) for _, kernel, _, _ in _KERNELS}
+"""Kernel -> the arguments that a launch reads or writes as a rule, here while no head is wild, for models of memory traffic."""
+
 BUILDS = tuple(
     each
     for label, kernel, rows, keys in _KERNELS

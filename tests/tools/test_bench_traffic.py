@@ -1,0 +1,152 @@
+"""The bytes that layers move, counted without a GPU: right where they can be counted by hand, and no more than a layer needs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.jit import KernelInterface
+
+from fem_common.config import load
+from fem_megatron.catalogue import MIXERS
+from fem_megatron.config import ModelConfig
+from fem_megatron.parallel import OneProcess
+from kernels import machine
+from kernels.conditioner_features import conditioner_features
+from kernels.implementations import Op
+from tests.test_house import ROOT
+from tools.bench.traffic import __main__ as command
+from tools.bench.traffic.paper import ROOFS, layer_trace, step_of
+from tools.bench.traffic.trace import ATTENTION, POINTWISE, PRODUCT, Trace, run_on_paper
+
+TOKENS, WIDTH = 256, 64
+LARGE = load(ModelConfig, ROOT / "configs" / "model" / "transformer_1.3b.yaml")
+PAPER_MIXERS = [name for name, mixer in MIXERS.items() if mixer.package is None and name != "mha2nd"]
+
+
+def traced(forward: Callable[[Tensor], Tensor], *shape: int, dtype: torch.dtype = torch.bfloat16) -> Trace:
+    def make(_: OneProcess) -> tuple[Callable[[], Tensor], list[Tensor]]:
+        x = torch.empty(shape, dtype=dtype, requires_grad=True)
+        return lambda: forward(x), []
+
+    return run_on_paper(make)
+
+
+def layer(name: str, model: ModelConfig = LARGE, tokens: int = TOKENS) -> Trace:
+    return layer_trace(replace(model, mixer=name).blocks()[0], model.hidden_size, tokens, 1)
+
+
+def counted(trace: Trace, *, backward: bool) -> dict[str, float]:
+    """Passes over [TOKENS, WIDTH] in bfloat16, by kernel."""
+    names = {each.name for each in trace.launches if each.backward == backward}
+    return {name: trace.bytes(backward=backward, of=name) / (2 * TOKENS * WIDTH) for name in names}
+
+
+def test_operations_of_torch_are_counted_as_often_as_they_pass_over_memory() -> None:
+    trace = traced(lambda x: (x * x.sigmoid()).view(-1).float(), TOKENS, WIDTH)
+    # x and its sigmoid in, each a result out; the view is free; float32 is twice as wide. Backward: two products, and their sum.
+    assert counted(trace, backward=False) == {"sigmoid": 2, "mul": 3, "_to_copy": 3}
+    assert counted(trace, backward=True) == {"_to_copy": 3, "mul": 6, "sigmoid_backward": 3, "add": 3}
+    assert trace.kept_bytes == 2 * 2 * TOKENS * WIDTH
+
+
+def test_a_slice_of_a_packed_tensor_costs_its_gradient_the_whole_width() -> None:
+    trace = traced(lambda x: x[:, : WIDTH // 2].relu() + x[:, WIDTH // 2 :], TOKENS, WIDTH)
+    assert counted(trace, backward=True) == {"threshold_backward": 1.5, "slice_backward": 3, "fill": 2, "add": 3}
+    halves = traced(lambda x: torch.add(*x.split(WIDTH // 2, dim=1)), TOKENS, WIDTH)
+    assert counted(halves, backward=True) == {"cat": 1.5}  # one half's gradient is the other's
+
+
+def test_a_launch_of_a_triton_kernel_moves_what_it_is_given_once() -> None:
+    weight = torch.empty(WIDTH, device="meta", requires_grad=True)
+    state = torch.empty(TOKENS, WIDTH, device="meta", requires_grad=True)
+    trace = traced(lambda x: conditioner_features(x, state, weight, 1e-5), TOKENS, WIDTH)
+    assert trace.chosen == {"conditioner_features": "triton"}
+    (launch,) = (each for each in trace.launches if not each.backward)
+    numbers = 2 * TOKENS  # of rows, kept: a scale of r, and LayerNorm's two
+    assert launch.kind == POINTWISE and launch.name == "conditioner_features: forward_kernel"
+    assert launch.bytes == pytest.approx(TOKENS * WIDTH * (2 + 4 + 2) + 4 * WIDTH, abs=4 * 3 * numbers)
+
+
+def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
+    own = KernelInterface.__getitem__, Op.choose, "fla" in sys.modules
+    trace = layer("fem_softmax")
+    assert trace.chosen == {"fem_attention": "cudnn", "time_decay_scan": "triton", "conditioner_features": "triton"}
+    assert layer("gated_deltanet").chosen == {"gated_delta_rule": "fla"}
+    assert (KernelInterface.__getitem__, Op.choose, "fla" in sys.modules) == own
+    assert machine.architecture(machine.PAPER) == 90 and machine.device() != machine.PAPER
+
+
+@pytest.mark.parametrize("name", ["transformer", "fem_softmax", "differential"])
+def test_matrix_products_are_those_of_the_plan(name: str) -> None:
+    """The plan's own count is another path to the same number, to rounding. Backward, a GEMM is two, an attention 2.5."""
+    trace, tokens = layer(name), float(TOKENS)
+    planned = sum(replace(LARGE, mixer=name).blocks()[0].flops(TOKENS).values()) * tokens
+    flops = {(kind, backward): 0.0 for kind in (PRODUCT, ATTENTION) for backward in (False, True)}
+    for launch in trace.launches:
+        if launch.flops:
+            flops[launch.kind, launch.backward] += launch.flops
+    assert flops[PRODUCT, False] + flops[ATTENTION, False] == pytest.approx(planned, rel=1e-12)
+    assert flops[PRODUCT, True] == 2 * flops[PRODUCT, False] and flops[ATTENTION, True] == 2.5 * flops[ATTENTION, False]
+
+
+FULL_WIDTH = {"deltanet", "gated_deltanet", "mamba2", "energy_linear"}  # sums over neighbours, of slices of what was padded
+
+
+@pytest.mark.parametrize("name", PAPER_MIXERS)
+def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
+    """Of a tensor as wide as the stream; `split` and `unbind` put the parts side by side, once. No weight is as large at so many tokens."""
+    tokens = 8192
+    trace = layer(name, tokens=tokens)
+    filled = [launch for launch in trace.launches if launch.name.endswith(("slice_backward", "select_backward"))]
+    wide = [launch for launch in filled if launch.bytes >= 2 * tokens * LARGE.hidden_size]
+    assert bool(wide) == (name in FULL_WIDTH), wide
+
+
+MOST = 2.0  # of the Transformer's; 1.15 once the block's scaling, RoPE, sigmoid and gate are one kernel pair
+READ = ("fem_attention: range", "fem_attention: constants", "fem_attention: stream", "fem_attention: epilogue")
+
+
+def test_the_fem_block_stays_fused() -> None:
+    """What FEM-SM's layer moves pointwise, but for its read's prep and epilogue, beside the Transformer's layer."""
+    ours, theirs = layer("fem_softmax"), layer("transformer")
+    own = sum(ours.bytes(POINTWISE, of=name) for name in READ)
+    assert 0.05 < own / theirs.bytes(POINTWISE) < 0.2
+    assert (ours.bytes(POINTWISE) - own) / theirs.bytes(POINTWISE) <= MOST
+
+
+def test_a_step_is_its_parts_and_more_on_a_slower_memory() -> None:
+    step = step_of("one", replace(LARGE, num_layers=2, vocab_size=512), 4096, 1)
+    assert [part.count for part in step.layers] == [2]
+    h100, h200 = (step.seconds(roof) for roof in ROOFS)
+    assert h100["pointwise"] / h200["pointwise"] == pytest.approx(4.8 / 3.35)
+    assert h100["attention"] == h200["attention"] > 0 and h100["tiles"] == 0
+    assert step.total(ROOFS[0]) == pytest.approx(sum(h100.values()))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "traffic.json"
+    sizes = ["--tokens", "128", "--batch", "1", "--kernels", "--json", str(out)]
+    assert command.main(["--model", "fem_sm_demo", "--against", "transformer_demo", *sizes]) == 0
+    found, said = json.loads(out.read_text()), capsys.readouterr().out
+    assert [each["name"] for each in found["models"]] == ["fem_sm_demo", "transformer_demo"]
+    assert set(found["ratio"]) == {roof.name for roof in ROOFS} and "fem_attention: stream_kernel" in said
+    total = sum(found["models"][0]["forward"][kind] for kind in (POINTWISE, PRODUCT, ATTENTION))
+    assert total == pytest.approx(sum(each["bytes"] for each in found["models"][0]["kernels"] if each["pass"] == "forward"))
+
+
+@pytest.mark.parametrize("words", [["--model", "fem_sm_1.3"], ["--against", "transformer_1.3b"]])
+def test_a_mistake_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(words) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_page_is_what_is_counted_now() -> None:
+    assert command.PAGE.read_text(encoding="utf-8") == command.page(), "python -m tools.bench.traffic --write"

@@ -1,0 +1,166 @@
+"""``python -m tools.bench.traffic``: bytes a token and layer moves through a GPU's memory, and the step on paper. Needs no GPU.
+
+Modelled, not measured: docs/benchmarks/paper.md has the tables, which ``--write`` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from fem_common.cli import run
+from fem_common.config import load
+from fem_common.errors import UserError
+from fem_common.text import nearest
+from fem_megatron.catalogue import BASELINE, MIXERS
+from fem_megatron.config import ModelConfig
+from kernels.implementations import triton_version
+from tools.bench import runner
+from tools.bench.traffic.paper import ROOFS, SOURCES, Step, kernels_of, step_of
+from tools.bench.traffic.trace import KINDS, POINTWISE
+from tools.bench.whole_model import SCALES, WITHOUT
+
+PROGRAM = "tools.bench.traffic"
+ROOT = Path(__file__).parents[3]
+MODELS, PAGE = ROOT / "configs" / "model", ROOT / "docs" / "benchmarks" / "paper.md"
+PAIRS = (("fem_sm_1.3b", "transformer_1.3b"), ("fem_sm_340m", "transformer_340m"), ("cem_108m", "llama_108m"))
+VOCABULARY = 32000  # of a model that takes its data's
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables, write them."""
+    parser = runner.command_line(PROGRAM, (__doc__ or "").partition(": ")[2])
+    parser.add_argument("--model", metavar="NAME", help="a part of configs/model; without it all mixers at the 1.3B widths")
+    parser.add_argument("--against", metavar="NAME", help="what it is compared with, a part of configs/model, too")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence (4096)")
+    parser.add_argument("--batch", type=int, help="sequences of a step; default: as tools.bench.gpu_suite has at this size, else 4")
+    parser.add_argument("--kernels", action="store_true", help="a row a kernel of the model's first layer, too")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/paper.md")
+    return run(PROGRAM, lambda: report(parser.parse_args(arguments)))
+
+
+def report(options: argparse.Namespace) -> int:
+    """0. Raises UserError for what there is not."""
+    if triton_version() is None:
+        raise UserError("the package triton is not installed, and its kernels are what is counted: pip install triton")
+    if options.against and not options.model:
+        raise UserError("--against needs --model")
+    make = partial(of_part, tokens=options.tokens, batch=options.batch)
+    if options.write:
+        PAGE.write_text(page(), encoding="utf-8")
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+        return 0
+    if options.model:
+        steps = [make(name) for name in (options.model, options.against) if name]
+        print(steps_table(steps))
+        if options.kernels:
+            print("\n" + kernels_table(steps[0]))
+        first = {"ratio": {roof.name: steps[0].total(roof) / steps[1].total(roof) for roof in ROOFS}} if options.against else {}
+    else:
+        steps = list(every_mixer(options.tokens, options.batch or 2).values())
+        print(mixers_table(steps))
+        first = {}
+    runner.write_json(options.json, {"suite": "traffic", "modelled": SOURCES, **first, "models": [step.as_json() for step in steps]})
+    return 0
+
+
+def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
+    """The step of a part of configs/model. Raises UserError where there is none of this name."""
+    known = sorted(path.stem for path in MODELS.glob("*.yaml"))
+    if name not in known:
+        near = nearest(name, known)
+        raise UserError(f"configs/model has no {name!r}" + (f"; did you mean {near}?" if near else f"; it has {', '.join(known)}"))
+    model = load(ModelConfig, MODELS / f"{name}.yaml")
+    model = replace(model, vocab_size=model.vocab_size or VOCABULARY)
+    sizes = (model.hidden_size, model.num_layers)
+    suited = (
+        scale.batch for scale in SCALES.values() if (scale.model.hidden_size, scale.model.num_layers, scale.tokens) == (*sizes, tokens)
+    )
+    return step_of(name, model, tokens, batch or next(suited, 4))
+
+
+def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
+    """Every mixer that runs without a package of its own, and GLA, at the widths of the 1.3B Transformer, which comes first."""
+    base = load(ModelConfig, MODELS / "transformer_1.3b.yaml")
+    models = {name: replace(base, mixer=name) for name in (BASELINE, *MIXERS) if MIXERS[name].package is None}
+    long = replace(base.second_order, exact_max_length=tokens)
+    models["mha2nd"] = replace(models["mha2nd"], second_order=long)
+    models["GLA"] = replace(models["fem_gla"], fem=WITHOUT)
+    return {name: step_of(name, model, tokens, batch) for name, model in models.items()}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------------------
+
+
+def _kib(moved: float) -> str:
+    return f"{moved / 1024:.0f}"
+
+
+def steps_table(steps: list[Step]) -> str:
+    """A row a model and GPU: its step by what the time is spent on, and its ratio to the last model."""
+    rows = []
+    for roof in ROOFS:
+        for step in steps:
+            spent = {name: f"{1e3 * time:.1f}" for name, time in step.seconds(roof).items()}
+            rows.append(
+                [roof.name, step.name, f"{1e3 * step.total(roof):.1f}", f"{step.total(roof) / steps[-1].total(roof):.3f}", *spent.values()]
+            )
+    header = ["GPU", "model", "step, ms", f"÷ {steps[-1].name}", *steps[0].seconds(ROOFS[0])]
+    return runner.table(header, rows)
+
+
+def mixers_table(steps: list[Step]) -> str:
+    """A row a mixer: KiB a token and layer by pass, and the layer beside the Transformer's."""
+    base, rows = steps[0], []
+    for step in steps:
+        first = step.layers[0].trace
+        cells = [step.name]
+        for backward in (False, True):
+            for kinds in ((POINTWISE,), [kind for kind in KINDS if kind != POINTWISE]):
+                cells.append(_kib(step.per_token(lambda t, k=kinds, b=backward: t.bytes(*k, backward=b))))  # type: ignore[misc]
+            cells.append(str(sum(launch.backward == backward for launch in first.launches)))
+        cells += [_kib(step.per_token(lambda t: t.kept_bytes)), str(first.host_reads)]
+        rows.append([*cells, *(f"{step.total(roof) / base.total(roof):.2f}" for roof in ROOFS)])
+    header = "mixer|fwd pointwise|fwd products|launches|bwd pointwise|bwd products|launches|kept|host reads".split("|")
+    return runner.table([*header, *(f"step ÷ {BASELINE}, {roof.name}" for roof in ROOFS)], rows)
+
+
+def kernels_table(step: Step, least: float = 256.0) -> str:
+    """A row a kernel of the first layer that moves ``least`` bytes a token or more."""
+    rows = [
+        [("forward", "backward")[backward], kind, kernel, str(launches), f"{moved / 1024:.1f}"]
+        for (backward, kind, kernel), (launches, moved) in kernels_of(step).items()
+        if moved >= least
+    ]
+    return runner.table(["pass", "kind", "kernel", "launches", "KiB a token"], rows)
+
+
+def page() -> str:
+    """docs/benchmarks/paper.md."""
+    parts = ["# On paper: modelled, not measured", INTRODUCTION]
+    steps: Mapping[str, Step] = {name: of_part(name) for pair in PAIRS for name in pair}
+    for ours, theirs in PAIRS:
+        step = steps[ours]
+        parts += [f"## {ours} beside {theirs}", f"{step.batch} x {step.tokens} tokens.", steps_table([step, steps[theirs]])]
+    parts += ["## Every mixer at the 1.3B widths", LEGEND, mixers_table(list(every_mixer().values()))]
+    parts += [f"## A layer of {PAIRS[0][0]}", kernels_table(steps[PAIRS[0][0]], 1024.0)]
+    parts += ["## The model's numbers", runner.table(["what", "how much, and from where"], [[*item] for item in SOURCES.items()])]
+    return "\n\n".join(parts) + "\n"
+
+
+INTRODUCTION = """Written by `python -m tools.bench.traffic --write`; no number here was measured. The real layers run forward and
+backward on tensors without numbers, as on an H100, and what each kernel reads and writes is counted
+once; times are these bytes over the bandwidth, or products over their rate, whichever is longer.
+Baselines are the best that this project can build: what slows a baseline is mended first."""
+LEGEND = """KiB a token and layer; *products*: what GEMMs, attention and tiles move; *kept*: for the backward
+pass; *host reads*: times that the host waits for a number, which a CUDA graph cannot hold. GLA is
+fem_gla with its switches off. Of the delta rule, flash-linear-attention's kernels count as one a
+pass, which is less than they move. energy_linear and mha2nd run by torch's operations."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

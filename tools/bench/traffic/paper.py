@@ -1,0 +1,175 @@
+"""A training step on paper: times from the counts of ``trace``, by a stated model of a GPU. Modelled, not measured.
+
+A kernel takes its bytes over the bandwidth, or its matrix products over their rate, whichever is longer, and the gap to the next one.
+A step is the layers', what is before and after them, and fused AdamW on bfloat16 weights: what `tools.bench.gpu_suite` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fem_megatron.block import Block
+from fem_megatron.config import ModelConfig
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import BlockShape
+from fem_megatron.state import Context
+from pretrain.plan.run_plan import count_by_component
+from tools.bench.traffic.trace import ATTENTION, KINDS, META, PRODUCT, TILES, WIDE, Trace, run_on_paper
+from tools.bench.whole_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What a GPU reaches: bytes/s, and FLOP/s of products; of attention and tiles forward, backward. gap: seconds between kernels."""
+
+    name: str
+    bandwidth: float
+    products: float = 620e12
+    wide: float = 50e12
+    attention: tuple[float, float] = (518e12, 450e12)
+    tiles: tuple[float, float] = (353e12, 250e12)
+    gap: float = 2e-6
+
+
+ROOFS = (Roof("H100", 0.79 * 3.35e12), Roof("H200", 0.79 * 4.8e12))
+SOURCES = {
+    "bandwidth": "3.35 TB/s (H100 SXM) and 4.8 TB/s (H200), data sheets; 79% of it is assumed of pointwise kernels",
+    "GEMM": "620 TFLOP/s of the data sheets' 989 dense bfloat16, 50 of 67 in float32: assumed",
+    "attention forward": "518 TFLOP/s: cuDNN, causal, head 128, 4k, FlashAttention-3's paper (H100)",
+    "attention backward": "450 TFLOP/s: assumed, under cuDNN's 499 there, which is without a mask; 2.5 times the forward's products",
+    "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same paper; 250 backward: assumed",
+    "gap between kernels": "2 us: assumed",
+    "optimizer": "14 bytes a parameter: fused AdamW reads weight, gradient and two moments, writes all but the gradient",
+}
+OPTIMIZER_BYTES = 14
+BACKWARD = 2.5  # products of a backward pass that makes the forward's again, in forwards
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layers of one kind, or what is before and after them. count: how often it is in the model; tiles: FLOPs of Triton's, forward."""
+
+    count: int
+    trace: Trace
+    tiles: float = 0.0
+
+    def seconds(self, roof: Roof) -> dict[str, float]:
+        """By what it is spent on, of all ``count``."""
+        spent = {**dict.fromkeys(KINDS, 0.0), "gaps": roof.gap * len(self.trace.launches)}
+        for launch in self.trace.launches:
+            rate = {PRODUCT: roof.products, WIDE: roof.wide, ATTENTION: roof.attention[launch.backward]}.get(launch.kind, 1.0)
+            if launch.kind != TILES:
+                spent[launch.kind] += max(launch.bytes / roof.bandwidth, launch.flops / rate)
+        for backward, flops in ((False, self.tiles), (True, BACKWARD * self.tiles)):
+            spent[TILES] += max(self.trace.bytes(TILES, backward=backward) / roof.bandwidth, flops / roof.tiles[backward])
+        return {name: self.count * time for name, time in spent.items()}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model's training step of ``batch`` sequences of ``tokens``."""
+
+    name: str
+    model: ModelConfig
+    tokens: int
+    batch: int
+    layers: tuple[Part, ...]
+    ends: Part
+    parameters: int
+
+    def seconds(self, roof: Roof) -> dict[str, float]:
+        """By what it is spent on."""
+        spent: dict[str, float] = {}
+        for part in self.layers:
+            for name, time in part.seconds(roof).items():
+                spent[name] = spent.get(name, 0.0) + time
+        return spent | {"ends": sum(self.ends.seconds(roof).values()), "optimizer": OPTIMIZER_BYTES * self.parameters / roof.bandwidth}
+
+    def total(self, roof: Roof) -> float:
+        """Seconds."""
+        return sum(self.seconds(roof).values())
+
+    def per_token(self, of: Callable[[Trace], float]) -> float:
+        """The mean over layers of ``of`` a layer's trace, for a token."""
+        layers = sum(part.count for part in self.layers)
+        return sum(part.count * of(part.trace) for part in self.layers) / layers / (self.tokens * self.batch)
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers; bytes of a token and layer."""
+        first = self.layers[0].trace
+        passes = {
+            name: {kind: self.per_token(lambda t, k=kind, b=backward: t.bytes(k, backward=b)) for kind in KINDS}  # type: ignore[misc]
+            | {"launches": sum(launch.backward == backward for launch in first.launches)}
+            for name, backward in (("forward", False), ("backward", True))
+        }
+        return {
+            "name": self.name,
+            "mixer": self.model.mixer,
+            "tokens": self.tokens,
+            "batch": self.batch,
+            "layers": sum(part.count for part in self.layers),
+            "implementations": first.chosen,
+            "host_reads": first.host_reads,
+            "kept_bytes": self.per_token(lambda t: t.kept_bytes),
+            **passes,
+            "kernels": [
+                {"pass": ("forward", "backward")[backward], "kernel": kernel, "kind": kind, "launches": launches, "bytes": moved}
+                for (backward, kind, kernel), (launches, moved) in kernels_of(self).items()
+            ],
+            "milliseconds": {roof.name: {name: 1e3 * time for name, time in self.seconds(roof).items()} for roof in ROOFS},
+        }
+
+
+def kernels_of(step: Step) -> dict[tuple[bool, str, str], tuple[int, float]]:
+    """(backward, kind, kernel) -> launches and bytes a token of the first layer; the forward first, the most bytes first."""
+    found: dict[tuple[bool, str, str], tuple[int, float]] = {}
+    for launch in step.layers[0].trace.launches:
+        key = (launch.backward, launch.kind, launch.name)
+        launches, moved = found.get(key, (0, 0.0))
+        found[key] = launches + 1, moved + launch.bytes / (step.tokens * step.batch)
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], -item[1][1])))
+
+
+def step_of(name: str, model: ModelConfig, tokens: int, batch: int) -> Step:
+    """A model's step on paper. Raises ValueError for what has no form without its package, and ImportError without Triton."""
+    shapes = model.blocks()
+    kinds = [shape for n, shape in enumerate(shapes) if shape not in shapes[:n]]
+    layers = tuple(_layer(shape, shapes.count(shape), model, tokens, batch) for shape in kinds)
+    parameters = sum(count_by_component(model).values())
+    return Step(
+        name, model, tokens, batch, layers, Part(1, run_on_paper(lambda parallel: _ends(model, parallel, tokens, batch))), parameters
+    )
+
+
+Made = tuple[Callable[[], Tensor], Sequence[Tensor]]
+
+
+def layer_trace(shape: BlockShape, hidden: int, tokens: int, batch: int, *, causal: bool = True) -> Trace:
+    """A block's passes over x [tokens, batch, hidden], bfloat16."""
+
+    def make(parallel: OneProcess) -> Made:
+        block = Block(shape, parallel)
+        x = torch.empty(tokens, batch, hidden, dtype=parallel.dtype, requires_grad=True)
+        return lambda: block(x, Context(causal=causal)), list(block.parameters())
+
+    return run_on_paper(make)
+
+
+def _layer(shape: BlockShape, count: int, model: ModelConfig, tokens: int, batch: int) -> Part:
+    trace = layer_trace(shape, model.hidden_size, tokens, batch, causal=model.causal)
+    # What the plan counts and torch does not multiply, our Triton kernels do.
+    seen = sum(launch.flops for launch in trace.launches if not launch.backward)
+    own = max(0.0, sum(shape.flops(tokens).values()) * tokens * batch - seen)
+    return Part(count, trace, own if trace.bytes(TILES) else 0.0)
+
+
+def _ends(model: ModelConfig, parallel: OneProcess, tokens: int, batch: int) -> Made:
+    whole = LanguageModel(model, parallel.dtype, device=META, parallel=parallel)
+    whole.blocks = nn.ModuleList()
+    words = torch.empty(batch, tokens, dtype=torch.int64)
+    return lambda: whole(words, words), list(whole.parameters())

@@ -1,0 +1,394 @@
+"""What a layer's passes move through a GPU's memory: the real layers, forward and backward, on tensors without numbers.
+
+The tensors are torch's ``meta``; `OnPaper` lets Python see them on `kernels.machine.PAPER`, so every choice that looks at the device (an
+operation's implementation, an attention's engine, a type) is an H100's. What then runs is counted, each time it runs:
+
+- torch's own operations, as they are dispatched: what they read and write, once. A view moves nothing.
+- this project's Triton kernels, where they are launched: every tensor that the launch is given, once, whichever operation launches it; or
+  the arguments that the kernel's module names in ``TRAFFIC``. Nothing is compiled or run.
+- others' fused kernels (`stand_in`): what they read, write and keep for the backward pass.
+
+Not counted: what a kernel reads twice because the L2 cache lost it, and collectives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from fem_megatron.parallel import OneProcess
+from kernels.implementations import Op
+from kernels.machine import PAPER
+
+META = torch.device("meta")
+POINTWISE, PRODUCT, WIDE, ATTENTION, TILES = KINDS = ("pointwise", "GEMM", "float32 GEMM", "attention", "tiles")
+"""Of a kernel: bound by memory; a GEMM, of bfloat16 or wider; an engine's attention; a Triton kernel of ours with matrix products."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel. bytes: read and written; flops: of matrix products, a multiply-add counted as two (of ``tiles`` not known: 0)."""
+
+    backward: bool
+    name: str
+    kind: str
+    bytes: float
+    flops: float = 0.0
+
+
+@dataclass
+class Trace:
+    """What ran. chosen: operation -> implementation. host_reads: times that the host waited for a number. kept_bytes: for the backward."""
+
+    launches: list[Launch] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
+    host_reads: int = 0
+    kept_bytes: int = 0
+    backward: bool = False
+
+    def add(self, name: str, moved: float, kind: str = POINTWISE, flops: float = 0.0) -> None:
+        """A kernel ran, in the pass that is going on."""
+        self.launches.append(Launch(self.backward, name, kind, moved, flops))
+
+    def bytes(self, *kinds: str, backward: bool | None = None, of: str = "") -> float:
+        """Of the launches of these kinds (none: all), of one pass or both, whose names begin with ``of``."""
+        chosen = (each for each in self.launches if each.kind in (kinds or KINDS) and each.name.startswith(of))
+        return sum(each.bytes for each in chosen if backward in (None, each.backward))
+
+
+def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]]) -> Trace:
+    """The trace of a forward and a backward pass.
+
+    make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
+    Triton, whose kernels are counted, is not installed.
+    """
+    trace, kept = Trace(), {}
+
+    def keep(t: Tensor) -> Tensor:
+        if t.device == META and t.untyped_storage()._cdata not in owned:
+            kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.device(META):
+        forward, parameters = make(Paper(trace))
+    owned = {each.untyped_storage()._cdata for each in parameters}
+    with _launches_counted(trace), _implementations_noted(trace), _packages(trace), Dispatched(trace), OnPaper(trace):
+        with saved_tensors_hooks(keep, lambda t: t):
+            y = forward()
+        trace.kept_bytes = sum(kept.values())
+        trace.backward = True
+        torch.autograd.backward([y], [torch.empty(y.shape, dtype=y.dtype, device=META)])
+    return trace
+
+
+class OnPaper(TorchFunctionMode):
+    """Python sees meta tensors on `PAPER`, and others' fused kernels stand in for what has no form without a GPU."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        owner, kwargs = getattr(func, "__self__", None), kwargs or {}
+        if owner is Tensor.device:
+            found = func(*args)
+            return PAPER if found == META else found
+        if owner is Tensor.is_cuda:
+            return func(*args) or args[0].is_meta
+        if func in _HOST_READS and args[0].is_meta:
+            self.trace.host_reads += 1
+            return _HOST_READS[func]
+        if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # to the host, behind its back
+        if func is torch.autograd.grad:
+            return self._gradients(*args, **kwargs)
+        if func is F.rms_norm:
+            return _rms_norm(self.trace, *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _attention(self.trace, *args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        args, kwargs = tree_map(lambda each: META if isinstance(each, torch.device) and each == PAPER else each, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _gradients(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """``torch.autograd.grad``, through which this mode stays on."""
+        given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
+        outputs, gradients = (
+            tuple(x) if isinstance(x, tuple | list) and not hasattr(x, "node") else (x,) for x in (given["outputs"], given["grad_outputs"])
+        )
+        again = given.get("retain_graph"), given.get("create_graph", False)
+        with self:
+            return _engine_run_backward(outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False)
+
+
+_HOST_READS = {Tensor.item: 0.0, Tensor.__float__: 0.0, Tensor.__int__: 0, Tensor.__index__: 0, Tensor.__bool__: False}
+"""What waits for a number of the device -> the number that it gets here."""
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name, packet = func.overloadpacket.__name__, func.overloadpacket
+        if name.startswith(("empty", "new_empty")) or not all(t.is_meta for t in _tensors(out)):
+            return out
+        written = [
+            value
+            for n, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in _tensors(args[n] if n < len(args) and not argument.kwarg_only else kwargs.get(argument.name))
+        ]
+        given = _tensors((args, kwargs))
+        if not written and {_place(t)[0] for t in _tensors(out)} <= {_place(t)[0] for t in given}:
+            return out  # a view
+        made = written or _tensors(out)
+        flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+        kind = POINTWISE if not flops else PRODUCT if made[0].dtype == torch.bfloat16 else WIDE
+        self.trace.add(name, _read(name, given, made) + moved(made), kind, flops)
+        if name in _FILLED_FIRST:
+            self.trace.add("fill", moved(made))
+        if name == "native_layer_norm_backward" and made[1:]:
+            self.trace.add("layer norm, its weight's gradient", moved(given[:2]))
+        return out
+
+
+_FILLED_FIRST = (
+    "select_backward",
+    "slice_backward",
+    "constant_pad_nd",
+    "embedding_dense_backward",
+    "nll_loss_backward",
+    "diagonal_backward",
+)
+_GATHERS = ("index", "index_select", "gather", "embedding", "nll_loss_forward")
+
+
+def _read(name: str, given: list[Tensor], made: list[Tensor]) -> float:
+    """Bytes that an operation of torch reads, of the tensors that it is given, to make others."""
+    if name.endswith("_like") or name.startswith("new_") or name in ("fill_", "zero_", "nll_loss_backward"):
+        return 0.0
+    if name == "copy_":
+        return moved(given[1:])
+    if name in _GATHERS:
+        return moved(given[1:]) + moved(made)
+    outputs = {_place(t) for t in made}
+    pure = name in ("cat", "stack", "mul", "bmm", "mm", "maximum", "cumsum")  # where these write into a tensor, they do not read it
+    return moved([t for t in given if not (pure and _place(t) in outputs)])
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(x) if isinstance(each, Tensor)]
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride()
+
+
+def moved(tensors: Sequence[Tensor | None]) -> float:
+    """Bytes of the tensors' memory: an element that is seen several times, or through several of them alike, counts once."""
+    different = {_place(t): t for t in tensors if t is not None}
+    total = 0
+    for t in different.values():
+        count = 1
+        for size, stride in zip(t.shape, t.stride(), strict=True):
+            count *= size if stride or not size else 1
+        total += count * t.element_size()
+    return float(total)
+
+
+# --- this project's Triton kernels ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _launches_counted(trace: Trace) -> Iterator[None]:
+    """A launch of any Triton kernel is counted and does nothing; block sizes are a GPU's, not the interpreter's."""
+    import triton
+    from triton.runtime.jit import KernelInterface
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
+        given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+        named = next((names for module in modules for each, names in getattr(module, "TRAFFIC", {}).items() if each is kernel), given)
+        builds = (build for module in modules for build in getattr(module, "BUILDS", ()))
+        tiles = any(build.matrix for build in builds if build.kernel is kernel)
+        place = kernel.fn.__module__.split(".")
+        name = f"{place[1] if place[0] == 'kernels' else place[0]}: {kernel.fn.__name__.strip('_')}"
+        trace.add(name, moved([given[each] for each in named if isinstance(given[each], Tensor)]), TILES if tiles else POINTWISE)
+
+    own = KernelInterface.__getitem__
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = False
+        try:
+            KernelInterface.__getitem__ = lambda kernel, grid: partial(launch, kernel)  # type: ignore[method-assign]
+            yield
+        finally:
+            KernelInterface.__getitem__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _implementations_noted(trace: Trace) -> Iterator[None]:
+    own = Op.choose
+
+    def choose(op: Op, *args: Any, **kwargs: Any) -> str:
+        trace.chosen[op.name] = own(op, *args, **kwargs)
+        return trace.chosen[op.name]
+
+    try:
+        Op.choose = choose  # type: ignore[method-assign]
+        yield
+    finally:
+        Op.choose = own  # type: ignore[method-assign]
+
+
+# --- others' fused kernels --------------------------------------------------------------------------------------------------------
+
+
+class _StandIn(torch.autograd.Function):
+    """A kernel in each pass: the forward reads what it is given, the backward the gradient and what is kept; each writes its results."""
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, name: str, made: Tensor, kept: tuple[int, ...], *given: Tensor | None) -> Tensor:
+        ctx.trace, ctx.name, ctx.given = trace, name, [None if t is None else (t.shape, t.dtype) for t in given]
+        ctx.save_for_backward(*(given[n] for n in kept))
+        trace.add(name, moved([*given, made]))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[4:]
+        made = [
+            torch.empty(each[0], dtype=each[1], device=META) if each is not None and wanted else None
+            for each, wanted in zip(ctx.given, needed, strict=True)
+        ]
+        ctx.trace.add(ctx.name, moved([*grads, *ctx.saved_tensors, *made]))
+        return None, None, None, None, *made
+
+
+def stand_in(trace: Trace, name: str, shape: Sequence[int], given: Sequence[Tensor | None], kept: Sequence[int] | None = None) -> Tensor:
+    """The result, in the first tensor's type, of a fused kernel; kept: which of what it is given its backward reads (None: all)."""
+    assert given[0] is not None
+    made = torch.empty(shape, dtype=given[0].dtype, device=META)
+    return cast(Tensor, _StandIn.apply(trace, name, made, tuple(range(len(given)) if kept is None else kept), *given))
+
+
+class Paper(OneProcess):
+    """One process with the fused kernels of a GPU's training run, bfloat16: SwiGLU compiled by torch, RoPE by flash-attn."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(torch.bfloat16)
+        self.trace = trace
+
+    def swiglu(self, packed: Tensor) -> Tensor:
+        """As `fem_megatron.parallel.Parallel`."""
+        return stand_in(self.trace, "SwiGLU", (*packed.shape[:-1], packed.shape[-1] // 2), [packed])
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `fem_megatron.parallel.Parallel`."""
+        return stand_in(self.trace, "RoPE", x.shape, [x, cos.detach(), sin.detach()], [1, 2])
+
+
+class _RmsNorm(torch.autograd.Function):
+    """torch's kernels on a GPU: one forward; backward one for the input, and one for the weight, which reads everything again."""
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, x: Tensor, weight: Tensor | None) -> Tensor:
+        y, rstd = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=META)
+        ctx.trace = trace
+        ctx.save_for_backward(x, weight, rstd)
+        trace.add("RMS norm", moved([x, weight, y, rstd]))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        ctx.trace.add("RMS norm", moved([*grads, x, weight, rstd, dx]))
+        if weight is None:
+            return None, dx, None
+        ctx.trace.add("RMS norm, its weight's gradient", moved([*grads, x, rstd, weight]))
+        return None, dx, torch.empty_like(weight)
+
+
+def _rms_norm(trace: Trace, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return cast(Tensor, _RmsNorm.apply(trace, x, weight))
+
+
+class _Attention(torch.autograd.Function):
+    """cuDNN's or FlashAttention's kernels: one forward; backward the row terms, the gradients, and dq from its float32 sums."""
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from kernels.tiles import empty_as
+
+        out, lse = empty_as(q, width=v.shape[-1]), torch.empty(q.shape[:3], dtype=torch.float32, device=META)
+        ctx.trace, ctx.flops = trace, 2.0 * _pairs(q, k, causal) * (q.shape[-1] + v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, lse)
+        trace.add("attention", moved([q, k, v, out, lse]), ATTENTION, ctx.flops)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from kernels.tiles import empty_as
+
+        q, k, v, out, lse = ctx.saved_tensors
+        made, sums = [empty_as(t) for t in (q, k, v)], torch.empty(q.shape, dtype=torch.float32, device=META)
+        ctx.trace.add("attention, row terms", moved([*grads, out, lse]))
+        # Five products where the forward has two: the scores are made again.
+        ctx.trace.add("attention", moved([*grads, q, k, v, lse, sums, sums[:], *made[1:]]), ATTENTION, 2.5 * ctx.flops)
+        ctx.trace.add("attention, dq", moved([sums, made[0]]))
+        return None, None, *made
+
+
+def _pairs(q: Tensor, k: Tensor, causal: bool) -> float:
+    (b, h, tq), tk = q.shape[:3], k.shape[2]
+    return float(b * h * tq * (tk - (tq - 1) / 2 if causal else tk))
+
+
+def _attention(
+    trace: Trace, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, attn_mask: Tensor | None = None, **_: Any
+) -> Tensor:
+    return cast(Tensor, _Attention.apply(trace, is_causal, q, k, v))
+
+
+@contextmanager
+def _packages(trace: Trace) -> Iterator[None]:
+    """flash-linear-attention's delta rule as one kernel a pass, which is less than it moves: it has several, with their own states."""
+
+    def rule(q: Tensor, k: Tensor, v: Tensor, *, beta: Tensor, g: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
+        made = stand_in(trace, "delta rule", v.shape, [q, k, v, beta, g])
+        return made, torch.empty(q.shape[0], q.shape[2], q.shape[3], v.shape[3], device=META)
+
+    class Fla(ModuleType):
+        chunk_delta_rule = chunk_gated_delta_rule = staticmethod(rule)
+
+    names = ("fla", "fla.ops", "fla.ops.delta_rule", "fla.ops.gated_delta_rule")
+    own = {name: sys.modules.get(name) for name in names}
+    try:
+        sys.modules.update({name: Fla(name) for name in names})
+        yield
+    finally:
+        for name, module in own.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
