@@ -84,11 +84,10 @@ def of_part(name: str, tokens: int = 4096, batch: int | None = None) -> Step:
 
 
 def every_mixer(tokens: int = 4096, batch: int = 2) -> dict[str, Step]:
-    """Every mixer that runs without a package of its own, and GLA, at the widths of the 1.3B Transformer, which comes first."""
+    """Every mixer that takes so many tokens, without a package of its own, and GLA, as wide as the 1.3B Transformer, which comes first."""
     base = load(ModelConfig, MODELS / "transformer_1.3b.yaml")
-    models = {name: replace(base, mixer=name) for name in (BASELINE, *MIXERS) if MIXERS[name].package is None}
-    long = replace(base.second_order, exact_max_length=tokens)
-    models["mha2nd"] = replace(models["mha2nd"], second_order=long)
+    names = [name for name in (BASELINE, *MIXERS) if MIXERS[name].package is None and name != "mha2nd"]
+    models = {name: replace(base, mixer=name) for name in names}
     models["GLA"] = replace(models["fem_gla"], fem=WITHOUT)
     return {name: step_of(name, model, tokens, batch) for name, model in models.items()}
 
@@ -141,25 +140,28 @@ def kernels_table(step: Step, least: float = 256.0) -> str:
 
 def page() -> str:
     """docs/benchmarks/paper.md."""
-    parts = ["# On paper: modelled, not measured", INTRODUCTION]
     steps: Mapping[str, Step] = {name: of_part(name) for pair in PAIRS for name in pair}
+    parts = ["# On paper: modelled, not measured", INTRODUCTION]
     for ours, theirs in PAIRS:
         step = steps[ours]
-        parts += [f"## {ours} beside {theirs}", f"{step.batch} x {step.tokens} tokens.", steps_table([step, steps[theirs]])]
-    parts += ["## Every mixer at the 1.3B widths", LEGEND, mixers_table(list(every_mixer().values()))]
-    parts += [f"## A layer of {PAIRS[0][0]}", kernels_table(steps[PAIRS[0][0]], 1024.0)]
-    parts += ["## The model's numbers", runner.table(["what", "how much, and from where"], [[*item] for item in SOURCES.items()])]
+        parts += [f"## {ours} beside {theirs}, {step.batch} x {step.tokens} tokens", _shown(steps_table([step, steps[theirs]]))]
+    parts += ["## Every mixer at the 1.3B widths", LEGEND, _shown(mixers_table(list(every_mixer().values())))]
+    parts += [f"## A layer of {PAIRS[0][0]}", _shown(kernels_table(steps[PAIRS[0][0]], 1024.0))]
+    parts += ["## The model's numbers", _shown("\n".join(f"{what}: {text}" for what, text in SOURCES.items()))]
     return "\n\n".join(parts) + "\n"
 
 
-INTRODUCTION = """Written by `python -m tools.bench.traffic --write`; no number here was measured. The real layers run forward and
-backward on tensors without numbers, as on an H100, and what each kernel reads and writes is counted
-once; times are these bytes over the bandwidth, or products over their rate, whichever is longer.
-Baselines are the best that this project can build: what slows a baseline is mended first."""
-LEGEND = """KiB a token and layer; *products*: what GEMMs, attention and tiles move; *kept*: for the backward
-pass; *host reads*: times that the host waits for a number, which a CUDA graph cannot hold. GLA is
-fem_gla with its switches off. Of the delta rule, flash-linear-attention's kernels count as one a
-pass, which is less than they move. energy_linear and mha2nd run by torch's operations."""
+def _shown(table: str) -> str:
+    """As the command prints it."""
+    return f"```text\n{table}\n```"
+
+
+INTRODUCTION = """Written by `python -m tools.bench.traffic --write`. The layers run on tensors without numbers, as on
+an H100; what a kernel reads and writes is counted once. A time is bytes over bandwidth, or products
+over their rate, whichever is longer."""
+LEGEND = """KiB a token and layer. *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
+pass; *host reads*: of a number, which no CUDA graph can hold. GLA is fem_gla with its switches off.
+The delta rule of flash-linear-attention counts as one kernel a pass, less than it is."""
 
 
 if __name__ == "__main__":

@@ -77,7 +77,11 @@ def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequen
     make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
     Triton, whose kernels are counted, is not installed.
     """
+    from kernels.fem_attention.accelerated import watch
+
     trace, kept = Trace(), {}
+    with OnPaper(Trace()):
+        watch(PAPER)  # of a process, not of a layer
 
     def keep(t: Tensor) -> Tensor:
         if t.device == META and t.untyped_storage()._cdata not in owned:
@@ -149,7 +153,8 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name, packet = func.overloadpacket.__name__, func.overloadpacket
+        packet = func.overloadpacket
+        name = packet.__name__ if func.namespace == "aten" else f"{func.namespace}: {packet.__name__}"
         if name.startswith(("empty", "new_empty")) or not all(t.is_meta for t in _tensors(out)):
             return out
         written = [
@@ -164,9 +169,10 @@ class Dispatched(TorchDispatchMode):
         made = written or _tensors(out)
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
         kind = POINTWISE if not flops else PRODUCT if made[0].dtype == torch.bfloat16 else WIDE
-        self.trace.add(name, _read(name, given, made) + moved(made), kind, flops)
         if name in _FILLED_FIRST:
             self.trace.add("fill", moved(made))
+            made = given[:1]  # as much is written then as is read
+        self.trace.add(name, _read(name, given, made) + moved(made), kind, flops)
         if name == "native_layer_norm_backward" and made[1:]:
             self.trace.add("layer norm, its weight's gradient", moved(given[:2]))
         return out
