@@ -79,12 +79,12 @@ def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequen
     """
     from kernels.fem_attention.accelerated import watch
 
-    trace, kept = Trace(), {}
+    trace, kept = Trace(), dict[int, int]()
     with OnPaper(Trace()):
         watch(PAPER)  # of a process, not of a layer
 
     def keep(t: Tensor) -> Tensor:
-        if t.device == META and t.untyped_storage()._cdata not in owned:
+        if t.is_meta and t.untyped_storage()._cdata not in owned:
             kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
@@ -245,10 +245,10 @@ def _launches_counted(trace: Trace) -> Iterator[None]:
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = False
         try:
-            KernelInterface.__getitem__ = lambda kernel, grid: partial(launch, kernel)  # type: ignore[method-assign]
+            KernelInterface.__getitem__ = lambda kernel, grid: partial(launch, kernel)
             yield
         finally:
-            KernelInterface.__getitem__ = own  # type: ignore[method-assign]
+            KernelInterface.__getitem__ = own
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def _implementations_noted(trace: Trace) -> Iterator[None]:
         return trace.chosen[op.name]
 
     try:
-        Op.choose = choose  # type: ignore[method-assign]
+        Op.choose = choose  # type: ignore[method-assign,assignment]
         yield
     finally:
         Op.choose = own  # type: ignore[method-assign]
