@@ -141,7 +141,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert total == pytest.approx(sum(each["bytes"] for each in found["models"][0]["kernels"] if each["pass"] == "forward"))
 
 
-@pytest.mark.parametrize("words", [["--model", "fem_sm_1.3"], ["--against", "transformer_1.3b"]])
+@pytest.mark.parametrize("words", [["--model", "fem_sm_1.3"], ["--against", "transformer_1.3b"], ["--tokens", "0"]])
 def test_a_mistake_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

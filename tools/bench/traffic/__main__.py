@@ -49,6 +49,8 @@ def report(options: argparse.Namespace) -> int:
         raise UserError("the package triton is not installed, and its kernels are what is counted: pip install triton")
     if options.against and not options.model:
         raise UserError("--against needs --model")
+    if options.tokens < 1 or (options.batch is not None and options.batch < 1):
+        raise UserError("--tokens and --batch are at least 1")
     make = partial(of_part, tokens=options.tokens, batch=options.batch)
     if options.write:
         PAGE.write_text(page(), encoding="utf-8")
