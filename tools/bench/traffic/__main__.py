@@ -158,12 +158,9 @@ def _shown(table: str) -> str:
     return f"```text\n{table}\n```"
 
 
-INTRODUCTION = """Written by `python -m tools.bench.traffic --write`. The layers run on tensors without numbers, as on
-an H100; what a kernel reads and writes is counted once. A time is bytes over bandwidth, or products
-over their rate, whichever is longer."""
-LEGEND = """KiB a token and layer. *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
-pass; *host reads*: of a number, which no CUDA graph can hold. GLA is fem_gla with its switches off.
-The delta rule of flash-linear-attention counts as one kernel a pass, less than it is."""
+INTRODUCTION = "Written by `python -m tools.bench.traffic --write`, of layers as they would run on an H100."
+LEGEND = """KiB a token and layer; *products*: moved by GEMMs, attention and tiles; *kept*: for the backward
+pass; *host reads*: of a number. GLA is fem_gla without its switches."""
 
 
 if __name__ == "__main__":

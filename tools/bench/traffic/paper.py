@@ -38,11 +38,13 @@ class Roof:
 
 ROOFS = (Roof("H100", 0.79 * 3.35e12), Roof("H200", 0.79 * 4.8e12))
 SOURCES = {
+    "a kernel": "what it reads and writes, once, over the bandwidth, or its products over their rate, whichever is longer",
     "bandwidth": "3.35 TB/s (H100 SXM) and 4.8 TB/s (H200), data sheets; 79% of it is assumed of pointwise kernels",
     "GEMM": "620 TFLOP/s of the data sheets' 989 dense bfloat16, 50 of 67 in float32: assumed",
     "attention forward": "518 TFLOP/s: cuDNN, causal, head 128, 4k, FlashAttention-3's paper (H100)",
     "attention backward": "450 TFLOP/s: assumed, under cuDNN's 499 there, which is without a mask; 2.5 times the forward's products",
     "our Triton kernels with products": "353 TFLOP/s forward: Triton's attention in the same paper; 250 backward: assumed",
+    "delta rule": "flash-linear-attention's kernels as one a pass, which is less than they are",
     "gap between kernels": "2 us: assumed",
     "optimizer": "14 bytes a parameter: fused AdamW reads weight, gradient and two moments, writes all but the gradient",
 }
