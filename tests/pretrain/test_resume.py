@@ -121,6 +121,7 @@ def test_changes_are_told_and_recorded(pretrain: Command) -> None:
 
 REFUSED = {
     "data.seq_length=64": "checkpoint.load=",
+    "data.packing=best_fit": "checkpoint.load=",
     "train.seed=7": "checkpoint.load=",
     "train.precision=bf16": "checkpoint.load=",
     "data.train.0.weight=2": "checkpoint.load=",
