@@ -10,8 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +21,10 @@ import pytest
 from pretrain.__main__ import main
 from pretrain.data.facts import Contents, SourceContents
 from pretrain.data.index_cache import COMPLETE, NOT_THERE, IndexCache
-from tests.pretrain.conftest import DEMO, ROOT, SMALL, Command
+from tests.pretrain.conftest import DEMO, SMALL, Command
 from tests.pretrain.data_folder import write_folder
 from tests.pretrain.test_checkpoint_faults import largest_file
-from tests.ranks import answer, finished
+from tests.ranks import PATIENCE, answer, finished, forked, wait_until
 
 # --- the folder ------------------------------------------------------------------------------------------------------------------
 
@@ -95,95 +93,83 @@ def test_what_is_not_whole_is_built_again_and_what_is_whole_never_replaced(tmp_p
         assert not [path for path in folders(cache.root) if path.name.startswith(".")]
 
 
-SCRIPT = """
-import random, sys, time
-from pathlib import Path
-from tests.pretrain.test_index_cache import build, cache_in
-role, root, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-cache = cache_in(root)
-if role == "hold":
-    with cache.building() as folder:
+def builder(root: Path, damages: bool) -> None:
+    """Builds the cache again and again; the first of them damages what is there where ``damages``."""
+    cache, dice = cache_in(root), random.Random(0)
+    for _ in range(30):
+        build(cache)
+        assert cache.fault() is None or damages, cache.fault()
+        if damages and os.environ["RANK"] == "0":
+            (cache.folder / dice.choice(["one.npy", "complete.json"])).unlink(missing_ok=True)
+
+
+def holder(root: Path) -> None:
+    """Is in the middle of building."""
+    with cache_in(root).building() as folder:
         (folder / "one.npy").write_bytes(b"half")
         print(folder.name, flush=True)
         time.sleep(600)
-random.seed(seed)
-for number in range(30):
-    build(cache)
-    assert cache.fault() is None or role == "beside", cache.fault()
-    if role == "beside" and seed == 0:
-        (cache.folder / random.choice(["one.npy", "complete.json"])).unlink(missing_ok=True)
-"""
 
 
-def start(role: str, root: Path, seed: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", SCRIPT, role, str(root), str(seed)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def dies_at(root: Path, renames: int) -> None:
+    """Builds the cache; killed before that rename."""
+    rename, left = os.rename, [renames]
+
+    def dying(*arguments: Any) -> None:
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        rename(*arguments)
+
+    vars(os)["rename"] = dying
+    build(cache_in(root))
 
 
-@pytest.mark.parametrize("role", ["alone", "beside"])  # beside: one of them damages what is there, again and again
-def test_builders_at_once_do_not_harm_each_other(tmp_path: Path, role: str) -> None:
-    builders = [start(role, tmp_path, seed) for seed in range(3)]
-    for builder in builders:
-        _, said = builder.communicate(timeout=120)
-        assert builder.returncode == 0, said
-    cache = cache_in(tmp_path)
+@pytest.mark.parametrize("damages", [False, True], ids=["alone", "beside"])  # one of them damages what is there, again and again
+def test_builders_at_once_do_not_harm_each_other(tmp_path: Path, damages: bool) -> None:
+    root = tmp_path / "cache"
+    answer(3, builder, root, damages, output=tmp_path / "said")
+    cache = cache_in(root)
     build(cache)
     assert cache.fault() is None
-    assert folders(tmp_path) == [cache.folder]
+    assert folders(root) == [cache.folder]
 
 
 def test_a_killed_builder_leaves_no_final_name_and_its_rest_is_removed_when_it_is_old(tmp_path: Path) -> None:
-    killed, alive = start("hold", tmp_path), start("hold", tmp_path)
-    try:
-        assert killed.stdout is not None and alive.stdout is not None
-        rest, busy = (tmp_path / process.stdout.readline().strip() for process in (killed, alive) if process.stdout)
-        killed.kill()
-        killed.wait()
-        cache = cache_in(tmp_path)
+    root, said = tmp_path / "cache", [tmp_path / f"said.{rank}" for rank in range(2)]
+    with forked(2, holder, root, output=tmp_path / "said") as builders:
+        wait_until(lambda: all(each.exists() and each.read_text().endswith("\n") for each in said), builders)
+        rest, busy = (root / each.read_text().strip() for each in said)
+        builders[0].kill()
+        builders[0].join()
+        cache = cache_in(root)
         assert cache.fault() == NOT_THERE
         build(cache)
-        assert folders(tmp_path) == sorted([rest, busy, cache.folder])  # young: its builder may be about to lock it
+        assert folders(root) == sorted([rest, busy, cache.folder])  # young: its builder may be about to lock it
         for folder in (rest, busy):
             os.utime(folder, (time.time() - 4000,) * 2)
         build(cache)
-        assert folders(tmp_path) == sorted([busy, cache.folder])
-    finally:
-        for process in (killed, alive):
-            process.kill()
-            process.communicate()
-
-
-KILLED_AT = """
-import os, signal, sys
-from pathlib import Path
-from tests.pretrain.test_index_cache import build, cache_in
-left, rename = [int(sys.argv[2])], os.rename
-def dying(*arguments):
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    rename(*arguments)
-os.rename = dying
-build(cache_in(Path(sys.argv[1])))
-"""
+        assert folders(root) == sorted([busy, cache.folder])
 
 
 @pytest.mark.parametrize("what", ["folder", "file"])
 @pytest.mark.parametrize("renames", [0, 1])
 def test_a_kill_between_the_renames_of_a_damaged_cache_leaves_nothing_for_ever(tmp_path: Path, renames: int, what: str) -> None:
-    cache = cache_in(tmp_path)
+    root = tmp_path / "cache"
+    cache = cache_in(root)
     build(cache)
     if what == "folder":
         (cache.folder / "one.npy").unlink()
     else:
         shutil.rmtree(cache.folder)
         cache.folder.write_text("")
-    killed = subprocess.run([sys.executable, "-c", KILLED_AT, str(tmp_path), str(renames)], cwd=ROOT, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed
-    for rest in tmp_path.glob(".building-*"):
+    with forked(1, dies_at, root, renames, output=tmp_path / "said") as (killed,):
+        killed.join(PATIENCE)
+        assert killed.exitcode == -signal.SIGKILL, (tmp_path / "said.0").read_text()
+    for rest in root.glob(".building-*"):
         os.utime(rest, (time.time() - 4000,) * 2)
     build(cache)
-    assert cache.fault() is None and {path.name for path in tmp_path.iterdir()} == {".lock", cache.folder.name}
+    assert cache.fault() is None and {path.name for path in root.iterdir()} == {".lock", cache.folder.name}
 
 
 def test_the_lock_of_publication_works_as_nfs_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
