@@ -1,12 +1,10 @@
-"""The planner's table of kept activations against what autograd keeps in the built model. The model runs in a process of its own."""
+"""The planner's table of kept activations against what autograd keeps in the built model. The model runs on a rank of its own."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
@@ -19,8 +17,10 @@ from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.config import DataConfig, EngineConfig, OptimizerConfig, RunConfig, TrainConfig
 from pretrain.plan.memory import head_activations, layer_activations
 from pretrain.plan.run_plan import make_plan
+from tests.ranks import answer
 
 SEQUENCES, LENGTH = 2, 64
+M_MMAP_THRESHOLD = -3  # of malloc.h
 ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")]
 CASES = {
     "fem": ModelConfig(),
@@ -97,7 +97,7 @@ def training(precision: str, engine: EngineConfig) -> RunConfig:
     return RunConfig(model=model, data=DataConfig(seq_length=256), train=train, optimizer=OptimizerConfig(warmup_steps=1), engine=engine)
 
 
-def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
+def measure_peak(precision: str, engine_name: str) -> int:
     """Bytes that the resident set grows by, at its largest, while an engine is built and takes two steps."""
     import torch
 
@@ -106,6 +106,7 @@ def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
     config = training(precision, ENGINES[engine_name])
     platform.initialize_distributed()
     importlib.import_module(f"pretrain.engines.{config.engine.name}")  # the libraries' own memory is no engine's
@@ -117,7 +118,7 @@ def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(4, 256), "position_ids": positions}
     for step in range(2):
         engine.train_step(iter([batch]), 4 * (step + 1))
-    return {"peak": [platform.peak_memory_bytes() - before]}
+    return platform.peak_memory_bytes() - before
 
 
 @pytest.mark.parametrize(
@@ -129,31 +130,18 @@ def measure_peak(precision: str, engine_name: str) -> dict[str, list[float]]:
         if (precision, name) != ("bf16", "stage 0")
     ],
 )
-def test_peak_memory_is_the_planned_one(precision: str, engine: str) -> None:
+def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: str) -> None:
     """Within the 15% that ``--plan`` promises. glibc returns freed blocks here; left alone it keeps some, up to half as much again.
 
     bf16 is slow: a CPU without instructions for it multiplies sixty times slower, minutes a case.
     """
     planned = make_plan(training(precision, ENGINES[engine]), 1, cuda=False).peak_memory
-    measured = run_alone(precision, engine, MALLOC_MMAP_THRESHOLD_=str(2**20))["peak"][0]
+    measured = answer(1, measure_peak, precision, engine, output=tmp_path / "said", patience=900)
     assert measured == pytest.approx(planned, rel=0.15)
 
 
-def run_alone(*arguments: str, **settings: str) -> dict[str, list[float]]:
-    """This file as a program, in a process whose memory is its own."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in launcher}
-    environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", **settings)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.pretrain.test_memory", *arguments]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu() -> None:
-    found = run_alone()
+def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(tmp_path: Path) -> None:
+    found = answer(1, measure, output=tmp_path / "said")
     for name in set(CASES) - set(ESTIMATED):
         for precision in ("fp32", "bf16"):
             config = case(name, 1, precision)
@@ -167,7 +155,3 @@ def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu() -> None
             config = case(name, 1, precision)
             estimate = sum(layer_activations(config, config.model.blocks()[0], cuda=False).values())
             assert abs(estimate / found[f"{name} {precision}"][0] - 1) < 0.25, (name, precision)  # as the plan says
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure_peak(*sys.argv[1:]) if len(sys.argv) > 1 else measure()))
