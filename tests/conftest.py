@@ -12,7 +12,7 @@ import tempfile
 
 import pytest
 
-from tests.interpreter import mend_bfloat16, mend_calls
+from tests.interpreter import mend_bfloat16, mend_calls, mend_types
 
 os.environ["TRITON_INTERPRET"] = "1"
 import triton
@@ -22,6 +22,7 @@ triton.knobs.runtime.interpret = True
 del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
 mend_bfloat16()
 mend_calls()
+mend_types()
 pytest_plugins = ["tests.wording"]
 _COPIED_CODE = tempfile.TemporaryDirectory(prefix="hf_modules_")
 os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is imported

@@ -65,3 +65,39 @@ def mend_calls() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def mend_types() -> None:
+    """Let the interpreter find out once what follows from a type or a shape, not at every step of every operation: half of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    numpy_type, tensor, block, equal = interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__, tl.dtype.__eq__
+    of_types: dict[str, Any] = {}
+    of_tensors: dict[tuple[int, ...], Any] = {}
+    of_blocks: dict[tuple[Any, ...], Any] = {}
+
+    def known_numpy_type(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in of_types:
+            of_types[name] = numpy_type(kind)
+        return of_types[name]
+
+    def known_tensor(self: Any, handle: Any, kind: Any) -> None:
+        shape = tuple(kind.shape) if kind.is_block() else ()
+        if shape not in of_tensors:
+            tensor(self, handle, kind)
+            of_tensors[shape] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = of_tensors[shape]
+
+    def known_block(self: Any, element: Any, shape: Any) -> None:
+        key = (element.name, *(each.value if isinstance(each, tl.constexpr) else each for each in shape))
+        if key not in of_blocks:
+            block(self, element, shape)
+            of_blocks[key] = self.shape, self.numel, self.name
+        self.element_ty = element
+        self.shape, self.numel, self.name = of_blocks[key]
+
+    interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__ = known_numpy_type, known_tensor, known_block
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
