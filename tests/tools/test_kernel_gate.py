@@ -7,11 +7,14 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from kernels.tiles import Build
 from tests.test_house import python_sources
+from tools.kernel_gate.gate import covering, modules
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +106,18 @@ def test_every_kernel_that_is_launched_is_built() -> None:
         built |= {(build.kernel.fn.__module__, build.kernel.fn.__name__) for build in builds}
     assert len(written) > 20
     assert written == built
+
+
+def test_few_builds_have_each_value_of_each_constant_and_type() -> None:
+    def values(builds: Iterable[Build]) -> set[tuple[str, str, str]]:
+        held = ((build.kernel.fn.__name__, (build.constants, build.types)) for build in builds)
+        return {(name, key, repr(value)) for name, both in held for each in both for key, value in each.items()}
+
+    for module in modules():
+        builds, few = importlib.import_module(module).BUILDS, covering(module)
+        assert values(builds[n] for n in few) == values(builds), module
+        firsts = {build.kernel.fn.__name__: n for n, build in reversed([*enumerate(builds)])}
+        assert {*firsts.values()} <= {*few}, module
 
 
 @pytest.mark.parametrize(

@@ -141,15 +141,18 @@ def modules(prefix: str = "kernels") -> Iterator[str]:
 
 
 def covering(module: str) -> list[int]:
-    """Of a module's builds the few in which every value of every constant and type of every kernel occurs, by number."""
-    values = {
-        n: {(build.kernel.fn.__name__, key, repr(value)) for key, value in (*build.constants.items(), *build.types.items())}
-        for n, build in enumerate(_builds(module))
-    }
-    chosen, missing = list[int](), set().union(*values.values())
-    while missing:
-        chosen.append(max(values, key=lambda n: len(values[n] & missing)))
-        missing -= values[chosen[-1]]
+    """Of a module's builds each kernel's first, and the few in which every value of all its constants and types occurs, by number."""
+    values: dict[str, dict[int, set[tuple[str, str]]]] = {}
+    for n, build in enumerate(_builds(module)):
+        held = {(key, repr(value)) for key, value in (*build.constants.items(), *build.types.items())}
+        values.setdefault(str(build.kernel.fn.__name__), {})[n] = held
+    chosen = set[int]()
+    for of in values.values():
+        best, missing = next(iter(of)), set[tuple[str, str]]().union(*of.values())
+        while missing:
+            chosen.add(best)
+            missing -= of[best]
+            best = max(of, key=lambda n: len(of[n] & missing))
     return sorted(chosen)
 
 
