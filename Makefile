@@ -48,7 +48,7 @@ demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alon
 	$(PYTHON) -m tools.demo
 
 test: lint  ## static checks and the quick tests, before a commit
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in five minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
@@ -56,7 +56,7 @@ test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in five minute
 
 test-all: lint  ## the night's: the slow tests too, a real Slurm, and whether the tests notice ten of the mutants
 	bash tests/slurm/install.sh
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile -m 'not slurm'
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m slurm tests/slurm
 	$(PYTHON) -m tests.mutants --sample 10 --seed 1
 
