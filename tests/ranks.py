@@ -23,7 +23,7 @@ from typing import Any
 PATIENCE = 120.0
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pretrain.__main__", "pretrain.run", "tests.ranks"])
+_context.set_forkserver_preload(["pretrain.__main__", "pretrain.run", "tests.ranks", "tests.preloaded"])
 
 
 def free_port() -> int:

@@ -80,6 +80,7 @@ def measure() -> dict[str, list[float]]:
     from fem_megatron.megatron import platform
     from pretrain.engines.building import initialize_model_parallel
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     platform.initialize_distributed()
     initialize_model_parallel(case("fem", 1, "fp32"))
     found = {}
@@ -106,6 +107,7 @@ def measure_peak(precision: str, engine_name: str) -> int:
     from pretrain.run import make_engine
     from pretrain.schedule import Schedule
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
     config = training(precision, ENGINES[engine_name])
     platform.initialize_distributed()
