@@ -63,7 +63,7 @@ test-all: lint  ## the night's: the slow tests too, a real Slurm, and whether th
 lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
-	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --num-workers 2
 
 format: $(ENVIRONMENT)  ## let ruff mend and format what it can
 	$(PYTHON) -m ruff check --fix

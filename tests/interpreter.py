@@ -1,4 +1,4 @@
-"""What Triton's interpreter gets wrong and the tests of kernels need: bfloat16, in products and in rounding; and what takes half its time.
+"""What Triton's interpreter gets wrong and kernel tests need: bfloat16 in products and in rounding, and what takes most of its time.
 
 Nothing of ours is patched."""
 
