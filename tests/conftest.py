@@ -13,17 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import mend_bfloat16, mend_calls, mend_types
+from tests.interpreter import interpret
 
-os.environ["TRITON_INTERPRET"] = "1"
-import triton
-import triton.language
-
-triton.knobs.runtime.interpret = True
-del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
-mend_bfloat16()
-mend_calls()
-mend_types()
+interpret()
 pytest_plugins = ["tests.wording"]
 # The files that take longest, the longest first: at the end of a run no worker waits for another's.
 LONG = (

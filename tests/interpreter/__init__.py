@@ -1,14 +1,31 @@
-"""What Triton's interpreter gets wrong and kernel tests need: bfloat16 in products and in rounding, and what takes most of its time.
+"""Triton's interpreter, as the tests run kernels in it: what it gets wrong, mended, and what takes most of its time.
 
-Nothing of ours is patched."""
+`sanitizer` watches a kernel's addresses, `gpu` gives it a GPU's approximate instructions; ``python -m tests.interpreter`` runs all cases
+under both. Nothing of ours is patched.
+"""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+
+def interpret() -> None:
+    """Let Triton's kernels be interpreted in this process, and in no other; before Triton is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    import triton.language
+
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]  # which the line above sets, too
+    mend_bfloat16()
+    mend_fma()
+    mend_calls()
+    mend_types()
 
 
 def mend_bfloat16() -> None:
@@ -35,6 +52,17 @@ def mend_bfloat16() -> None:
         return cast(self, source, target)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+
+
+def mend_fma() -> None:
+    """Let ``tl.fma`` round float32 once; the interpreter rounds its product, too."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = create_fma
 
 
 def mend_calls() -> None:
