@@ -4,6 +4,10 @@ The definition: first-order scans in plain PyTorch, any device, exact for any fi
 is kept relative to its running maximum m_t: S_t = sum_{i <= t} exp(z_i - m_t), in [1, t], moves by
 S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(z_t - m_t), a scan whose decays are at most 1. The maxima are constants to the gradient: they cancel.
 Tokens that nobody reads have z = -inf; as long as there was none else, S is 0 and stands for nothing.
+
+F - mu as the difference of two logarithms over beta is rounding alone where beta is small. As long as every beta |v_i - c| of the past was
+under REACH, with c the first value that is read, it comes from the sum of exp(x) - 1 - x, x = beta (v_i - c), under mu's own weights, as
+`kernels.free_energy` has it for kappa = 1; from the first value beyond on, from the logarithms. Which, no later token can say.
 """
 
 from __future__ import annotations
@@ -14,11 +18,13 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_first, check_others, check_read
-from kernels.free_energy import mix
+from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, mix, mix_gap
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.time_decay_scan import time_decay_scan
 
 __all__ = ["OP", "aft_read"]
+
+REACH = SHIFT_BELOW / 2  # of beta |v - c|, where F - mu comes from what the exponentials have beyond the mean
 
 OP = Op(
     "aft_read",
@@ -52,17 +58,18 @@ def aft_read(
     (mu -> query mu, F -> F + log(query) / beta; its second half for F). valid [b, t] bool: False at tokens that nobody reads, whose own
     o is finite and means nothing. beta None: o = mu. lam None: o = F. gate None: no gate. causal False: i runs over all tokens.
     state: what a previous call returned, None at the start; no gradient goes through it. Returns (o [b, h, t, d] in v's type, state
-    [b, h, rows, d] in float32 or float64: running maxima and sums relative to them; 3 rows, 5 with beta, 7 where F has logits of its
+    [b, h, rows, d] in float32 or float64: running maxima and sums relative to them; 3 rows, 7 with beta, 10 where F has logits of its
     own; None where causal is False).
     Types: k, v both float64, float32 or bfloat16, the others the same or float32; sums are float32 or float64.
-    Any finite k and v: every sum has its own running maximum over the past; F rounds at eps max |k + beta v| / beta. Cost O(t d), memory
-    linear in t. An output does not move by a bit when later tokens change.
+    Any finite k and v: every sum has its own running maximum over the past. F - mu keeps its digits however small beta is as long as
+    beta |v - v_0| stays under 2.5; beyond, F rounds at eps max |k + beta v| / beta. Cost O(t d), memory linear in t. An output does not
+    move by a bit when later tokens change.
     implementation: "triton", "reference" or "auto", the fastest that this call allows.
     Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
     Equations: Free Energy Mixer, the LRNN-softmax prior and the two-level gated read.
     """
     check_first("aft_read", "v", v, "[batch, heads, tokens, channels]")
-    (b, h, t, d), rows = v.shape, 3 if beta is None else 5 if k.shape == v.shape else 7
+    (b, h, t, d), rows = v.shape, 3 if beta is None else 7 if k.shape == v.shape else 10
     expected: dict[str, Any] = {"k": (k, [v.shape, (b, h, t, 2 * d)], v.dtype), "beta": (beta, (h, d)), "lam": (lam, v.shape)}
     expected |= {"gate": (gate, v.shape), "query": (query, k.shape), "valid": (valid, (b, t)), "state": (state, (b, h, rows, d))}
     check_others("aft_read", "v", v, expected)
@@ -79,52 +86,95 @@ def aft_read(
     mask = None if valid is None else valid[:, None, :, None]
     temperature = None if beta is None else beta.to(compute)[:, None]
     if causal:
-        mu, free_energy, after = read_past(logits, values, temperature, mask, state)
+        mu, gap, after = read_past(logits, values, temperature, mask, state)
     else:
-        mu, free_energy, after = *read_all(logits, values, temperature, mask), None
+        mu, gap, after = *read_all(logits, values, temperature, mask), None
+    factors = (1.0,) if query is None else query.to(compute).split(v.shape[-1], dim=-1)
+    if gap is None or temperature is None:
+        return mix(factors[0] * mu, None, None, gate).to(v.dtype), after
     if query is not None:
-        factors = query.to(compute).split(v.shape[-1], dim=-1)
-        mu = factors[0] * mu
-        if free_energy is not None:
-            assert temperature is not None
-            free_energy = free_energy + factors[-1].log() / temperature
-    return mix(mu, free_energy, lam, gate).to(v.dtype), after
+        mean, mu = mu, factors[0] * mu
+        gap = mean + gap + factors[-1].log() / temperature - mu
+    return mix_gap(mu, gap, lam, gate).to(v.dtype), after
 
 
 def read_past(
     k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(mu, F, state) over i <= t. k [b, h, t, d or 2 d], v [b, h, t, d], beta [h, 1, d], valid [b, 1, t, 1], state as `aft_read` says.
+    """(mu, F - mu, state) over i <= t. k [b, h, t, d or 2 d], v [b, h, t, d], beta [h, 1, d], valid [b, 1, t, 1], state as `aft_read` says.
 
-    The state's rows: maximum, sum and value sum of exp(k); with beta, maximum and sum of exp(k + beta v); where F has logits of its own,
-    maximum and sum of their exponentials.
+    The state's rows: maximum, sum and value sum of exp(k); with beta, maximum and sum of exp(k + beta v), sum of exp(k) (exp(x) - 1 - x),
+    -1 once it is left for good, and c; where F has logits of its own, maximum, sum and value sum of their exponentials: the excess is
+    theirs then.
     """
-    rows = [None] * 3 if state is None else list(state.split((3, *[2] * ((state.shape[2] - 3) // 2)), dim=2))
-    v, logits = _readable(v, valid, 0.0), [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)]
+    before: list[Tensor | None] = [None] * 5
+    if state is not None:
+        before = [*state.split((3, *(() if beta is None else (2, 1, 1)), *(() if k.shape == v.shape else (3,))), dim=2), *before]
+    past, past_joint, past_excess, past_centre, past_base = before[:5]
+    centre = first_value(v, valid)
+    if state is not None and past_centre is not None:
+        centre = torch.where(state[:, :, 1:2] == 0, centre, past_centre)
+    own, width = k.shape != v.shape, v.shape[-1]
+    v, logits = _readable(v, valid, centre), [_readable(z, valid, -torch.inf) for z in k.split(width, dim=-1)]
     one = torch.ones_like(v)
-    base = sums = _running_sums(logits[0], (one, v), rows[0])
-    after = [sums]
-    mu, free_energy = sums[2] / counted(sums[1]), None
-    if beta is not None:
-        joint = _running_sums(logits[-1] + beta * v, (one,), rows[1])
-        after.append(joint)
-        if len(logits) == 2:
-            base = _running_sums(logits[1], (one,), rows[2])
-            after.append(base)
-        free_energy = (joint[0] - base[0] + counted(joint[1]).log() - counted(base[1]).log()) / beta
-    return mu, free_energy, torch.cat([part[:, :, :, -1] for part in after]).movedim(0, 2).detach()
+    if beta is None:
+        sums = _running_sums(logits[0], (one, v), past)
+        return sums[2] / counted(sums[1]), None, sums[:, :, :, -1].movedim(0, 2).detach()
+    u, far = excess_stream(v, beta, centre)
+    far, base_past = far.cumsum(2) > 0, past_base if own else past
+    if past_excess is not None and base_past is not None:
+        far, base_past = far | (past_excess < 0), torch.cat((base_past, past_excess.clamp(min=0)), dim=2)
+    base = _running_sums(logits[-1], (one, v, u), base_past)
+    joint = _running_sums(logits[-1] + beta * v, (one,), past_joint)
+    mean, z = base[2] / counted(base[1]), base[3] / counted(base[1])
+    apart = (joint[0] - base[0] + counted(joint[1]).log() - counted(base[1]).log()) / beta - mean
+    gap = torch.where(far, apart, excess_gap(mean, z, beta, centre))
+    sums = _running_sums(logits[0], (one, v), past) if own else base[:3]
+    after = [sums, joint, base[3:].masked_fill(far, -1.0), centre.expand_as(v)[None], *((base[:3],) if own else ())]
+    mu = sums[2] / counted(sums[1])
+    return mu, gap + (mean - mu) if own else gap, torch.cat([part[:, :, :, -1] for part in after]).movedim(0, 2).detach()
 
 
 def read_all(k: Tensor, v: Tensor, beta: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(mu, F) over all i, the same at every token; arguments as in `read_past`."""
-    v, logits = _readable(v, valid, 0.0), [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)]
+    """(mu, F - mu) over all i, the same at every token; arguments as in `read_past`."""
+    centre = first_value(v, valid)
+    v, logits = _readable(v, valid, centre), [_readable(z, valid, -torch.inf) for z in k.split(v.shape[-1], dim=-1)]
     weight, _ = _relative(logits[0])
     mu = (weight * v).sum(2, keepdim=True) / counted(weight.sum(2, keepdim=True))
     if beta is None:
         return mu.expand_as(v), None
     (weight, top), (joint, joint_top) = _relative(logits[-1]), _relative(logits[-1] + beta * v)
     total, joint_total = (counted(w.sum(2, keepdim=True)) for w in (weight, joint))
-    return mu.expand_as(v), ((joint_top - top + joint_total.log() - total.log()) / beta).expand_as(v)
+    u, far = excess_stream(v, beta, centre)
+    mean, z = ((weight * x).sum(2, keepdim=True) / total for x in (v, u))
+    apart = (joint_top - top + joint_total.log() - total.log()) / beta - mean
+    gap = torch.where(far.any(2, keepdim=True), apart, excess_gap(mean, z, beta, centre))
+    return mu.expand_as(v), (gap if len(logits) == 1 else gap + (mean - mu)).expand_as(v)
+
+
+def first_value(v: Tensor, valid: Tensor | None) -> Tensor:
+    """The first value that is read [b, h, 1, d] of v [b, h, t, d], 0 where none is; valid [b, 1, t, 1]. Detached."""
+    if valid is None:
+        return v[:, :, :1].detach()
+    at = valid.to(torch.uint8).argmax(2, keepdim=True)
+    return v.detach().gather(2, at.expand(-1, v.shape[1], -1, v.shape[3])).masked_fill(~valid.any(2, keepdim=True), 0.0)
+
+
+def excess_stream(v: Tensor, beta: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(x) - 1 - x of x = beta (v - centre), 0 where |x| is over REACH, and where it is; v [b, h, t, d], centre [b, h, 1, d]."""
+    far = ((v - centre) * beta).detach().abs() > REACH
+    return ValueStream.apply(torch.where(far, centre, v), *_constants(beta, centre)), far
+
+
+def excess_gap(mu: Tensor, z: Tensor, beta: Tensor, centre: Tensor) -> Tensor:
+    """F - mu from the means of v and of `excess_stream`."""
+    gap = FreeEnergyGap.apply(mu, z, *_constants(beta, centre))
+    assert isinstance(gap, Tensor)
+    return gap
+
+
+def _constants(beta: Tensor, centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return beta.expand_as(centre), centre, torch.ones_like(centre, dtype=torch.bool)
 
 
 def _running_sums(z: Tensor, factors: tuple[Tensor, ...], past: Tensor | None) -> Tensor:
@@ -150,8 +200,8 @@ def _relative(z: Tensor) -> tuple[Tensor, Tensor]:
     return (z - top).exp(), top
 
 
-def _readable(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
-    return x if valid is None else x.masked_fill(~valid, otherwise)
+def _readable(x: Tensor, valid: Tensor | None, otherwise: float | Tensor) -> Tensor:
+    return x if valid is None else torch.where(valid, x, otherwise)
 
 
 def _finite(top: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class ValueStream(torch.autograd.Function):
         x = (v - centre).mul_(beta)
         slope = torch.where(shifted, x.expm1(), x.exp())
         ctx.save_for_backward(x, slope, beta)
-        return slope - x * shifted
+        return torch.where(shifted, _beyond_x(x), slope)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -185,7 +185,7 @@ class FreeEnergyGap(torch.autograd.Function):
         """F - mu; beta, centre and shifted as in `ValueStream`."""
         offset = mu - centre
         y = torch.addcmul(z, offset, beta).clamp_(min=LOWEST_Y)
-        gap = torch.where(shifted, y.log1p() - y + z, z.log()).div_(beta)
+        gap = torch.where(shifted, _beyond_y(y) + z, z.log()).div_(beta)
         gap = torch.where(shifted, gap, gap - offset).clamp_(min=0)
         tilt = torch.where(shifted, y / (1 + y), 1)
         ctx.save_for_backward(offset, torch.where(shifted, 1 + y, z) * beta, tilt, gap, beta)
@@ -199,6 +199,30 @@ class FreeEnergyGap(torch.autograd.Function):
         d_mu = -d_gap * tilt
         d_beta = torch.addcmul(d_mu * offset, d_gap, gap, value=-1).sum(2, keepdim=True) / beta
         return d_mu, d_gap / mass, d_beta, None, None
+
+
+EXPONENTIAL = [1 / math.factorial(n) for n in range(2, 14)]
+ARTANH = [2 / n for n in range(3, 19, 2)]
+
+
+def _beyond_x(x: Tensor) -> Tensor:
+    """exp(x) - 1 - x with all its digits."""
+    return torch.where(x.abs() < 0.5, _polynomial(x, EXPONENTIAL).mul_(x).mul_(x), x.expm1().sub_(x))
+
+
+def _beyond_y(y: Tensor) -> Tensor:
+    """log(1 + y) - y with all its digits: log(1 + y) = 2 artanh(s), s = y / (2 + y), and 2 s - y = -s y."""
+    s = y / (2 + y)
+    square = s * s
+    return torch.where(y.abs() < 0.25, _polynomial(square, ARTANH).mul_(square).sub_(y).mul_(s), y.log1p().sub_(y))
+
+
+def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
+    """The sum of the coefficients times x to the powers 0, 1, ..."""
+    made = torch.full_like(x, coefficients[-1])
+    for each in reversed(coefficients[:-1]):
+        made.mul_(x).add_(each)
+    return made
 
 
 class ValueWindow:

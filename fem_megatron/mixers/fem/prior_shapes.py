@@ -222,8 +222,8 @@ class AftShape(PriorShape):
         return 0.0
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """A maximum and sums for each channel, fp32: 3 numbers, 2 more with F, 2 more where F has logits of its own."""
-        return (3 + 2 * free_energy + 2 * self.own_logits) * value * max(4, element)
+        """A maximum and sums for each channel, fp32: 3 numbers, 4 more with F, 3 more where F has logits of its own."""
+        return (3 + 4 * free_energy + 3 * self.own_logits) * value * max(4, element)
 
 
 @dataclass(frozen=True)

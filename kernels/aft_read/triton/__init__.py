@@ -1,13 +1,19 @@
 """AFT's read in Triton as one autograd function, and its backward.
 
-The same tiles are made again from the rows kept before each chunk, and scans run from the end. With p_t(i) = exp(k_i - m_t) / S_t and
-w_t(i) = exp(k_i + beta v_i - M_t) / J_t, and dmu, dF the gradients of mu and F at t:
+The same tiles are made again from the rows kept before each chunk, and scans run from the end. With p_t(i) = exp(k_i - m_t) / S_t,
+w_t(i) = exp(k_i + beta v_i - M_t) / J_t, x_i = beta (v_i - c), u = exp(x) - 1 - x, and dmu, dF the gradients of mu and F at t, at tokens
+where F - mu comes from Z_t = Q_t / S_t, y_t = beta (mu_t - c) + Z_t: dZ = dF / (beta (1 + y)), and dF / (1 + y) more for dmu; dF is 0 then.
 
-    A_i = sum_{t >= i} p_t(i) dmu_t        B_i = sum_{t >= i} p_t(i) (dmu_t mu_t + dF_t / beta)        C_i = sum_{t >= i} w_t(i) dF_t
-    dv_i = A_i + C_i        dk_i = v_i A_i - B_i + C_i / beta        dbeta = (sum_i v_i C_i - sum_t dF_t F_t) / beta
+    A_i = sum_{t >= i} p_t(i) dmu_t        B_i = sum_{t >= i} p_t(i) (dmu_t (mu_t - c) + dZ_t Z_t + dF_t / beta)
+    H_i = sum_{t >= i} p_t(i) dZ_t         C_i = sum_{t >= i} w_t(i) dF_t
+    dv_i = A_i + beta (exp(x_i) - 1) H_i + C_i        dk_i = (v_i - c) A_i + u_i H_i - B_i + C_i / beta
+    dbeta = (sum_i v_i C_i - sum_t dF_t F_t) / beta + sum_i (v_i - c) (exp(x_i) - 1) H_i - sum_t dF_t (y / (1 + y) (mu - c) + F - mu) / beta
 
-m and M never fall, so A_i = exp(k_i - m_i) R_i with R_i = dmu_i / S_i + exp(m_i - m_{i+1}) R_{i+1}, and B, C alike: nothing can overflow.
-A segment's summary is the five rows (m, R of A, R of B, M, R of C) at its first token. beta's gradient is a partial sum a program.
+where of the sums over t the first is over those tokens whose F comes from the logarithms, the second over the others.
+
+m and M never fall, so A_i = exp(k_i - m_i) R_i with R_i = dmu_i / S_i + exp(m_i - m_{i+1}) R_{i+1}, and B, C, H alike: nothing can
+overflow. A segment's summary is the six rows (m, R of A, R of B, M, R of C, R of H) at its first token. beta's gradient is a partial sum a
+program.
 """
 
 from __future__ import annotations
@@ -17,7 +23,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kernels.aft_read import first_value
 from kernels.aft_read.triton.forward import (
+    CENTRE,
+    EXCESS,
     JOINT_MAXIMUM,
     JOINT_SUM,
     MAXIMUM,
@@ -33,6 +42,7 @@ from kernels.aft_read.triton.forward import (
     falling,
     free_energy,
     join_one,
+    join_three,
     join_two,
     launch_forward,
     load,
@@ -43,40 +53,38 @@ from kernels.aft_read.triton.forward import (
     tile,
     valid_stride,
 )
+from kernels.fem_attention.triton.prep import excess
 from kernels.tiles import Build, rows_of, strides_of
 
 
 def fused_past(k, v, beta, lam, gate, query, valid, state):
     """(o, state) as `aft_read` says, all [b, h, t, d]; beta float32 or None, state float32 or None, one logit for each value."""
-    beta, valid, state = (None if x is None else x.contiguous() for x in (beta, valid, state))
+    centre = None
+    if beta is not None:
+        centre = first_value(v, None if valid is None else valid[:, None, :, None])[:, :, 0].float()
+        if state is not None:
+            centre = torch.where(state[:, :, SUM.value] == 0, centre, state[:, :, CENTRE.value])
+    beta, centre, valid, state = (None if x is None else x.contiguous() for x in (beta, centre, valid, state))
     lam, gate, query = (None if x is None else rows_of(x) for x in (lam, gate, query))
-    return _Read.apply(
-        rows_of(k),
-        rows_of(v),
-        beta,
-        lam,
-        gate,
-        query,
-        valid,
-        state,
-    )
+    return _Read.apply(rows_of(k), rows_of(v), beta, centre, lam, gate, query, valid, state)
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, k, v, beta, lam, gate, query, valid, state):
-        o, after, kept = launch_forward(k, v, beta, lam, gate, query, valid, state, any(ctx.needs_input_grad))
-        ctx.save_for_backward(k, v, beta, lam, gate, query, valid, kept)
+    def forward(ctx, k, v, beta, centre, lam, gate, query, valid, state):
+        o, after, kept = launch_forward(k, v, beta, centre, lam, gate, query, valid, state, any(ctx.needs_input_grad))
+        ctx.save_for_backward(k, v, beta, centre, lam, gate, query, valid, kept)
         ctx.mark_non_differentiable(after)
         return o, after
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o, _):
-        return *_launch_backward(rows_of(d_o), *ctx.saved_tensors), None, None
+        dk, dv, d_beta, *others = _launch_backward(rows_of(d_o), *ctx.saved_tensors)
+        return dk, dv, d_beta, None, *others, None, None
 
 
-def _launch_backward(d_o, k, v, beta, lam, gate, query, valid, kept):
+def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
     """(dk, dv, dbeta, dlam, dgate, dquery), None where there is no such input; they lie in memory as [t, b, h, d]."""
     batch, heads, tokens, width = v.shape
     launch = Launch(*v.shape)
@@ -88,16 +96,16 @@ def _launch_backward(d_o, k, v, beta, lam, gate, query, valid, kept):
     dk, dv, d_lam, d_gate, d_query = (like(x) for x in (k, v, lam, gate, query))
     per_program = (batch, heads, launch.segments, width)
     d_beta = None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
-    summary = torch.empty(*per_program[:3], 5, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
+    summary = torch.empty(*per_program[:3], 6, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
     shared = (*strides_of(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
     if summary is not None:
         _summary_kernel[launch.grid](
-            d_o, k, v, beta, lam, gate, query, valid, kept, summary, *shared,
-            BT=launch.constants["BT"], BC=launch.constants["BC"], **launch.options,
+            d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, *shared,
+            BT=launch.constants["BT"], BC=launch.constants["BC"], **launch.backward_options,
         )  # fmt: skip
     _backward_kernel[launch.grid](
-        d_o, k, v, beta, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query, *shared,
-        **launch.constants, **launch.options,
+        d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query, *shared,
+        **launch.constants, **launch.backward_options,
     )  # fmt: skip
     return dk, dv, None if d_beta is None else d_beta.sum((0, 2)), d_lam, d_gate, d_query
 
@@ -107,78 +115,91 @@ def _get_rows(at, width, mask):
     return (
         tl.load(at + MAXIMUM * width, mask=mask, other=0.0), tl.load(at + SUM * width, mask=mask, other=0.0),
         tl.load(at + VALUES * width, mask=mask, other=0.0), tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=0.0),
-        tl.load(at + JOINT_SUM * width, mask=mask, other=0.0),
+        tl.load(at + JOINT_SUM * width, mask=mask, other=0.0), tl.load(at + EXCESS * width, mask=mask, other=0.0),
     )  # fmt: skip
 
 
 @triton.jit
-def _incoming(g, lam, BETA: tl.constexpr, LAM: tl.constexpr):
-    """(dmu, dF) from the gradient of what the gate multiplies; mu and F with the query, where there is one."""
-    d_mu, d_free = g, g
+def _sources(g, mixed, factor, mean, offset, y, total, joint, beyond, far, beta, BETA: tl.constexpr, LAM: tl.constexpr):
+    """What each token adds to the sums R of A, B, H and C, and dF, from the gradient of what the gate multiplies."""
+    d_mu, d_free, d_z, d_far = g, g, g, g
+    from_mean = d_mu
     if BETA:
-        if LAM:
-            d_mu, d_free = g * (1.0 - lam), g * lam
-        else:
-            d_mu = tl.zeros_like(g)
-    return d_mu, d_free
-
-
-@triton.jit
-def _sources(d_mu, d_free, mu, total, joint, beta, BETA: tl.constexpr):
-    """What each token adds to the sums R of A, B and C."""
-    from_mean = d_mu * mu
-    if BETA:
-        from_mean += d_free / beta[None, :]
-    return d_mu / counted(total), from_mean / counted(total), d_free / counted(joint)
+        d_mu = g * (1.0 - mixed) * factor if LAM else tl.zeros_like(g)
+        d_free = g * mixed if LAM else g
+        level = 1.0 / (1.0 + y)
+        d_mu += tl.where(far, 0.0, d_free * level)
+        d_z = tl.where(far, 0.0, d_free * level / beta[None, :]) / counted(total)
+        d_far = tl.where(far, d_free, 0.0)
+        from_mean = (d_mu * offset + d_far / beta[None, :]) / counted(total) + d_z * (beyond / counted(total))
+    else:
+        d_mu *= factor
+        from_mean = d_mu * mean / counted(total)
+    return d_mu / counted(total), from_mean, d_z, d_far / counted(joint), d_free
 
 
 @triton.jit
 def _summary_kernel(
-    d_o, k, v, beta, lam, gate, query, valid, kept, summary,
+    d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary,
     db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
-    r_a, r_b, r_c = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    r_a, r_b, r_c, r_h = (
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+    )
     next_top = tl.full((BC,), -NOTHING, tl.float32)
-    next_joint_top, inverse_temperature = next_top, next_top
+    next_joint_top, inverse_temperature, middle = next_top, next_top, next_top
     if BETA:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
+        middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
     end = tl.minimum(segment * each + each, chunks)
     for back in range(end - segment * each):
         chunk = end - 1 - back
         t = chunk * BT + tl.arange(0, BT)
         there = (t < tokens)[:, None] & inside[None, :]
-        m, s, u, j, i = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
-        _, _, _, _, _, top, total, values, joint_top, joint = tile(
-            k, v, inverse_temperature, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, BETA, BT
+        m, s, u, j, i, e = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
+        _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
+            k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
         )
         g = load(d_o, b, h, t, c, db, dh, dt, there)
         if gate is not None:
             g *= load(gate, b, h, t, c, gb, gh, gt, there)
         mixed = load(lam, b, h, t, c, lb, lh, lt, there) if lam is not None else g
-        mu = values / counted(total)
-        d_mu, d_free = _incoming(g, mixed, BETA, lam is not None)
-        if query is not None:
-            d_mu *= load(query, b, h, t, c, qb, qh, qt, there)
-        x_a, x_b, x_c = _sources(d_mu, d_free, mu, total, joint, inverse_temperature, BETA)
+        mean = values / counted(total)
+        offset, y = mean, mean
+        if BETA:
+            _, offset, y = free_energy(mean, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+        factor = load(query, b, h, t, c, qb, qh, qt, there) if query is not None else tl.full((BT, BC), 1.0, tl.float32)
+        x_a, x_b, x_h, x_c, _ = _sources(
+            g, mixed, factor, mean, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
+        )
         first = row(top, 0, BT)
         weight, faded = falling(first[None, :], top), falling(first, next_top)
         r_a, r_b = tl.sum(weight * x_a, 0) + faded * r_a, tl.sum(weight * x_b, 0) + faded * r_b
         next_top = first
         if BETA:
+            r_h = tl.sum(weight * x_h, 0) + faded * r_h
             first = row(joint_top, 0, BT)
             r_c = tl.sum(falling(first[None, :], joint_top) * x_c, 0) + falling(first, next_joint_top) * r_c
             next_joint_top = first
-    put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, next_top, r_a, r_b, next_joint_top, r_c)
+    put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, next_top, r_a, r_b, next_joint_top, r_c, r_h)
 
 
 @triton.jit
 def _start(summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.constexpr, BC: tl.constexpr):
-    """R of A, B and C at the first token behind a segment."""
-    r_a, r_b, r_c = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    """R of A, B, C and H at the first token behind a segment."""
+    r_a, r_b, r_c, r_h = (
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+        tl.zeros((BC,), tl.float32),
+    )
     if SEGMENTS > 1:
         which = tl.arange(0, SEGMENTS)
         mask = ((which > segment) & (which < segments))[:, None] & inside[None, :]
@@ -187,14 +208,15 @@ def _start(summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.conste
         weight = falling(tl.min(tops, 0)[None, :], tops)
         r_a = tl.sum(weight * tl.load(at + SUM * width, mask=mask, other=0.0), 0)
         r_b = tl.sum(weight * tl.load(at + VALUES * width, mask=mask, other=0.0), 0)
+        r_h = tl.sum(weight * tl.load(at + EXCESS * width, mask=mask, other=0.0), 0)
         tops = tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=-NOTHING)
         r_c = tl.sum(falling(tl.min(tops, 0)[None, :], tops) * tl.load(at + JOINT_SUM * width, mask=mask, other=0.0), 0)
-    return r_a, r_b, r_c
+    return r_a, r_b, r_c, r_h
 
 
 @triton.jit
 def _backward_kernel(
-    d_o, k, v, beta, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query,
+    d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query,
     db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
     SEGMENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -202,80 +224,95 @@ def _backward_kernel(
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
-    r_a, r_b, r_c = _start(summary, bh, c, inside, width, segment, segments, SEGMENTS, BC)
-    inverse_temperature, d_beta_sum = r_a, tl.zeros((BC,), tl.float32)
+    r_a, r_b, r_c, r_h = _start(summary, bh, c, inside, width, segment, segments, SEGMENTS, BC)
+    inverse_temperature, middle, d_beta_sum = r_a, tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     if BETA:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
+        middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
     end = tl.minimum(segment * each + each, chunks)
     for back in range(end - segment * each):
         chunk = end - 1 - back
         t = chunk * BT + tl.arange(0, BT)
         there = (t < tokens)[:, None] & inside[None, :]
         at = dense(b, h, t, c, batch, heads, width)
-        m, s, u, j, i = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
-        kk, vv, z, low, read, top, total, values, joint_top, joint = tile(
-            k, v, inverse_temperature, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, BETA, BT
+        m, s, u, j, i, e = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
+        kk, vv, z, low, x, read, far, top, total, values, joint_top, joint, beyond = tile(
+            k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
         )
         mean = values / counted(total)
-        mu, mixed, factor, free = mean, mean, mean, mean
+        offset, y, gap, mu, of_query = mean, mean, mean, mean, mean
+        factor = load(query, b, h, t, c, qb, qh, qt, there) if query is not None else tl.full((BT, BC), 1.0, tl.float32)
         if query is not None:
-            factor = load(query, b, h, t, c, qb, qh, qt, there)
             mu = mean * factor
         if BETA:
-            free = free_energy(top, total, joint_top, joint, inverse_temperature)
+            gap, offset, y = free_energy(mean, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+            own_gap = gap
             if query is not None:
-                free += tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
-        if lam is not None:
-            mixed = load(lam, b, h, t, c, lb, lh, lt, there)
+                of_query = tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
+                gap += mean * (1.0 - factor) + of_query
         g = load(d_o, b, h, t, c, db, dh, dt, there)
+        mixed = load(lam, b, h, t, c, lb, lh, lt, there) if lam is not None else g
         if gate is not None:
-            if lam is not None:
-                made = mu + mixed * (free - mu)
-            elif BETA:
-                made = free
-            else:
-                made = mu
+            made = mu
+            if BETA:
+                made += mixed * gap if lam is not None else gap
             tl.store(d_gate + at, (g * made).to(d_gate.dtype.element_ty), mask=there)
             g *= load(gate, b, h, t, c, gb, gh, gt, there)
         if lam is not None:
-            tl.store(d_lam + at, (g * (free - mu)).to(d_lam.dtype.element_ty), mask=there)
-        d_mu, d_free = _incoming(g, mixed, BETA, lam is not None)
+            tl.store(d_lam + at, (g * gap).to(d_lam.dtype.element_ty), mask=there)
+        x_a, x_b, x_h, x_c, d_free = _sources(
+            g, mixed, factor, mean, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
+        )
         if query is not None:
-            d_factor = d_mu * mean
+            d_factor = g * mean
             if BETA:
+                d_factor = g * (1.0 - mixed) * mean if lam is not None else tl.zeros_like(g)
                 d_factor += d_free / (inverse_temperature[None, :] * tl.where(there, factor, 1.0))
             tl.store(d_query + at, d_factor.to(d_query.dtype.element_ty), mask=there)
-            d_mu *= factor
-        x_a, x_b, x_c = _sources(d_mu, d_free, mean, total, joint, inverse_temperature, BETA)
         next_read = readable(valid, wb, b, t + 1, inside, tokens)
         next_k = tl.where(next_read, load(k, b, h, t + 1, c, kb, kh, kt, next_read), NOTHING)
-        decay, x_a, x_b = tl.associative_scan((falling(top, tl.maximum(top, next_k)), x_a, x_b), 0, join_two, reverse=True)
+        fade = falling(top, tl.maximum(top, next_k))
+        weight = tl.where(read, tl.exp(kk - top), 0.0)
+        if BETA:
+            decay, x_a, x_b, x_h = tl.associative_scan((fade, x_a, x_b, x_h), 0, join_three, reverse=True)
+            x_h += decay * r_h[None, :]
+            r_h = row(x_h, 0, BT)
+        else:
+            decay, x_a, x_b = tl.associative_scan((fade, x_a, x_b), 0, join_two, reverse=True)
         x_a, x_b = x_a + decay * r_a[None, :], x_b + decay * r_b[None, :]
         r_a, r_b = row(x_a, 0, BT), row(x_b, 0, BT)
-        weight = tl.where(read, tl.exp(kk - top), 0.0)
-        dv_tile, dk_tile = weight * x_a, weight * (vv * x_a - x_b)
+        from_centre = vv - middle[None, :]
+        dv_tile, dk_tile = weight * x_a, weight * (from_centre * x_a - x_b)
         if BETA:
+            beyond_one = excess(x)
+            x_h *= weight
+            dk_tile += x_h * beyond_one
+            x_h *= beyond_one + x
             next_z, _ = exponents(next_k, load(v, b, h, t + 1, c, vb, vh, vt, next_read), inverse_temperature, next_read)
             decay, x_c = tl.associative_scan((falling(joint_top, tl.maximum(joint_top, next_z)), x_c), 0, join_one, reverse=True)
             x_c += decay * r_c[None, :]
             r_c = row(x_c, 0, BT)
             x_c *= tl.where(read, tl.exp(z - joint_top + low), 0.0)
-            dv_tile += x_c
+            dv_tile += x_h * inverse_temperature[None, :] + x_c
             dk_tile += x_c / inverse_temperature[None, :]
-            d_beta_sum += tl.sum(vv * x_c - d_free * free, 0)
+            own_gap += tl.where(far, mean, offset * (y / (1.0 + y)))
+            if query is not None:
+                own_gap += of_query
+            d_beta_sum += tl.sum(from_centre * x_h + vv * x_c / inverse_temperature[None, :], 0)
+            d_beta_sum -= tl.sum(tl.where(there, d_free * own_gap, 0.0), 0) / inverse_temperature
         tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=there)
         tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=there)
     if BETA:
-        tl.store(d_beta + (bh * segments + segment) * width + c, d_beta_sum / inverse_temperature, mask=inside)
+        tl.store(d_beta + (bh * segments + segment) * width + c, d_beta_sum, mask=inside)
 
 
 def _builds():
     """As the forward's."""
     launch = Launch(4, 16, 4096, 64)
     absent = {"query": None, "valid": None, "d_query": None}
-    for label, more in (("mu and F", {}), ("mu", dict.fromkeys(("beta", "lam", "d_beta", "d_lam")))):
+    for label, more in (("mu and F", {}), ("mu", dict.fromkeys(("beta", "centre", "lam", "d_beta", "d_lam")))):
         for name, kernel in (("backward summary", _summary_kernel), ("backward", _backward_kernel)):
-            yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
+            yield built(f"{name}, {label}", kernel, launch.constants | absent | more, launch.backward_options["num_warps"])
 
 
 BUILDS: tuple[Build, ...] = tuple(_builds())

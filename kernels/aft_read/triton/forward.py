@@ -1,8 +1,9 @@
 """AFT's read in Triton, forward, and what the backward shares with it: a tile of tokens by channels, its running maxima and sums.
 
-Where one program a channel block would leave the device idle, a summary kernel gives each segment's five rows (maximum, sum and values of
-exp(k), maximum and sum of exp(k + beta v)), plain reductions. The main kernel joins those before its segment, goes through its chunks by
-scans, mixes mu and F, and keeps the rows before each chunk for the backward: 20 / BT bytes a number of v.
+Where one program a channel block would leave the device idle, a summary kernel gives each segment's six rows (maximum, sum and values of
+exp(k), maximum and sum of exp(k + beta v), the excess: exp(k) times exp(x) - 1 - x), plain reductions. The main kernel joins those before
+its segment, goes through its chunks by scans, mixes mu and F, and keeps the rows before each chunk for the backward: 24 / BT bytes a number
+of v. An excess of -1: a value has been too far from c for it, and F - mu comes from the logarithms from there on.
 
 A sum of exponentials over the past is kept relative to its running maximum m_t, S_t = sum_{i <= t} exp(z_i - m_t), and moves by
 S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(z_t - m_t): a scan of products at most 1, most of them 1 exactly. m_{t-1} comes from a second load,
@@ -16,6 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fem_attention.triton.epilogue import free_energy_gap
+from kernels.fem_attention.triton.prep import excess
+from kernels.free_energy import SHIFT_BELOW
 from kernels.implementations import interpreted
 from kernels.tiles import Build, build, strides_of
 
@@ -27,7 +31,10 @@ SUM = tl.constexpr(1)
 VALUES = tl.constexpr(2)
 JOINT_MAXIMUM = tl.constexpr(3)
 JOINT_SUM = tl.constexpr(4)
-ROWS = tl.constexpr(5)
+EXCESS = tl.constexpr(5)
+ROWS = tl.constexpr(6)
+CENTRE = tl.constexpr(6)  # of a state alone
+REACH = tl.constexpr(SHIFT_BELOW / 2)
 NOTHING = tl.constexpr(-1.0e38)
 
 
@@ -45,6 +52,7 @@ class Launch:
         self.sizes = (batch, heads, tokens, width, each, self.segments, self.chunks)
         self.constants = {"SEGMENTS": triton.next_power_of_2(self.segments), "BT": block_t, "BC": block_c}
         self.options = {"num_warps": WARPS, "num_stages": STAGES}
+        self.backward_options = {"num_warps": 2 * WARPS, "num_stages": STAGES}  # which holds twice the numbers
 
 
 @triton.jit
@@ -70,13 +78,14 @@ def dense(b, h, t, c, batch, heads, width):
 
 
 @triton.jit
-def put_rows(at, width, mask, top, total, values, joint_top, joint):
-    """Store the five rows of a block of channels."""
+def put_rows(at, width, mask, top, total, values, joint_top, joint, beyond):
+    """Store the six rows of a block of channels."""
     tl.store(at + MAXIMUM * width, top, mask=mask)
     tl.store(at + SUM * width, total, mask=mask)
     tl.store(at + VALUES * width, values, mask=mask)
     tl.store(at + JOINT_MAXIMUM * width, joint_top, mask=mask)
     tl.store(at + JOINT_SUM * width, joint, mask=mask)
+    tl.store(at + EXCESS * width, beyond, mask=mask)
 
 
 @triton.jit
@@ -122,20 +131,39 @@ def join_two(d1, x1, y1, d2, x2, y2):
 
 
 @triton.jit
+def join_three(d1, x1, y1, z1, d2, x2, y2, z2):
+    """The same of three."""
+    return d1 * d2, d2 * x1 + x2, d2 * y1 + y2, d2 * z1 + z2
+
+
+@triton.jit
 def row(x, at, BT: tl.constexpr):
     """One row of a tile."""
     return tl.sum(tl.where((tl.arange(0, BT) == at)[:, None], x, 0.0), 0)
 
 
 @triton.jit
-def running(k, before, v, past_top, past_sum, past_values, BT: tl.constexpr):
-    """(m, S, V): running maxima of k, and sums of exp(k - m) and exp(k - m) v, from those before; ``before``: k one token back."""
+def exponents_from(v, beta, centre, read):
+    """(x = beta (v - c), 0 where it is over REACH; whether it is, at a token that is read)."""
+    x = (v - centre[None, :]) * beta[None, :]
+    far = tl.abs(x) > REACH
+    return tl.where(far, 0.0, x), read & far
+
+
+@triton.jit
+def running(k, before, v, u, past_top, past_sum, past_values, past_beyond, BETA: tl.constexpr, BT: tl.constexpr):
+    """(m, S, V, Q): running maxima of k, and sums of exp(k - m) times 1, v and u, from those before; ``before``: k one token back."""
     first = (tl.arange(0, BT) == 0)[:, None]
     top_before = tl.associative_scan(tl.where(first, past_top[None, :], before), 0, _greater)
     top = tl.maximum(top_before, k)
     weight = tl.where(k <= NOTHING, 0.0, tl.exp(k - top))
-    decay, total, values = tl.associative_scan((falling(top_before, top), weight, weight * v), 0, join_two)
-    return top, total + decay * past_sum[None, :], values + decay * past_values[None, :]
+    beyond = weight
+    if BETA:
+        decay, total, values, beyond = tl.associative_scan((falling(top_before, top), weight, weight * v, weight * u), 0, join_three)
+        beyond += decay * past_beyond[None, :]
+    else:
+        decay, total, values = tl.associative_scan((falling(top_before, top), weight, weight * v), 0, join_two)
+    return top, total + decay * past_sum[None, :], values + decay * past_values[None, :], beyond
 
 
 @triton.jit
@@ -151,22 +179,29 @@ def running_joint(z, low, before, past_top, past_sum, BT: tl.constexpr):
 
 @triton.jit
 def tile(
-    k, v, beta, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m0, s0, v0, j0, i0,
+    k, v, beta, centre, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m0, s0, v0, j0, i0, e0,
     BETA: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """(k, v, z, low, read, m, S, V, M, J) of a tile, from the five rows before it; z, M and J stand for k's own where BETA is False."""
+    """(k, v, z, low, x, read, far, m, S, V, M, J, Q) of a tile, from the rows before it; where BETA is False z to Q but read, m, S and V
+    have no meaning. far: Q has no meaning, there or before.
+    """
     read = readable(valid, wb, b, t, inside, tokens)
     there = readable(valid, wb, b, t - 1, inside, tokens)
     kk = tl.where(read, load(k, b, h, t, c, kb, kh, kt, read), NOTHING)
     vv = load(v, b, h, t, c, vb, vh, vt, read)
     before = tl.where(there, load(k, b, h, t - 1, c, kb, kh, kt, there), NOTHING)
-    top, total, values = running(kk, before, vv, m0, s0, v0, BT)
+    x, u, far = vv, vv, read
+    if BETA:
+        x, far = exponents_from(vv, beta, centre, read)
+        far = (tl.cumsum(far.to(tl.int32), 0) > 0) | (e0 < 0.0)[None, :]
+        u = excess(x)
+    top, total, values, beyond = running(kk, before, vv, u, m0, s0, v0, tl.maximum(e0, 0.0), BETA, BT)
     z, low, joint_top, joint = kk, vv, top, total
     if BETA:
         z, low = exponents(kk, vv, beta, read)
         z_before, _ = exponents(before, load(v, b, h, t - 1, c, vb, vh, vt, there), beta, there)
         joint_top, joint = running_joint(z, low, z_before, j0, i0, BT)
-    return kk, vv, z, low, read, top, total, values, joint_top, joint
+    return kk, vv, z, low, x, read, far, top, total, values, joint_top, joint, beyond
 
 
 @triton.jit
@@ -176,26 +211,28 @@ def counted(total):
 
 
 @triton.jit
-def free_energy(top, total, joint_top, joint, beta):
-    """F from the maxima and sums of exp(k) and exp(k + beta v); 0 where nothing was read."""
-    return (joint_top - top + tl.log(counted(joint) / counted(total))) / beta[None, :]
+def free_energy(mean, top, total, joint_top, joint, beyond, far, beta, centre):
+    """(F - mu, mu - c, y) for the mean mu: from the sums of exp(k) and exp(k + beta v) where ``far``, else from the excess and y."""
+    gap, offset, y = free_energy_gap(mean, beyond / counted(total), beta[None, :], centre[None, :], far == 0)
+    apart = (joint_top - top + tl.log(counted(joint) / counted(total))) / beta[None, :] - mean
+    return tl.where(far, apart, gap), offset, y
 
 
-def launch_forward(k, v, beta, lam, gate, query, valid, state, keep):
+def launch_forward(k, v, beta, centre, lam, gate, query, valid, state, keep):
     """(o, the state behind the last token, rows before each chunk where ``keep``); o lies in memory as [t, b, h, d]."""
     batch, heads, tokens, width = v.shape
     launch = Launch(*v.shape)
     o = torch.empty(tokens, batch, heads, width, dtype=v.dtype, device=v.device).permute(1, 2, 0, 3)
-    after = torch.empty(batch, heads, 3 if beta is None else 5, width, dtype=torch.float32, device=v.device)
-    kept = torch.empty(batch * heads, launch.chunks, 5, width, dtype=torch.float32, device=v.device) if keep else None
-    summary = torch.empty(batch * heads, launch.segments, 5, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
+    after = torch.empty(batch, heads, 3 if beta is None else 7, width, dtype=torch.float32, device=v.device)
+    kept = torch.empty(batch * heads, launch.chunks, 6, width, dtype=torch.float32, device=v.device) if keep else None
+    summary = torch.empty(batch * heads, launch.segments, 6, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
     if summary is not None:
         _summary_kernel[launch.grid](
-            k, v, beta, valid, summary, *strides_of(k, v), *valid_stride(valid), *launch.sizes,
+            k, v, beta, centre, valid, summary, *strides_of(k, v), *valid_stride(valid), *launch.sizes,
             BT=launch.constants["BT"], BC=launch.constants["BC"], **launch.options,
         )  # fmt: skip
     _forward_kernel[launch.grid](
-        k, v, beta, lam, gate, query, valid, state, summary, o, after, kept,
+        k, v, beta, centre, lam, gate, query, valid, state, summary, o, after, kept,
         *strides_of(k, v, lam, gate, query), *valid_stride(valid), *launch.sizes,
         **launch.constants, **launch.options,
     )  # fmt: skip
@@ -209,15 +246,16 @@ def valid_stride(valid):
 
 @triton.jit
 def _summary_kernel(
-    k, v, beta, valid, summary, kb, kh, kt, vb, vh, vt, wb, batch, heads, tokens, width, each, segments, chunks,
+    k, v, beta, centre, valid, summary, kb, kh, kt, vb, vh, vt, wb, batch, heads, tokens, width, each, segments, chunks,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     top, total, values = tl.full((BC,), NOTHING, tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    joint_top, joint = top, total
+    joint_top, joint, beyond, lost = top, total, total, total
     if beta is not None:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
+        middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
     for chunk in range(segment * each, tl.minimum(segment * each + each, chunks)):
         t = chunk * BT + tl.arange(0, BT)
         read = readable(valid, wb, b, t, inside, tokens)
@@ -227,26 +265,31 @@ def _summary_kernel(
         weight, faded = tl.where(read, tl.exp(kk - new[None, :]), 0.0), falling(top, new)
         top, total, values = new, total * faded + tl.sum(weight, 0), values * faded + tl.sum(weight * vv, 0)
         if beta is not None:
+            x, far = exponents_from(vv, inverse_temperature, middle, read)
+            beyond = beyond * faded + tl.sum(weight * excess(x), 0)
+            lost += tl.sum(far.to(tl.float32), 0)
             z, low = exponents(kk, vv, inverse_temperature, read)
             new = tl.maximum(joint_top, tl.max(z, 0))
             joint = joint * falling(joint_top, new) + tl.sum(tl.where(read, tl.exp(z - new[None, :] + low), 0.0), 0)
             joint_top = new
-    put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, top, total, values, joint_top, joint)
+    beyond = tl.where(lost > 0.0, -1.0, beyond)
+    put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, top, total, values, joint_top, joint, beyond)
 
 
 @triton.jit
 def _start(state, summary, bh, c, inside, width, segment, segments, BETA: tl.constexpr, SEGMENTS: tl.constexpr, BC: tl.constexpr):
-    """The five rows before a segment: the state given, joined with the summaries of the segments before it."""
+    """The six rows before a segment: the state given, joined with the summaries of the segments before it."""
     top, total, values = tl.full((BC,), NOTHING, tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    joint_top, joint = top, total
+    joint_top, joint, beyond = top, total, total
     if state is not None:
-        at = state + bh * (ROWS if BETA else 3) * width + c
+        at = state + bh * (CENTRE + 1 if BETA else 3) * width + c
         total = tl.load(at + SUM * width, mask=inside, other=0.0)
         values = tl.load(at + VALUES * width, mask=inside, other=0.0)
         top = tl.where(total == 0.0, NOTHING, tl.load(at + MAXIMUM * width, mask=inside, other=0.0))
         if BETA:
             joint = tl.load(at + JOINT_SUM * width, mask=inside, other=0.0)
             joint_top = tl.where(joint == 0.0, NOTHING, tl.load(at + JOINT_MAXIMUM * width, mask=inside, other=0.0))
+            beyond = tl.load(at + EXCESS * width, mask=inside, other=0.0)
     if SEGMENTS > 1:
         which = tl.arange(0, SEGMENTS)
         mask = (which < segment)[:, None] & inside[None, :]
@@ -258,51 +301,57 @@ def _start(state, summary, bh, c, inside, width, segment, segments, BETA: tl.con
         values = values * faded + tl.sum(weight * tl.load(at + VALUES * width, mask=mask, other=0.0), 0)
         top = new
         if BETA:
+            beyonds = tl.load(at + EXCESS * width, mask=mask, other=0.0)
+            lost = tl.minimum(beyond, tl.min(beyonds, 0)) < 0.0
+            beyond = tl.where(lost, -1.0, beyond * faded + tl.sum(weight * beyonds, 0))
             tops = tl.load(at + JOINT_MAXIMUM * width, mask=mask, other=NOTHING)
             new = tl.maximum(joint_top, tl.max(tops, 0))
             sums = tl.load(at + JOINT_SUM * width, mask=mask, other=0.0)
             joint = joint * falling(joint_top, new) + tl.sum(falling(tops, new[None, :]) * sums, 0)
             joint_top = new
-    return top, total, values, joint_top, joint
+    return top, total, values, joint_top, joint, beyond
 
 
 @triton.jit
 def _forward_kernel(
-    k, v, beta, lam, gate, query, valid, state, summary, o, after, kept,
+    k, v, beta, centre, lam, gate, query, valid, state, summary, o, after, kept,
     kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
     SEGMENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
-    m, s, u, j, i = _start(state, summary, bh, c, inside, width, segment, segments, BETA, SEGMENTS, BC)
-    inverse_temperature = m
+    m, s, u, j, i, e = _start(state, summary, bh, c, inside, width, segment, segments, BETA, SEGMENTS, BC)
+    inverse_temperature, middle = m, m
     if BETA:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
+        middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
     for chunk in range(segment * each, tl.minimum(segment * each + each, chunks)):
         if kept is not None:
-            put_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside, m, s, u, j, i)
+            put_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside, m, s, u, j, i, e)
         t = chunk * BT + tl.arange(0, BT)
         there = (t < tokens)[:, None] & inside[None, :]
-        _, _, _, _, _, top, total, values, joint_top, joint = tile(
-            k, v, inverse_temperature, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, BETA, BT
+        _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
+            k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
         )
         made = values / counted(total)
-        if query is not None:
-            factor = load(query, b, h, t, c, qb, qh, qt, there)
-            made *= factor
         if BETA:
-            free = free_energy(top, total, joint_top, joint, inverse_temperature)
+            gap, _, _ = free_energy(made, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
             if query is not None:
-                free += tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
-            made = made + load(lam, b, h, t, c, lb, lh, lt, there) * (free - made) if lam is not None else free
+                factor = load(query, b, h, t, c, qb, qh, qt, there)
+                gap += made * (1.0 - factor) + tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
+                made *= factor
+            made += load(lam, b, h, t, c, lb, lh, lt, there) * gap if lam is not None else gap
+        elif query is not None:
+            made *= load(query, b, h, t, c, qb, qh, qt, there)
         if gate is not None:
             made *= load(gate, b, h, t, c, gb, gh, gt, there)
         tl.store(o + dense(b, h, t, c, batch, heads, width), made.to(o.dtype.element_ty), mask=there)
         m, s, u, j, i = (
             row(top, BT - 1, BT), row(total, BT - 1, BT), row(values, BT - 1, BT), row(joint_top, BT - 1, BT), row(joint, BT - 1, BT),
         )  # fmt: skip
-    at = after + bh * (ROWS if BETA else 3) * width + c
+        e = row(tl.where(far, -1.0, beyond), BT - 1, BT)
+    at = after + bh * (CENTRE + 1 if BETA else 3) * width + c
     last = inside & (segment == segments - 1)
     tl.store(at + MAXIMUM * width, tl.where(s == 0.0, 0.0, m), mask=last)
     tl.store(at + SUM * width, s, mask=last)
@@ -310,13 +359,15 @@ def _forward_kernel(
     if BETA:
         tl.store(at + JOINT_MAXIMUM * width, tl.where(i == 0.0, 0.0, j), mask=last)
         tl.store(at + JOINT_SUM * width, i, mask=last)
+        tl.store(at + EXCESS * width, e, mask=last)
+        tl.store(at + CENTRE * width, middle, mask=last)
 
 
-def built(label, kernel, given):
+def built(label, kernel, given, warps=WARPS):
     """A kernel's `Build`: bfloat16 slices, float32 sums."""
     return build(
-        label, kernel, given, WARPS, STAGES, even="tokens width heads", odd="wb",
-        bf16="k v lam gate o d_o dk dv d_lam d_gate", fp32="beta summary after kept d_beta",
+        label, kernel, given, warps, STAGES, even="tokens width heads", odd="wb",
+        bf16="k v lam gate o d_o dk dv d_lam d_gate", fp32="beta centre summary after kept d_beta",
     )  # fmt: skip
 
 
@@ -324,7 +375,7 @@ def _builds():
     """4096 tokens of 4 x 16 heads of 64 channels, as budget (i) of the 1.3B model has them; with and without the free energy."""
     launch = Launch(4, 16, 4096, 64)
     absent = {"query": None, "valid": None, "state": None}
-    for label, more in (("mu and F", {}), ("mu", {"beta": None, "lam": None})):
+    for label, more in (("mu and F", {}), ("mu", {"beta": None, "centre": None, "lam": None})):
         for name, kernel in (("summary", _summary_kernel), ("forward", _forward_kernel)):
             yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
 
