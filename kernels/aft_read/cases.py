@@ -111,7 +111,7 @@ SUITE = Suite(
         "sharp": lambda size: _random(size, spread=16.0),
         "beta 0.02": lambda size: _random(size, beta=0.02),
         "beta 0.001": lambda size: _random(size, beta=0.001),
-        "beta 0.001, far from zero": lambda size: moved(_random(size, beta=0.001), 20.0),
+        "beta 0.001, far from zero": lambda size: moved(_random(size, beta=0.001), 10.0),
         "beta 0.02, then far": lambda size: leaping(_random(size, beta=0.02), 300.0),
         "beta 40": lambda size: _random(size, beta=40.0),
         "equal values": lambda size: half_equal(_random(size)),

@@ -4,6 +4,9 @@ The definition, in plain PyTorch on any device: first-order scans of [d, n] stat
 decays, 1 (the normaliser); exp(beta v - m_t) with m_t the largest log(delta_i) + beta v_i of the past, faded with the channel's slowest
 rate, so that the stream's own decays are exp(-rate delta_t + m_{t-1} - m_t). m is a constant to the gradient: it cancels. Tokens that
 nobody reads have delta = 0: they decay nothing and add nothing. Inside the definition time comes first.
+
+One more stream, exp(x) - 1 - x of x = beta (v - c) under the same decays, c the first value that is read, gives F - mu as in
+`kernels.aft_read` as long as |x| was under 2.5; where weights are not normalised there is none.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.aft_read import counted
+from kernels.aft_read import counted, excess_gap, excess_stream, first_value
 from kernels.arguments import check_first, check_others, check_read
-from kernels.free_energy import mix
+from kernels.free_energy import mix, mix_gap
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.time_decay_scan import time_decay_scan
 
@@ -60,12 +63,13 @@ def ssm_read(
     nobody reads and that do not move the state, whose own o is finite and means nothing. beta None: o = mu. lam None: o = F. gate None:
     no gate. causal False: w_t(i) for i > t is the same with the steps delta_t ... delta_{i-1}: the scan of the reversed sequence.
     state: what a previous call returned, None at the start; no gradient goes through it. Returns (o [b, h, t, d] in v's type, state
-    [b, h, d, s n + 1 with beta, else s n], s = 1 (v) + 1 (weights, where normalise) + 1 (exponentials, with beta), float32 or float64;
-    None where causal is False).
+    [b, h, d, 4 n + 2 with beta, else 2 n], float32 or float64: sums of v, weights, exponentials and exp(x) - 1 - x (-1 once that is left
+    for good), then c and m; normalise False: [b, h, d, 2 n + 1 or n], of v and exponentials, then m; None where causal is False).
     Types: v float64, float32 or bfloat16, the others the same or float32; sums are float32 or float64. Signs are the caller's promise.
-    Any finite v: the exponentials are kept relative to a running maximum that fades with each channel's slowest rate.
-    Cost O(t d n). The [t, d, n] states are made 64 tokens at a time and made again in the backward: memory is linear in t, with
-    s n / 64 numbers kept for each one of v. An output does not move by a bit when later tokens change.
+    Any finite v: the exponentials are kept relative to a running maximum that fades with each channel's slowest rate; F - mu keeps its
+    digits however small beta is as long as beta |v - v_0| stays under 2.5. Cost O(t d n). The [t, d, n] states are made 64 tokens at a
+    time and made again in the backward: memory is linear in t, with up to n / 16 numbers kept for each one of v. An output does not move
+    by a bit when later tokens change.
     implementation: "triton", "reference" or "auto", the fastest that this call allows.
     Raises ValueError for shapes and types that do not fit, and for an implementation that cannot run.
     Equations: Free Energy Mixer, the SSM prior and the two-level gated read.
@@ -77,7 +81,8 @@ def ssm_read(
     (n, free), per_state = (rate.shape[2], beta is not None), (b, h, t, rate.shape[2])
     expected: dict[str, Any] = {name: (x, v.shape) for name, x in (("delta", delta), ("lam", lam), ("gate", gate))}
     expected |= {"b_in": (b_in, per_state), "c_out": (c_out, per_state), "beta": (beta, (h, d)), "valid": (valid, (b, t))}
-    check_others("ssm_read", "v", v, expected | {"state": (state, (b, h, d, n * (1 + normalise + free) + free))})
+    columns = (1 + normalise) * (n * (1 + free) + free)
+    check_others("ssm_read", "v", v, expected | {"state": (state, (b, h, d, columns))})
     check_read("ssm_read", beta, lam, state, causal)
     compute = torch.promote_types(v.dtype, torch.float32)
     reasons = {"float64": v.dtype == torch.float64, "weights that are not normalised": not normalise, "all tokens read all": not causal}
@@ -89,28 +94,34 @@ def ssm_read(
         return fused_past(delta, rate, b_in, c_out, v, None if beta is None else beta.to(compute), lam, gate, valid, past)
     tokens = Tokens.of(delta.to(compute), b_in.to(compute), c_out.to(compute), v.to(compute), valid)
     temperature = None if beta is None else beta.to(compute)
+    first = first_value(v.to(compute), None if valid is None else valid[:, None, :, None])
     if causal:
-        mu, free_energy, after = read_past(tokens, rate.to(compute), temperature, state, normalise)
+        mu, gap, after = read_past(tokens, rate.to(compute), temperature, first, state, normalise)
     else:
-        mu, free_energy = read_all(tokens, rate.to(compute), temperature, normalise)
-        after = None
-    return mix(mu, free_energy, lam, gate).to(v.dtype), after
+        mu, gap, after = *read_all(tokens, rate.to(compute), temperature, first, normalise), None
+    return (mix(mu, None, None, gate) if gap is None else mix_gap(mu, gap, lam, gate)).to(v.dtype), after
 
 
 class Tokens(NamedTuple):
-    """What comes with each token, [t, b, h, d or n]."""
+    """What comes with each token, [t, b, h, d or n]; u: exp(x) - 1 - x, or v where it is not needed."""
 
     delta: Tensor
     b_in: Tensor
     c_out: Tensor
     v: Tensor
+    u: Tensor
 
     @classmethod
     def of(cls, delta: Tensor, b_in: Tensor, c_out: Tensor, v: Tensor, valid: Tensor | None) -> Tokens:
         """From [b, h, t, d or n], those that nobody reads (valid [b, t] False) made idle."""
         if valid is not None:
             delta, v = (t.masked_fill(~valid[:, None, :, None], 0.0) for t in (delta, v))
-        return cls(*(t.movedim(2, 0) for t in (delta, b_in, c_out, v)))
+        return cls(*(t.movedim(2, 0) for t in (delta, b_in, c_out, v, v)))
+
+    def with_excess(self, beta: Tensor, centre: Tensor) -> tuple[Tokens, Tensor]:
+        """With u, and at which tokens [b, h, t, d] it is left for a value too far from centre [b, h, 1, d]; beta [h, d]."""
+        u, far = excess_stream(self.v.movedim(0, 2), beta[:, None], centre)
+        return self._replace(u=u.movedim(2, 0)), far & (self.delta.movedim(0, 2) > 0)
 
     def flip(self) -> Tokens:
         """The reversed sequence."""
@@ -122,46 +133,77 @@ class Tokens(NamedTuple):
 
 
 def read_past(
-    tokens: Tokens, rate: Tensor, beta: Tensor | None, state: Tensor | None, normalise: bool
+    tokens: Tokens, rate: Tensor, beta: Tensor | None, first: Tensor, state: Tensor | None, normalise: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(mu, F, state) over i <= t, [b, h, t, d]; rate, beta and state as `ssm_read` has them, F None without beta."""
-    sums, top, after = _scan(tokens, rate, beta, state, normalise, own=True)
-    return *_read(sums, top, beta, normalise), after
+    """(mu, F - mu, state) over i <= t, [b, h, t, d]; rate, beta and state as `ssm_read` has them, F None without beta.
+
+    first [b, h, 1, d]: c, where the state has none.
+    """
+    streams, centre, far = _streams(beta, normalise), first, None
+    states, top = tokens.v.new_zeros(streams, *tokens.v.shape[1:], rate.shape[-1]), torch.full_like(tokens.v[0], -torch.inf)
+    if state is not None:
+        states = state[..., : streams * rate.shape[-1]].unflatten(-1, (streams, -1)).movedim(3, 0)
+        if beta is not None:
+            top = state[..., -1].masked_fill((states[1 + normalise] == 0).all(-1), -torch.inf)
+    if streams == 4 and beta is not None:
+        if state is not None:
+            centre = torch.where((states[1] == 0).all(-1)[:, :, None], first, state[..., -2][:, :, None])
+        tokens, far = tokens.with_excess(beta, centre)
+        far = (far.cumsum(2) > 0) | (states[3, :, :, None, :, 0] < 0)
+        states = torch.cat((states[:3], states[3:].clamp(min=0)))
+    sums, tops, after = _scan(tokens, rate, beta, states, top, normalise, own=True)
+    if far is not None:
+        after = torch.cat((after[:3], after[3:].masked_fill(far[:, :, -1, :, None], -1.0)))
+    held = [after.movedim(0, 3).flatten(-2)]
+    held += [centre.movedim(2, 3)] if far is not None else []
+    held += [tops[-1][..., None]] if beta is not None else []
+    return *_read(sums, tops, beta, normalise, centre, far), torch.cat(held, dim=-1).detach()
 
 
-def read_all(tokens: Tokens, rate: Tensor, beta: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor | None]:
-    """(mu, F) over all i: the scan, and that of the reversed sequence without each token's own term."""
-    sums, top, _ = _scan(tokens, rate, beta, None, normalise, own=True)
-    later, later_top, _ = _scan(tokens.flip(), rate, beta, None, normalise, own=False)
-    later, later_top = later.flip(0), later_top.flip(0)
-    if beta is None:
-        return _read(sums + later, top, beta, normalise)
-    highest = torch.maximum(top, later_top)
-    joint = sums[:, -1] * (top - highest).exp() + later[:, -1] * (later_top - highest).exp()
-    return _read(torch.cat((sums[:, :-1] + later[:, :-1], joint[:, None]), dim=1), highest, beta, normalise)
+def read_all(tokens: Tokens, rate: Tensor, beta: Tensor | None, first: Tensor, normalise: bool) -> tuple[Tensor, Tensor | None]:
+    """(mu, F - mu) over all i: the scan, and that of the reversed sequence without each token's own term."""
+    far = None
+    if beta is not None and normalise:
+        tokens, far = tokens.with_excess(beta, first)
+        far = far.any(2, keepdim=True)
+    states = tokens.v.new_zeros(_streams(beta, normalise), *tokens.v.shape[1:], rate.shape[-1])
+    top = torch.full_like(tokens.v[0], -torch.inf)
+    sums, tops, _ = _scan(tokens, rate, beta, states, top, normalise, own=True)
+    later, later_tops, _ = _scan(tokens.flip(), rate, beta, states, top, normalise, own=False)
+    later, later_tops = later.flip(0), later_tops.flip(0)
+    both = list((sums + later).unbind(1))
+    highest = torch.maximum(tops, later_tops)
+    if beta is not None:
+        joint = 1 + normalise
+        both[joint] = sums[:, joint] * (tops - highest).exp() + later[:, joint] * (later_tops - highest).exp()
+    return _read(torch.stack(both, dim=1), highest, beta, normalise, first, far)
 
 
-def _read(sums: Tensor, top: Tensor, beta: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor | None]:
-    """mu and F, [b, h, t, d], from the streams' sums [t, s, b, h, d] and the last one's maximum [t, b, h, d]."""
+def _streams(beta: Tensor | None, normalise: bool) -> int:
+    """v, the weights where normalise, exponentials with beta, and what they have beyond the mean with both."""
+    return (1 + normalise) * (1 if beta is None else 2)
+
+
+def _read(
+    sums: Tensor, top: Tensor, beta: Tensor | None, normalise: bool, centre: Tensor, far: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """mu and F - mu, [b, h, t, d], from the streams' sums [t, s, b, h, d] and the exponentials' maxima [t, b, h, d]."""
     sums, top = sums.movedim(0, 3), top.movedim(0, 2)
     total = counted(sums[1]) if normalise else torch.ones_like(sums[0])
     mu = sums[0] / total
-    return mu, None if beta is None else (top + counted(sums[-1]).log() - total.log()) / beta[:, None]
+    if beta is None:
+        return mu, None
+    apart = (top + counted(sums[1 + normalise]).log() - total.log()) / beta[:, None] - mu
+    return mu, apart if far is None else torch.where(far, apart, excess_gap(mu, sums[3] / total, beta[:, None], centre))
 
 
 def _scan(
-    tokens: Tokens, rate: Tensor, beta: Tensor | None, state: Tensor | None, normalise: bool, own: bool
+    tokens: Tokens, rate: Tensor, beta: Tensor | None, states: Tensor, top: Tensor, normalise: bool, own: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each stream's sum_n C S [t, s, b, h, d], the maxima [t, b, h, d] (zeros without beta), the state behind the last token.
+    """Each stream's sum_n C S [t, s, b, h, d], the maxima [t, b, h, d] (zeros without beta), the states behind the last token.
 
     own False: a token's own term is in the state that it hands on, but not in its sum.
     """
-    streams, v = 1 + normalise + (beta is not None), tokens.v
-    if state is None:
-        states, top = v.new_zeros(streams, *v.shape[1:], rate.shape[-1]), torch.full_like(v[0], -torch.inf)
-    else:
-        states = state[..., : streams * rate.shape[-1]].unflatten(-1, (streams, -1)).movedim(3, 0)
-        top = state[..., -1].masked_fill((states[-1] == 0).all(-1), -torch.inf)
     made, tops = [], []
     for part in tokens.chunks():
         sums, highest, states, top = checkpoint(
@@ -169,17 +211,14 @@ def _scan(
         )
         made.append(sums)
         tops.append(highest)
-    after = states.movedim(0, 3).flatten(-2)
-    if beta is not None:
-        after = torch.cat((after, tops[-1][-1][..., None]), dim=-1)
-    return torch.cat(made), torch.cat(tops), after.detach()
+    return torch.cat(made), torch.cat(tops), states
 
 
 def _chunk(
     tokens: Tokens, rate: Tensor, beta: Tensor | None, states: Tensor, top: Tensor, normalise: bool, own: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One chunk of `_scan`: sums, finite maxima, last states, last maximum (-inf where nothing was read yet)."""
-    delta, b_in, c_out, v = tokens
+    delta, b_in, c_out, v, u = tokens
     decay = -delta[..., None] * rate
     intake = delta[..., None] * b_in[..., None, :]
     decays, terms = [decay], [intake * v[..., None]]
@@ -194,6 +233,9 @@ def _chunk(
         top, tops = highest[-1], highest.masked_fill(highest == -torch.inf, 0.0)
         decays.append(decay + (before - tops).masked_fill(before == -torch.inf, 0.0)[..., None])
         terms.append((z - tops).exp()[..., None] * b_in[..., None, :])
+        if normalise:
+            decays.append(decay)
+            terms.append(intake * u[..., None])
     a, x = torch.stack(decays, dim=1), torch.stack(terms, dim=1)
     after = time_decay_scan(a, x, states)
     seen = after if own else torch.cat((states[None], after[:-1])) * a.exp()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import softplus
 
-from kernels.aft_read.cases import half_equal, masked, padded, ramped, seen, two_level_read
+from kernels.aft_read.cases import half_equal, leaping, masked, moved, padded, ramped, seen, two_level_read
 from kernels.check import Draw, Inputs, Outputs, Suite
 from kernels.ssm_read import ssm_read
 
@@ -70,6 +70,9 @@ SUITE = Suite(
         "range 80": lambda size: _random(size, value_range=80.0),
         "ramp 140": lambda size: ramped(_random(size, step=0.1)),
         "beta 0.02": lambda size: _random(size, beta=0.02),
+        "beta 0.001": lambda size: _random(size, beta=0.001),
+        "beta 0.001, far from zero": lambda size: moved(_random(size, beta=0.001), 10.0),
+        "beta 0.02, then far": lambda size: leaping(_random(size, beta=0.02), 300.0),
         "beta 40": lambda size: _random(size, beta=40.0),
         "equal values": lambda size: half_equal(_random(size)),
         "forgetting": _forgetting,
@@ -83,14 +86,9 @@ SUITE = Suite(
     small={"batch": 1, "heads": 2, "tokens": 9, "channels": 3, "states": 2},
     real={"batch": 1, "heads": 2, "tokens": 256, "channels": 64, "states": 16},
     loose={
-        # F = (m + log(sum of exponentials) - log(sum of weights)) / beta rounds at eps / beta, 3e-6 here, beside F - mu of 1e-2.
-        ("beta 0.02", "d lam"): 3e-3,
-        ("beta 0.02", "d beta"): 3e-3,
-        # Likewise: the posterior's weights less the prior's, over beta.
-        ("beta 0.02", "d c_out"): 1e-4,
-        ("beta 0.02", "d b_in"): 1e-4,
-        ("beta 0.02", "d rate"): 1e-4,
-        ("beta 0.02", "d delta"): 1e-4,
+        # Beyond exp(x) - 1 - x it is the difference of sums of v and of F, thirty times as large; 9e-6, and 1.4e-5 as a GPU rounds.
+        ("ramp 140", "d beta"): 2e-5,
+        ("beta 40", "d beta"): 2e-5,
         ("one token", "d beta"): 1e12,  # the truth is 0 but for float64's rounding
     },
 )

@@ -264,9 +264,8 @@ class MambaShape(PriorShape):
         return 2.0 * self.scans * self.states * (streams + self.value * self.normalise)
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
-        """``states`` sums for each channel and stream, fp32, and a maximum where there is a free energy."""
-        streams = 1 + self.normalise + free_energy
-        return value * (streams * self.states + free_energy) * max(4, element)
+        """``states`` sums for each channel and stream, fp32; two streams and two numbers more, or one where not normalised, with F."""
+        return value * (1 + self.normalise) * (self.states * (1 + free_energy) + free_energy) * max(4, element)
 
     def weights(self, heads: int) -> Weights:
         """delta_bias, head-major [heads * value]; rate, [heads * value * states]: both start at 0, added to constants."""

@@ -120,10 +120,9 @@ def _get_rows(at, width, mask):
 
 
 @triton.jit
-def _sources(g, mixed, factor, mean, offset, y, total, joint, beyond, far, beta, BETA: tl.constexpr, LAM: tl.constexpr):
-    """What each token adds to the sums R of A, B, H and C, and dF, from the gradient of what the gate multiplies."""
-    d_mu, d_free, d_z, d_far = g, g, g, g
-    from_mean = d_mu
+def sources(g, mixed, factor, offset, y, total, joint, beyond, far, beta, BETA: tl.constexpr, LAM: tl.constexpr):
+    """What each token adds to the sums R of A, B, H and C, and dF, from the gradient of what the gate multiplies; offset: mu - c."""
+    d_mu, d_free, d_z, d_far = g * factor, g, g, g
     if BETA:
         d_mu = g * (1.0 - mixed) * factor if LAM else tl.zeros_like(g)
         d_free = g * mixed if LAM else g
@@ -131,11 +130,10 @@ def _sources(g, mixed, factor, mean, offset, y, total, joint, beyond, far, beta,
         d_mu += tl.where(far, 0.0, d_free * level)
         d_z = tl.where(far, 0.0, d_free * level / beta[None, :]) / counted(total)
         d_far = tl.where(far, d_free, 0.0)
-        from_mean = (d_mu * offset + d_far / beta[None, :]) / counted(total) + d_z * (beyond / counted(total))
-    else:
-        d_mu *= factor
-        from_mean = d_mu * mean / counted(total)
-    return d_mu / counted(total), from_mean, d_z, d_far / counted(joint), d_free
+    from_mean = d_mu * offset
+    if BETA:
+        from_mean = from_mean + d_far / beta[None, :] + d_z * beyond
+    return d_mu / counted(total), from_mean / counted(total), d_z, d_far / counted(joint), d_free
 
 
 @triton.jit
@@ -164,21 +162,19 @@ def _summary_kernel(
         t = chunk * BT + tl.arange(0, BT)
         there = (t < tokens)[:, None] & inside[None, :]
         m, s, u, j, i, e = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
-        _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
+        _, _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
             k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
         )
         g = load(d_o, b, h, t, c, db, dh, dt, there)
         if gate is not None:
             g *= load(gate, b, h, t, c, gb, gh, gt, there)
         mixed = load(lam, b, h, t, c, lb, lh, lt, there) if lam is not None else g
-        mean = values / counted(total)
-        offset, y = mean, mean
+        offset = values / counted(total)
+        y = offset
         if BETA:
-            _, offset, y = free_energy(mean, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+            _, y = free_energy(offset, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
         factor = load(query, b, h, t, c, qb, qh, qt, there) if query is not None else tl.full((BT, BC), 1.0, tl.float32)
-        x_a, x_b, x_h, x_c, _ = _sources(
-            g, mixed, factor, mean, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
-        )
+        x_a, x_b, x_h, x_c, _ = sources(g, mixed, factor, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None)
         first = row(top, 0, BT)
         weight, faded = falling(first[None, :], top), falling(first, next_top)
         r_a, r_b = tl.sum(weight * x_a, 0) + faded * r_a, tl.sum(weight * x_b, 0) + faded * r_b
@@ -236,16 +232,17 @@ def _backward_kernel(
         there = (t < tokens)[:, None] & inside[None, :]
         at = dense(b, h, t, c, batch, heads, width)
         m, s, u, j, i, e = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
-        kk, vv, z, low, x, read, far, top, total, values, joint_top, joint, beyond = tile(
+        kk, vv, centred, z, low, x, read, far, top, total, values, joint_top, joint, beyond = tile(
             k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
         )
-        mean = values / counted(total)
-        offset, y, gap, mu, of_query = mean, mean, mean, mean, mean
+        offset = values / counted(total)
+        mean = offset + middle[None, :]
+        y, gap, mu, of_query = mean, mean, mean, mean
         factor = load(query, b, h, t, c, qb, qh, qt, there) if query is not None else tl.full((BT, BC), 1.0, tl.float32)
         if query is not None:
             mu = mean * factor
         if BETA:
-            gap, offset, y = free_energy(mean, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+            gap, y = free_energy(offset, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
             own_gap = gap
             if query is not None:
                 of_query = tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
@@ -260,8 +257,8 @@ def _backward_kernel(
             g *= load(gate, b, h, t, c, gb, gh, gt, there)
         if lam is not None:
             tl.store(d_lam + at, (g * gap).to(d_lam.dtype.element_ty), mask=there)
-        x_a, x_b, x_h, x_c, d_free = _sources(
-            g, mixed, factor, mean, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
+        x_a, x_b, x_h, x_c, d_free = sources(
+            g, mixed, factor, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
         )
         if query is not None:
             d_factor = g * mean
@@ -281,8 +278,7 @@ def _backward_kernel(
             decay, x_a, x_b = tl.associative_scan((fade, x_a, x_b), 0, join_two, reverse=True)
         x_a, x_b = x_a + decay * r_a[None, :], x_b + decay * r_b[None, :]
         r_a, r_b = row(x_a, 0, BT), row(x_b, 0, BT)
-        from_centre = vv - middle[None, :]
-        dv_tile, dk_tile = weight * x_a, weight * (from_centre * x_a - x_b)
+        dv_tile, dk_tile = weight * x_a, weight * (centred * x_a - x_b)
         if BETA:
             beyond_one = excess(x)
             x_h *= weight
@@ -298,7 +294,7 @@ def _backward_kernel(
             own_gap += tl.where(far, mean, offset * (y / (1.0 + y)))
             if query is not None:
                 own_gap += of_query
-            d_beta_sum += tl.sum(from_centre * x_h + vv * x_c / inverse_temperature[None, :], 0)
+            d_beta_sum += tl.sum(centred * x_h + vv * x_c / inverse_temperature[None, :], 0)
             d_beta_sum -= tl.sum(tl.where(there, d_free * own_gap, 0.0), 0) / inverse_temperature
         tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=there)
         tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=there)

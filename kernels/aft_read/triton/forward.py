@@ -144,10 +144,11 @@ def row(x, at, BT: tl.constexpr):
 
 @triton.jit
 def exponents_from(v, beta, centre, read):
-    """(x = beta (v - c), 0 where it is over REACH; whether it is, at a token that is read)."""
-    x = (v - centre[None, :]) * beta[None, :]
+    """(v - c; x = beta (v - c), 0 where it is over REACH; whether it is, at a token that is read)."""
+    centred = v - centre[None, :]
+    x = centred * beta[None, :]
     far = tl.abs(x) > REACH
-    return tl.where(far, 0.0, x), read & far
+    return centred, tl.where(far, 0.0, x), read & far
 
 
 @triton.jit
@@ -182,26 +183,27 @@ def tile(
     k, v, beta, centre, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m0, s0, v0, j0, i0, e0,
     BETA: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """(k, v, z, low, x, read, far, m, S, V, M, J, Q) of a tile, from the rows before it; where BETA is False z to Q but read, m, S and V
-    have no meaning. far: Q has no meaning, there or before.
+    """(k, v, v - c, z, low, x, read, far, m, S, V, M, J, Q) of a tile, from the rows before it; V is a sum of v - c where BETA, else of v.
+
+    far: Q has no meaning, there or before. Where BETA is False z to Q but read, m, S and V have none.
     """
     read = readable(valid, wb, b, t, inside, tokens)
     there = readable(valid, wb, b, t - 1, inside, tokens)
     kk = tl.where(read, load(k, b, h, t, c, kb, kh, kt, read), NOTHING)
     vv = load(v, b, h, t, c, vb, vh, vt, read)
     before = tl.where(there, load(k, b, h, t - 1, c, kb, kh, kt, there), NOTHING)
-    x, u, far = vv, vv, read
+    centred, x, u, far = vv, vv, vv, read
     if BETA:
-        x, far = exponents_from(vv, beta, centre, read)
+        centred, x, far = exponents_from(vv, beta, centre, read)
         far = (tl.cumsum(far.to(tl.int32), 0) > 0) | (e0 < 0.0)[None, :]
         u = excess(x)
-    top, total, values, beyond = running(kk, before, vv, u, m0, s0, v0, tl.maximum(e0, 0.0), BETA, BT)
+    top, total, values, beyond = running(kk, before, centred, u, m0, s0, v0, tl.maximum(e0, 0.0), BETA, BT)
     z, low, joint_top, joint = kk, vv, top, total
     if BETA:
         z, low = exponents(kk, vv, beta, read)
         z_before, _ = exponents(before, load(v, b, h, t - 1, c, vb, vh, vt, there), beta, there)
         joint_top, joint = running_joint(z, low, z_before, j0, i0, BT)
-    return kk, vv, z, low, x, read, far, top, total, values, joint_top, joint, beyond
+    return kk, vv, centred, z, low, x, read, far, top, total, values, joint_top, joint, beyond
 
 
 @triton.jit
@@ -211,11 +213,11 @@ def counted(total):
 
 
 @triton.jit
-def free_energy(mean, top, total, joint_top, joint, beyond, far, beta, centre):
-    """(F - mu, mu - c, y) for the mean mu: from the sums of exp(k) and exp(k + beta v) where ``far``, else from the excess and y."""
-    gap, offset, y = free_energy_gap(mean, beyond / counted(total), beta[None, :], centre[None, :], far == 0)
-    apart = (joint_top - top + tl.log(counted(joint) / counted(total))) / beta[None, :] - mean
-    return tl.where(far, apart, gap), offset, y
+def free_energy(offset, top, total, joint_top, joint, beyond, far, beta, centre):
+    """(F - mu, y) for the mean mu = c + offset: from the sums of exp(k) and exp(k + beta v) where ``far``, else from the excess and y."""
+    gap, _, y = free_energy_gap(offset, beyond / counted(total), beta[None, :], 0.0, far == 0)
+    apart = (joint_top - top + tl.log(counted(joint) / counted(total))) / beta[None, :] - (offset + centre[None, :])
+    return tl.where(far, apart, gap), y
 
 
 def launch_forward(k, v, beta, centre, lam, gate, query, valid, state, keep):
@@ -263,11 +265,13 @@ def _summary_kernel(
         vv = load(v, b, h, t, c, vb, vh, vt, read)
         new = tl.maximum(top, tl.max(kk, 0))
         weight, faded = tl.where(read, tl.exp(kk - new[None, :]), 0.0), falling(top, new)
-        top, total, values = new, total * faded + tl.sum(weight, 0), values * faded + tl.sum(weight * vv, 0)
+        centred = vv
         if beta is not None:
-            x, far = exponents_from(vv, inverse_temperature, middle, read)
+            centred, x, far = exponents_from(vv, inverse_temperature, middle, read)
             beyond = beyond * faded + tl.sum(weight * excess(x), 0)
             lost += tl.sum(far.to(tl.float32), 0)
+        top, total, values = new, total * faded + tl.sum(weight, 0), values * faded + tl.sum(weight * centred, 0)
+        if beta is not None:
             z, low = exponents(kk, vv, inverse_temperature, read)
             new = tl.maximum(joint_top, tl.max(z, 0))
             joint = joint * falling(joint_top, new) + tl.sum(tl.where(read, tl.exp(z - new[None, :] + low), 0.0), 0)
@@ -277,7 +281,7 @@ def _summary_kernel(
 
 
 @triton.jit
-def _start(state, summary, bh, c, inside, width, segment, segments, BETA: tl.constexpr, SEGMENTS: tl.constexpr, BC: tl.constexpr):
+def _start(state, summary, middle, bh, c, inside, width, segment, segments, BETA: tl.constexpr, SEGMENTS: tl.constexpr, BC: tl.constexpr):
     """The six rows before a segment: the state given, joined with the summaries of the segments before it."""
     top, total, values = tl.full((BC,), NOTHING, tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     joint_top, joint, beyond = top, total, total
@@ -290,6 +294,7 @@ def _start(state, summary, bh, c, inside, width, segment, segments, BETA: tl.con
             joint = tl.load(at + JOINT_SUM * width, mask=inside, other=0.0)
             joint_top = tl.where(joint == 0.0, NOTHING, tl.load(at + JOINT_MAXIMUM * width, mask=inside, other=0.0))
             beyond = tl.load(at + EXCESS * width, mask=inside, other=0.0)
+            values -= middle * total
     if SEGMENTS > 1:
         which = tl.arange(0, SEGMENTS)
         mask = (which < segment)[:, None] & inside[None, :]
@@ -321,22 +326,23 @@ def _forward_kernel(
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
-    m, s, u, j, i, e = _start(state, summary, bh, c, inside, width, segment, segments, BETA, SEGMENTS, BC)
-    inverse_temperature, middle = m, m
+    inverse_temperature, middle = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     if BETA:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
         middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
+    m, s, u, j, i, e = _start(state, summary, middle, bh, c, inside, width, segment, segments, BETA, SEGMENTS, BC)
     for chunk in range(segment * each, tl.minimum(segment * each + each, chunks)):
         if kept is not None:
             put_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside, m, s, u, j, i, e)
         t = chunk * BT + tl.arange(0, BT)
         there = (t < tokens)[:, None] & inside[None, :]
-        _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
+        _, _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
             k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
         )
         made = values / counted(total)
         if BETA:
-            gap, _, _ = free_energy(made, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+            gap, _ = free_energy(made, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+            made += middle[None, :]
             if query is not None:
                 factor = load(query, b, h, t, c, qb, qh, qt, there)
                 gap += made * (1.0 - factor) + tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
@@ -355,7 +361,7 @@ def _forward_kernel(
     last = inside & (segment == segments - 1)
     tl.store(at + MAXIMUM * width, tl.where(s == 0.0, 0.0, m), mask=last)
     tl.store(at + SUM * width, s, mask=last)
-    tl.store(at + VALUES * width, u, mask=last)
+    tl.store(at + VALUES * width, u + middle * s, mask=last)
     if BETA:
         tl.store(at + JOINT_MAXIMUM * width, tl.where(i == 0.0, 0.0, j), mask=last)
         tl.store(at + JOINT_SUM * width, i, mask=last)

@@ -4,7 +4,8 @@ Of each chunk by itself: the state that it leaves behind, or the gradient of the
 are carried from chunk to chunk, forward or backward, one program for a block of states; in place, so that a chunk's entry becomes the state
 before it, or the gradient of the one behind it.
 
-The streams' order is the state's: values, weights, exponentials. The last is kept relative to m_t, the largest log(delta_i) + beta v_i of
+The streams' order is the state's: values, of which c is taken, weights, exponentials, and under the weights' decays u = exp(x) - 1 - x,
+x = beta (v - c), until a value is too far from c for it. The exponentials are kept relative to m_t, the largest log(delta_i) + beta v_i of
 the past, faded with the channel's slowest rate; its decay is exp(-(rate - slowest) delta_t) exp(m_{t-1} - m_t - slowest delta_t), both at
 most 1. m is a constant to the gradient: it cancels. A token that nobody reads has delta = 0; NOTHING stands for m where none was read.
 """
@@ -14,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.aft_read.triton.forward import NOTHING, exponents, load, place
+from kernels.aft_read.triton.forward import NOTHING, exponents, exponents_from, load, place
+from kernels.fem_attention.triton.prep import excess
 from kernels.implementations import interpreted
 from kernels.tiles import Build, build
 
@@ -33,12 +35,12 @@ class Launch:
         self.carry_grid = (batch * heads * self.columns, triton.cdiv(states, self.block_n))
         self.sizes = (batch, heads, tokens, width, states, self.chunks)
         self.blocks = {"BT": block_t, "BC": block_c}
+        # The tokens' gradients hold the most numbers: of all channels of a block registers have no room.
+        self.gradient_blocks = {"BT": block_t, "BC": max(1, block_c // 2)}
+        self.gradient_columns = triton.cdiv(width, self.gradient_blocks["BC"])
+        self.gradient_grid = (batch * heads * self.gradient_columns, self.chunks)
         self.options = {"num_warps": 4, "num_stages": STAGES}
-        self.wide_options = {"num_warps": 8, "num_stages": STAGES}  # the gradients, which hold the most numbers
-
-    def read_options(self, backward, free_energy):
-        """The read's: eight warps but for mu and F forward, which ptxas would cut down to registers that do not hold it."""
-        return self.options if free_energy and not backward else self.wide_options
+        self.wide_options = {"num_warps": 8, "num_stages": STAGES}
 
 
 @triton.jit
@@ -86,11 +88,11 @@ def column(x, bh, n, t, states, tokens, mask):
 
 @triton.jit
 def _states_kernel(
-    delta, v, b_in, rate, slow, beta, states_out, tops, spans,
+    delta, v, b_in, rate, slow, beta, centre, states_out, tops, lost, spans,
     db, dh, dt, vb, vh, vt, batch, heads, tokens, width, states, chunks,
     BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's last state from none, its m, and the sum of its steps."""
+    """Each chunk's last state from none, its m, whether one of its values is too far from c, and the sum of its steps."""
     b, h, bh, c, inside = place(heads, width, BC)
     chunk = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
@@ -110,7 +112,12 @@ def _states_kernel(
         # The two large numbers first: their difference is exact.
         weight = tl.where(z <= NOTHING, 0.0, tl.exp(z - top[None, :] - slowest[None, :] * later + low))
         tl.store(tops + per_chunk, top, mask=inside)
-    STREAMS: tl.constexpr = 3 if BETA else 2
+        value, x, far = exponents_from(
+            value, channel(beta, h, width, c, inside), tl.load(centre + bh * width + c, mask=inside, other=0.0), step > 0.0
+        )
+        beyond = excess(x)
+        tl.store(lost + per_chunk, tl.sum(far.to(tl.float32), 0), mask=inside)
+    STREAMS: tl.constexpr = 4 if BETA else 2
     for n in range(states):
         relative = tl.load(rate + (h * states + n) * width + c, mask=inside, other=0.0) - slowest
         taken = tl.exp(-relative[None, :] * later) * column(b_in, bh, n, t, states, tokens, t < tokens)[:, None]
@@ -119,6 +126,7 @@ def _states_kernel(
         tl.store(into + states * width, tl.sum(taken * faded * step, 0), mask=inside)
         if BETA:
             tl.store(into + 2 * states * width, tl.sum(taken * weight, 0), mask=inside)
+            tl.store(into + 3 * states * width, tl.sum(taken * faded * step * beyond, 0), mask=inside)
 
 
 @triton.jit
@@ -144,7 +152,8 @@ def _gradient_states_kernel(
         top = tl.load(d_sums + 3 * plane + at, mask=mask, other=0.0)
         d_joint = tl.load(d_sums + 2 * plane + at, mask=mask, other=0.0)
         d_joint *= tl.exp(tl.where(mask, start[None, :] - top - slowest[None, :] * through, 0.0))
-    STREAMS: tl.constexpr = 3 if BETA else 2
+        d_beyond = tl.load(d_sums + 4 * plane + at, mask=mask, other=0.0)
+    STREAMS: tl.constexpr = 4 if BETA else 2
     for n in range(states):
         relative = tl.load(rate + (h * states + n) * width + c, mask=inside, other=0.0) - slowest
         given = tl.exp(-relative[None, :] * through) * column(c_out, bh, n, t, states, tokens, t < tokens)[:, None]
@@ -153,58 +162,81 @@ def _gradient_states_kernel(
         tl.store(into + states * width, tl.sum(given * faded * d_weights, 0), mask=inside)
         if BETA:
             tl.store(into + 2 * states * width, tl.sum(given * d_joint, 0), mask=inside)
+            tl.store(into + 3 * states * width, tl.sum(given * faded * d_beyond, 0), mask=inside)
+
+
+@triton.jit
+def _carried(at, mask, decay, total):
+    """total decayed and what is at ``at`` added, which total takes the place of. One layout for both: each thread its own numbers."""
+    new = tl.load(at, mask=mask, other=0.0)
+    tl.store(at, total, mask=mask)
+    return total * decay + new
 
 
 @triton.jit
 def _carry_kernel(
-    states_of, tops, spans, rate, slow, given, given_top, starts, after, heads, width, states, chunks,
+    states_of, tops, lost, spans, rate, slow, given, given_top, centre, starts, left, after, heads, width, states, chunks,
     BETA: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Forward: each chunk's entry becomes the state before it. starts [b h, chunks + 1, d]: m there; after: `ssm_read`'s state."""
+    """Forward: each chunk's entry becomes the state before it. starts, left [b h, chunks + 1, d]: m there, and whether a value has been too
+    far from c (above 0); after: `ssm_read`'s state.
+    """
     _, h, bh, c, inside = place(heads, width, BC)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = (n < states)[:, None] & inside[None, :]
-    STREAMS: tl.constexpr = 3 if BETA else 2
-    columns = STREAMS * states + (1 if BETA else 0)
+    STREAMS: tl.constexpr = 4 if BETA else 2
+    columns = STREAMS * states + (2 if BETA else 0)
     slowest = channel(slow, h, width, c, inside)
     rates = tl.load(rate + (h * states + n)[:, None] * width + c[None, :], mask=mask, other=0.0)
     relative = tl.maximum(rates - slowest[None, :], 0.0)
     of_state = (bh * width + c)[None, :] * columns + n[:, None]
     values, weights, joint = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
+    beyond, gone = tl.zeros((BN, BC), tl.float32), tl.zeros((BC,), tl.float32)
     top = tl.full((BC,), NOTHING, tl.float32)
+    first, middle = inside & (tl.program_id(1) == 0), tl.zeros((BC,), tl.float32)
+    if BETA:
+        middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
     if given is not None:
         values = tl.load(given + of_state, mask=mask, other=0.0)
         weights = tl.load(given + of_state + states, mask=mask, other=0.0)
         if BETA:
             joint = tl.load(given + of_state + 2 * states, mask=mask, other=0.0)
+            values -= middle[None, :] * weights
+            beyond = tl.load(given + of_state + 3 * states, mask=mask, other=0.0)
+            gone = tl.max(tl.where(beyond < 0.0, 1.0, 0.0), 0)
+            beyond = tl.maximum(beyond, 0.0)
             top = tl.load(given_top + bh * width + c, mask=inside, other=0.0)
     for chunk in range(chunks):
         per_chunk = (bh * chunks + chunk) * width + c
         at = states_of + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
         span = tl.load(spans + per_chunk, mask=inside, other=0.0)
         decay = tl.exp(-rates * span[None, :])
-        new = tl.load(at, mask=mask, other=0.0)
-        tl.store(at, values, mask=mask)
-        values = values * decay + new
-        new = tl.load(at + states * width, mask=mask, other=0.0)
-        tl.store(at + states * width, weights, mask=mask)
-        weights = weights * decay + new
+        values = _carried(at, mask, decay, values)
+        weights = _carried(at + states * width, mask, decay, weights)
         if BETA:
             own = tl.load(tops + per_chunk, mask=inside, other=NOTHING)
-            tl.store(starts + (bh * (chunks + 1) + chunk) * width + c, top, mask=inside & (tl.program_id(1) == 0))
+            before_chunk = (bh * (chunks + 1) + chunk) * width + c
+            tl.store(starts + before_chunk, top, mask=first)
+            tl.store(left + before_chunk, gone, mask=first)
+            gone += tl.load(lost + per_chunk, mask=inside, other=0.0)
             before = top
             top = tl.maximum(tl.where(before <= NOTHING, NOTHING, before - slowest * span), own)
             new = tl.load(at + 2 * states * width, mask=mask, other=0.0)
             tl.store(at + 2 * states * width, joint, mask=mask)
             joint = joint * tl.exp(-relative * span[None, :]) * tl.exp(before - top - slowest * span)[None, :]
             joint += new * tl.exp(own - top)[None, :]
-    tl.store(after + of_state, values, mask=mask)
+            beyond = _carried(at + 3 * states * width, mask, decay, beyond)
+    tl.store(after + of_state, values + middle[None, :] * weights, mask=mask)
     tl.store(after + of_state + states, weights, mask=mask)
     if BETA:
         tl.store(after + of_state + 2 * states, joint, mask=mask)
-        first = inside & (tl.program_id(1) == 0)
-        tl.store(starts + (bh * (chunks + 1) + chunks) * width + c, top, mask=first)
-        tl.store(after + (bh * width + c) * columns + columns - 1, tl.where(top <= NOTHING, 0.0, top), mask=first)
+        tl.store(after + of_state + 3 * states, tl.where((gone > 0.0)[None, :], -1.0, beyond), mask=mask)
+        behind = (bh * (chunks + 1) + chunks) * width + c
+        tl.store(starts + behind, top, mask=first)
+        tl.store(left + behind, gone, mask=first)
+        last = after + (bh * width + c) * columns + columns
+        tl.store(last - 2, middle, mask=first)
+        tl.store(last - 1, tl.where(top <= NOTHING, 0.0, top), mask=first)
 
 
 @triton.jit
@@ -216,41 +248,37 @@ def _carry_back_kernel(
     _, h, bh, c, inside = place(heads, width, BC)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = (n < states)[:, None] & inside[None, :]
-    STREAMS: tl.constexpr = 3 if BETA else 2
+    STREAMS: tl.constexpr = 4 if BETA else 2
     slowest = channel(slow, h, width, c, inside)
     rates = tl.load(rate + (h * states + n)[:, None] * width + c[None, :], mask=mask, other=0.0)
     relative = tl.maximum(rates - slowest[None, :], 0.0)
-    values, weights, joint = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
+    values, weights = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
+    joint, beyond = tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
     for back in range(chunks):
         chunk = chunks - 1 - back
         at = gradients + ((bh * chunks + chunk) * STREAMS * states + n)[:, None] * width + c[None, :]
         span = tl.load(spans + (bh * chunks + chunk) * width + c, mask=inside, other=0.0)
         decay = tl.exp(-rates * span[None, :])
-        new = tl.load(at, mask=mask, other=0.0)
-        tl.store(at, values, mask=mask)
-        values = values * decay + new
-        new = tl.load(at + states * width, mask=mask, other=0.0)
-        tl.store(at + states * width, weights, mask=mask)
-        weights = weights * decay + new
+        values = _carried(at, mask, decay, values)
+        weights = _carried(at + states * width, mask, decay, weights)
         if BETA:
             top = starts + (bh * (chunks + 1) + chunk) * width + c
             before, after = tl.load(top, mask=inside, other=0.0), tl.load(top + width, mask=inside, other=0.0)
-            new = tl.load(at + 2 * states * width, mask=mask, other=0.0)
-            tl.store(at + 2 * states * width, joint, mask=mask)
-            joint *= tl.exp(-relative * span[None, :]) * tl.exp(before - after - slowest * span)[None, :]
-            joint += new
+            joint_decay = tl.exp(-relative * span[None, :]) * tl.exp(before - after - slowest * span)[None, :]
+            joint = _carried(at + 2 * states * width, mask, joint_decay, joint)
+            beyond = _carried(at + 3 * states * width, mask, decay, beyond)
 
 
 def built(label, kernel, given, warps):
     """A kernel's `Build`: v and the read in bfloat16, all else in float32."""
     return build(
         f"{label}", kernel, given, warps, STAGES, even="tokens width states", bf16="v dv lam gate o d_o d_lam d_gate",
-        fp32="delta b_in c_out rate slow beta states_of states_out tops spans starts given given_top after gradients d_sums"
-        " d_delta d_b_in d_c_out d_rate d_beta",
+        fp32="delta b_in c_out rate slow beta centre states_of states_out tops lost spans starts left given given_top after gradients"
+        " d_sums d_delta d_b_in d_c_out d_rate d_beta",
     )  # fmt: skip
 
 
-def build_launch(streams=3):
+def build_launch(streams=4):
     """4096 tokens of 4 x 16 heads of 64 channels with 96 states, as the 1.3B model's budget gives them."""
     return Launch(4, 16, 4096, 64, 96, streams)
 
