@@ -1,0 +1,282 @@
+"""tools.papers: what the generators make, a smoke of every experiment, runs that go on, the page, what a mistake is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fem_common.errors import ConfigError
+from tests.wording import Wording
+from tools.papers import argmax, catalogue, gp, lis, mad, report, running
+from tools.papers.__main__ import main
+from tools.papers.experiment import Experiment, Size, Trial, best_rate, chosen, interval, line_of, read_results
+from tools.papers.training import IGNORED, schedule
+
+TINY: dict[str, tuple[str, ...]] = {
+    "argmax": ("T = 4",),
+    "mad": ("compression", "fuzzy recall"),
+    "lis": ("L = 10 alone", "L = 10 with MLP"),
+    "gp": ("RBF of 48 points",),
+}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tiny(name: str, **changed: Any) -> tuple[Experiment, Size]:
+    experiment = catalogue.experiment_of(name)
+    size = replace(
+        experiment.sizes["quick"],
+        cases=TINY[name],
+        rows=tuple(experiment.rows),
+        steps=2,
+        batch=8,
+        train=64,
+        test=32,
+        rates=(1e-3,),
+        seeds=1,
+    )
+    return experiment, replace(size, **changed)
+
+
+# --- the data --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.0, mad.NOISE])
+def test_recall_asks_for_what_followed_the_key_before(noise: float) -> None:
+    inputs, targets = mad.recall(200, 64, generator(), training=False, noise=noise)
+    whole = torch.cat((inputs, targets[:, -1:]), 1).view(200, 32, 2)
+    for tokens, asked in zip(whole.tolist(), torch.cat((torch.full((200, 1), IGNORED), targets), 1).view(200, 32, 2).tolist(), strict=True):
+        known: dict[int, int] = {}
+        for (key, value), (nothing, answer) in zip(tokens, asked, strict=True):
+            assert nothing == IGNORED and answer == (known.get(key, IGNORED))
+            if key < 8:
+                assert known.setdefault(key, value) == value and 8 <= value < 16
+            else:
+                assert key >= 16 <= value
+        assert answer != IGNORED
+    # 31 of 32 pairs may be noise; the binomial's spread is 0.005.
+    assert abs(float((whole[..., 0] >= 16).double().mean()) - noise * 30 / 32) < 0.02
+    same, every = mad.recall(200, 64, generator(), training=True, noise=noise)
+    assert torch.equal(same, inputs) and torch.equal(every[:, :-1], inputs[:, 1:])
+
+
+def test_fuzzy_recall_ends_with_a_pair_that_stood_before() -> None:
+    inputs, targets = mad.fuzzy_recall(200, 64, generator(), training=False)
+    lengths = set()
+    for tokens, asked in zip(torch.cat((inputs, targets[:, -1:]), 1).tolist(), targets.tolist(), strict=True):
+        answer = next(n for n in itertools.count() if n == len(asked) or asked[-n - 1] == IGNORED)
+        pair = tokens[-(mad.MOTIF + answer) :]
+        assert asked[-answer:] == pair[mad.MOTIF :] and len({*pair}) == len(pair)
+        assert max(pair[: mad.MOTIF]) < 7 <= min(pair[mad.MOTIF :]) and max(pair) < 15
+        before = tokens[: -len(pair)]
+        assert any(before[i : i + len(pair)] == pair for i in range(len(before)))
+        lengths.add(answer)
+    assert lengths == {1, 2, 3}
+    keys, _ = mad.fuzzy_recall(200, 64, generator(), training=True)
+    runs = {len(list(run)) for row in keys.tolist() for small, run in itertools.groupby(row, lambda token: token < 7) if small}
+    assert min(runs) == 1  # in training keys are shorter, too
+
+
+def test_memorization_selective_copying_and_compression() -> None:
+    (keys, values), (others, same) = (mad.memorization(50, 32, generator(seed)) for seed in (0, 1))
+    learned = dict(zip(keys[:, ::2].flatten().tolist(), values[:, 1::2].flatten().tolist(), strict=True))
+    assert len({*learned.values()}) == len(learned) > 120 and (keys[:, 1::2] == 255).all() and (values[:, ::2] == IGNORED).all()
+    again = zip(others[:, ::2].flatten().tolist(), same[:, 1::2].flatten().tolist(), strict=True)
+    assert all(learned.get(key, value) == value for key, value in again)
+
+    tokens, asked = mad.selective_copying(50, 64, generator())
+    for row, answer in zip(tokens.tolist(), asked.tolist(), strict=True):
+        assert [token for token in row[:59] if token != 14] == answer[-4:] and row[59:] == [15, 14, 14, 14, 14]
+        assert answer[:-4] == [IGNORED] * 60
+
+    tokens, asked = mad.compression(50, 32, generator())
+    assert torch.equal(tokens, asked) and (tokens[:, -1] == 15).all() and set(tokens[:, :-1].flatten().tolist()) == set(range(15))
+
+
+def test_longest_increasing_subsequence() -> None:
+    numbers, answers = lis.examples(40, 7, generator())
+    for row, answer in zip(numbers[:, :-1].tolist(), answers.tolist(), strict=True):
+        every = (part for n in range(1, 8) for part in itertools.combinations(row, n))
+        assert answer == max(len(part) for part in every if all(a < b for a, b in itertools.pairwise(part)))
+    assert (numbers[:, -1] == 14).all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "value"),
+    [
+        ("RBF", lambda d: math.exp(-(d @ d) / 2)),
+        ("Matern", lambda d: (1 + math.sqrt(3 * d @ d)) * math.exp(-math.sqrt(3 * d @ d))),
+        ("Periodic", lambda d: math.exp(-float((math.pi * d / gp.PERIOD).sin().square().sum()) / 2)),
+        ("Rational Quadratic", lambda d: 1 / (1 + float(d @ d) / 2)),
+    ],
+)
+def test_waves_have_the_kernel_as_their_covariance(kernel: str, value: Any) -> None:
+    frequencies = gp.KERNELS[kernel]((100_000, gp.INPUTS), generator())
+    for number in range(3):
+        between = torch.randn(gp.INPUTS, generator=generator(number)) * 0.3
+        # The mean of 100,000 cosines has a spread of at most 0.0023.
+        assert abs(float((frequencies @ between).cos().mean()) - value(between)) < 0.01
+    points, sample = gp.examples(kernel, 500, generator(1), generator(2))
+    again, other = gp.examples(kernel, 500, generator(3), generator(2))
+    assert points.shape == (500, gp.INPUTS) and sample.shape == (500, 1) and not torch.equal(points, again)
+    assert abs(float(points.std()) - 1) < 0.02
+    # The same function at the same points.
+    assert torch.equal(sample, gp.examples(kernel, 500, generator(1), generator(2))[1]) and not torch.equal(sample, other)
+
+
+def test_argmax_raises_one_value_a_channel() -> None:
+    values, largest = argmax.examples(2000, 4, 8, generator())
+    assert torch.equal(values.amax(1), largest)
+    # Four normal values, one raised by 1: mean 1 / 4 (spread 0.005).
+    assert abs(float(values.mean()) - argmax.MARGIN / 4) < 0.02
+
+
+# --- training --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_experiment_trains_and_goes_on(name: str, tmp_path: Path) -> None:
+    experiment, size = tiny(name)
+    if name == "mad":
+        size = replace(size, width=16, heads=2)
+    file = tmp_path / "results.jsonl"
+    results = running.run(experiment, "quick", size, file, 1)
+    assert len(results) == len(size.cases) * len(size.rows)
+    assert all(math.isfinite(record[key]) for record in results.values() for key in ("loss", "validation", experiment.metric))
+    # A kill in the middle of the last line takes that trial alone.
+    whole = file.read_text()
+    file.write_text(whole[:-20])
+    assert len(read_results(file)) == len(results) - 1
+    again = running.run(experiment, "quick", size, file, 1)
+    assert read_results(file) == again and again.keys() == results.keys()
+    last = list(results)[-1]
+    assert {**again[last], "seconds": 0} == {**results[last], "seconds": 0}  # the same trial gives the same numbers
+
+
+def test_a_row_that_can_learn_does() -> None:
+    """FEM's read finds the largest value, a mean does not, from the same start and data."""
+    _, size = tiny("argmax", steps=150, batch=32, train=2000, test=256, width=16, heads=2)
+    mean, free = (running.train_one("argmax", size, Trial("T = 4", row, 3e-2, 0, "")) for row in ("softmax mean", "softmax F"))
+    assert free["index"] > mean["index"] + 0.1 and free["parameters"] == mean["parameters"]
+
+
+def test_a_loss_that_is_not_finite_is_kept_as_diverged(tmp_path: Path) -> None:
+    experiment, size = tiny("argmax", rows=("softmax mean",), rates=(1e-3, 1e30), steps=4)
+    results = running.run(experiment, "quick", size, tmp_path / "results.jsonl", 1)
+    assert [record["validation"] is None for record in results.values()] == [False, True]
+    assert best_rate(experiment, results, "T = 4", "softmax mean", size) == 1e-3
+
+
+def test_the_rate_rises_and_falls() -> None:
+    _, size = tiny("argmax", steps=100, warmup=0.1)
+    rates = [schedule(step, size) for step in range(100)]
+    assert rates[0] == 0.1 and max(rates) == rates[9] == rates[10] == 1 and 0 < rates[-1] < 0.001
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+# --- results ---------------------------------------------------------------------------------------------------------------------
+
+
+def made_up(experiment: Experiment, size: Size, values: dict[str, list[float]]) -> dict[Trial, dict[str, Any]]:
+    """Results whose first rate is best: row -> a value a seed."""
+    results = {}
+    for case, (row, found) in itertools.product(size.cases, values.items()):
+        for seed, value in enumerate(found):
+            record = {experiment.metric: value, "validation": value, "parameters": 1000, "seconds": 60.0}
+            results[Trial(case, row, size.rates[0], seed, size.key())] = record
+        for rate in size.rates[1:]:
+            results[Trial(case, row, rate, 0, size.key())] = {**record, "validation": min(found) - 1, experiment.metric: 0.0}
+    return results
+
+
+def test_intervals_and_verdicts() -> None:
+    # Student's t for two degrees of freedom: 4.303 times the standard error, 1 / sqrt(3).
+    assert interval([1, 2, 3]) == (2, pytest.approx(4.303 / math.sqrt(3)))
+    assert interval([1]) == (1, math.inf)
+    experiment, size = catalogue.experiment_of("lis"), catalogue.experiment_of("lis").sizes["quick"]
+    for ours, said in (
+        ([0.71, 0.81, 0.9], "agrees"),
+        ([0.9, 0.71, 0.81], "leans with it"),
+        ([0.5, 0.9, 0.6], "leans against it"),
+        ([0.5, 0.61, 0.7], "against it"),
+    ):
+        results = made_up(experiment, size, {"MHA": [0.6, 0.7, 0.8], "MHA2nd1st": ours})
+        assert report.verdict(experiment, size, results, experiment.claims[0], size.cases[0]) == said
+        assert len(chosen(experiment, results, size.cases[0], "MHA", size)) == 3
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = catalogue.experiment_of("mad")
+    size = experiment.sizes["quick"]
+    results = made_up(experiment, size, {"softmax": [0.4, 0.41, 0.42], "FEM-SM": [0.5, 0.52, 0.51]})
+    stray = Trial("compression", "softmax", 0.5, 0, "another size")
+    folder = tmp_path / "runs" / "mad-quick"
+    folder.mkdir(parents=True)
+    folder.joinpath("results.jsonl").write_text("".join(line_of(*item) for item in {**results, stray: {}}.items()))
+    words = ["report", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "docs")]
+    assert main(words) == 0
+    page = (tmp_path / "docs" / "papers.md").read_text()
+    assert "| FEM-SM | 1k | 51.0 ± 2.5 (53.1) |" in page and "- FEM-SM better than softmax: agrees at compression, " in page
+    assert (tmp_path / "docs" / "papers" / "mad-quick.png").stat().st_size > 10_000
+    # The page's own copy of the results is enough, and what no longer counts is not kept.
+    folder.joinpath("results.jsonl").unlink()
+    assert main(words) == 0 and (tmp_path / "docs" / "papers.md").read_text() == page
+    assert len(read_results(tmp_path / "docs" / "papers" / "mad-quick.jsonl")) == len(results)
+    capsys.readouterr()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------------------
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {entry["paper"] for entry in listed} == {catalogue.FEM, catalogue.SECOND, catalogue.CEM, catalogue.HYPERSET}
+    assert all(bool(entry["why"]) != entry["runs"] for entry in listed)
+    for name in catalogue.NAMES:
+        experiment = catalogue.experiment_of(name)
+        assert experiment.name == name
+        for size in experiment.sizes.values():
+            assert {*size.rows} <= {*experiment.rows}
+            assert all(
+                {*claim.cases} <= {*experiment.cases} and {claim.above, claim.below} <= {*experiment.rows} for claim in experiment.claims
+            )
+        assert {row for _, row in experiment.published} <= {*experiment.rows}
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+    here = ["--runs", str(tmp_path)]
+    (tmp_path / "bad").mkdir()
+    for words in (
+        ["run", "argmx", *here],
+        ["run", "sudoku", *here],
+        ["run", "argmax", "--quick", "--rows", "softmax F,softmax mea", *here],
+        ["run", "argmax", "--quick", "--cases", "T = 5", *here],
+        ["run", "argmax", "--quick", "--workers", "0", *here],
+        ["run", "argmax", "--quik", *here],
+        ["report", *here, "--out", str(tmp_path / "none")],
+    ):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        assert code == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        wording(f"{' '.join(words[:5])}: {said}")
+    assert [path.name for path in tmp_path.rglob("*")] == ["bad"]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"case": "T = 4"}\n{}\n')
+    with pytest.raises(ConfigError, match="results.jsonl, line 1: no trial"):
+        read_results(tmp_path / "results.jsonl")

@@ -1,0 +1,158 @@
+"""What an experiment is: its rows, cases, sizes and claims, and the record of its trials. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from fem_common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tools.papers.training import Problem
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the trials of an experiment are; ``--quick`` and the full form are two of these.
+
+    rates: AdamW's learning rates, each tried with the first seed; the best on validation data is taken for the other seeds.
+    warmup: share of the steps in which the rate rises; it falls along a cosine to zero afterwards.
+    train, test: examples (validation: as many as test). length: of a sequence, where the case does not say.
+    inner: the MLP's width, None: 8/3 of the width.
+    """
+
+    cases: tuple[str, ...]
+    rows: tuple[str, ...]
+    steps: int
+    batch: int
+    rates: tuple[float, ...]
+    train: int
+    test: int
+    width: int
+    heads: int
+    layers: int = 1
+    seeds: int = 3
+    length: int = 0
+    inner: int | None = None
+    init_std: float = 0.02
+    weight_decay: float = 0.0
+    warmup: float = 0.1
+    clip: float = 1.0
+
+    def key(self) -> str:
+        """Names what a trial depends on besides its row, case, rate and seed; which rows, cases and rates are tried is not in it."""
+        said = {name: value for name, value in asdict(self).items() if name not in ("cases", "rows", "rates", "seeds")}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An order that the paper reports: ``above`` is better than ``below`` in each of ``cases``; none: in all."""
+
+    above: str
+    below: str
+    cases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table of a paper.
+
+    metric: what is reported, of the test data unless its name begins with ``train_``. falls: a smaller one is better. scale: what it is
+    multiplied by in tables. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets.
+    problem: (case, row, size, seed) -> what is trained. told: what a reader of the report should know, Markdown.
+    """
+
+    name: str
+    title: str
+    metric: str
+    rows: Mapping[str, Any]
+    sizes: Mapping[str, Size]
+    problem: Callable[[str, str, Size, int], Problem]
+    told: str
+    falls: bool = False
+    scale: float = 1.0
+    also: str | None = None
+    published: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+    chance: Callable[[str, Size], float] | None = None
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Those of all its sizes: any may be asked for at any size."""
+        return tuple(dict.fromkeys(case for size in self.sizes.values() for case in size.cases))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: everything that its result is kept under."""
+
+    case: str
+    row: str
+    rate: float
+    seed: int
+    size: str
+
+
+Results = dict[Trial, dict[str, Any]]
+
+
+def read_results(path: Path) -> Results:
+    """The trials of a file of JSON lines; {} where there is none. A last line that a kill cut off is left out.
+
+    Raises:
+        ConfigError: another line is not a trial's.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    results: Results = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            trial = Trial(**{name: record.pop(name) for name in Trial.__dataclass_fields__})
+        except (ValueError, KeyError, AttributeError, TypeError):
+            if not line.endswith("\n"):
+                break
+            raise ConfigError(f"{path}, line {number}: no trial of this tool; mend the line or remove it") from None
+        results[trial] = record
+    return results
+
+
+def line_of(trial: Trial, record: Mapping[str, Any]) -> str:
+    """The trial's line in the file."""
+    return json.dumps({**asdict(trial), **record}) + "\n"
+
+
+def best_rate(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> float | None:
+    """The rate that is best on validation data with the first seed; None until all are tried. One that diverged counts as the worst."""
+    tried = [results.get(Trial(case, row, rate, 0, size.key())) for rate in size.rates]
+    if any(record is None for record in tried):
+        return None
+    worst = float("inf") if experiment.falls else -float("inf")
+    found = [worst if record is None or record["validation"] is None else record["validation"] for record in tried]
+    return size.rates[found.index(min(found) if experiment.falls else max(found))]
+
+
+def chosen(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> list[dict[str, Any]]:
+    """The records of the best rate, a seed each, in the seeds' order; those that diverged are left out."""
+    rate = best_rate(experiment, results, case, row, size)
+    records = [] if rate is None else [results.get(Trial(case, row, rate, seed, size.key())) for seed in range(size.seeds)]
+    return [record for record in records if record is not None and record["validation"] is not None]
+
+
+# Student's t at 97.5% for 1, 2, .. degrees of freedom.
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def interval(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95% interval, Student's; infinite for one value."""
+    found = list(values)
+    mean, freedom = fmean(found), len(found) - 1
+    if not freedom:
+        return mean, float("inf")
+    spread = (sum((value - mean) ** 2 for value in found) / freedom / len(found)) ** 0.5
+    return mean, spread * T_975[min(freedom, len(T_975)) - 1]

@@ -1,0 +1,111 @@
+"""Models whose inputs or outputs are not text: the layers that pretraining uses between an input layer and a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fem_megatron.block import Block
+from fem_megatron.config import ModelConfig
+from fem_megatron.mup import starts_from
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import Normal, Shape, located
+from fem_megatron.state import Context
+from fem_megatron.update import Update
+from tools.papers.experiment import Size
+
+
+def model_of(size: Size, given: dict[str, Any]) -> ModelConfig:
+    """The configuration of a row: the size's widths and what the row gives, sections as dictionaries."""
+    sizes = {
+        "hidden_size": size.width,
+        "num_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "ffn_hidden_size": size.inner,
+        "init_std": size.init_std,
+    }
+    sections = {name: type(getattr(ModelConfig(), name))(**value) for name, value in given.items() if isinstance(value, dict)}
+    return ModelConfig(**{**sizes, **given, **sections})
+
+
+class Network(nn.Module):
+    """inputs, the blocks of ``model``, head: [b, s, ...] -> inputs -> [b, s, D] -> blocks -> [b, s, D] -> head.
+
+    head takes the residual stream as it is: a norm, and the choice of positions, are its own.
+    """
+
+    def __init__(self, model: ModelConfig, inputs: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.causal = model.causal
+        self.inputs, self.head = inputs, head
+        self.blocks = nn.ModuleList(Block(shape, OneProcess()) for shape in model.blocks())
+        start(self, model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What head makes of the stream."""
+        x = self.inputs(x).transpose(0, 1)
+        for block in self.blocks:
+            x = block(x, Context(causal=self.causal))
+        made: Tensor = self.head(x.transpose(0, 1))
+        return made
+
+
+def layer(shape: Shape) -> Update:
+    """The update of this shape, in one process; `start` fills it."""
+    made: Update = located(shape.layer_class)(shape, OneProcess())
+    return made
+
+
+@torch.no_grad()
+def start(network: nn.Module, model: ModelConfig) -> None:
+    """Draw every weight from torch's generator: the layers' as training starts them, the tool's own matrices with the model's init_std."""
+    for name, weight in network.named_parameters():
+        spec = getattr(weight, "spec", None)
+        if spec is not None:
+            begin = starts_from(model, spec)
+            weight.normal_(0.0, begin.std) if isinstance(begin, Normal) else weight.fill_(begin)
+        elif weight.ndim > 1:
+            weight.normal_(0.0, model.init_std)
+        elif name.endswith("bias"):
+            weight.zero_()
+
+
+class Last(nn.Module):
+    """Takes the last position and normalises it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, D] -> [b, D]."""
+        out: Tensor = self.norm(x[:, -1])
+        return out
+
+
+def classifier(width: int, classes: int) -> nn.Sequential:
+    """A norm and an output layer, for every position that it is given."""
+    return nn.Sequential(nn.RMSNorm(width), nn.Linear(width, classes))
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Sines and cosines of the positions, [length, width] (Vaswani et al. 2017); width is even."""
+    rates = 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(length)[:, None] * rates
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+class Tokens(nn.Module):
+    """An embedding of tokens, with the positions' sinusoids added where a length is given, at a size beside that of the embedding."""
+
+    def __init__(self, entries: int, width: int, length: int = 0, size: float = 1.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(entries, width)
+        self.register_buffer("positions", size * sinusoids(length, width) if length else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s] int64 -> [b, s, D]."""
+        made: Tensor = self.embedding(x)
+        return made if self.positions is None else made + self.positions[: x.shape[1]]

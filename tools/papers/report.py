@@ -1,0 +1,184 @@
+"""``report``: one page of all results, tables beside the papers' numbers, a picture each, and which orders agree.
+
+    report [--runs FOLDER] [--out FOLDER]
+
+Reads what ``run`` wrote, and what lies beside the page from earlier reports, and keeps both there: OUT/papers.md and
+OUT/papers/NAME-quick.jsonl, with a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from fem_common.cli import Parser
+from fem_common.errors import UserError, files_told
+from fem_common.files import make_folder, write_whole
+from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, png
+from fem_common.text import count, counted
+from tools.papers.catalogue import NAMES, RUNS, experiment_of
+from tools.papers.experiment import Claim, Experiment, Results, Size, chosen, interval, line_of, read_results
+
+TITLE = "# The papers' experiments"
+ABOUT = (
+    "Written by `python -m tools.papers report` from the results beside it. Quick forms: small models, little training. They show whether "
+    "our layers do what the papers say, not how well. ± is half of a 95 % interval over seeds (Student's t). Every row is tried with the "
+    "same learning rates; validation data of the first seed choose. In brackets: the paper's number, at its own size. An order *agrees* or "
+    "is *against* the paper where the interval of the seeds' differences leaves zero out; else it *leans*."
+)
+VERDICTS = ("agrees", "leans with it", "leans against it", "against it")
+
+
+def add_arguments(parser: Parser) -> None:
+    """The verb's command line."""
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="FOLDER", help="where ``run`` keeps results (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="FOLDER", help="the page's folder (default: %(default)s)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the page: 0. Raises UserError where there is no result, ConfigError, StorageError."""
+    with files_told():
+        found = gather(arguments.runs, arguments.out)
+        if not found:
+            raise UserError(
+                f"no results in {arguments.runs} or {arguments.out / 'papers'}: python -m tools.papers run argmax --quick makes some"
+            )
+        make_folder(arguments.out / "papers")
+        parts = [TITLE, wrapped(ABOUT)]
+        for (name, kind), results in found.items():
+            experiment, size = experiment_of(name), experiment_of(name).sizes[kind]
+            write_whole(arguments.out / "papers" / f"{name}-{kind}.jsonl", "".join(line_of(*item) for item in results.items()))
+            write_whole(arguments.out / "papers" / f"{name}-{kind}.png", png(picture(experiment, size, results)))
+            parts.append(section(experiment, kind, size, results))
+        write_whole(arguments.out / "papers.md", "\n\n".join(parts) + "\n")
+    print(f"wrote {arguments.out / 'papers.md'}: {', '.join(f'{name} ({kind})' for name, kind in found)}")
+    return 0
+
+
+def gather(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
+    """(experiment, size) -> its trials of the present sizes, from the page's folder and from the runs, in a fixed order."""
+    found = {}
+    for name in NAMES:
+        for kind, size in experiment_of(name).sizes.items():
+            both = read_results(out / "papers" / f"{name}-{kind}.jsonl") | read_results(runs / f"{name}-{kind}" / "results.jsonl")
+            rows, cases = list(experiment_of(name).rows), list(experiment_of(name).cases)
+            kept = {
+                trial: record for trial, record in both.items() if trial.size == size.key() and trial.case in cases and trial.row in rows
+            }
+            order = sorted(kept, key=lambda trial: (cases.index(trial.case), rows.index(trial.row), trial.seed, trial.rate))
+            if order:
+                found[name, kind] = {trial: kept[trial] for trial in order}
+    return found
+
+
+def wrapped(text: str, first: str = "") -> str:
+    """Prose of at most 100 columns."""
+    return textwrap.fill(
+        text, 100, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False, break_long_words=False
+    )
+
+
+def section(experiment: Experiment, kind: str, size: Size, results: Results) -> str:
+    """An experiment's part of the page."""
+    seconds = sum(record["seconds"] for record in results.values())
+    rates = ", ".join(f"{rate:g}" for rate in size.rates)
+    sizes = f"{size.steps:,} steps of {size.batch}, width {size.width}, {counted(size.layers, 'layer')}, rates {rates}"
+    made = f"{kind} form: {sizes}; {len(results)} trials, {seconds / 60:.0f} minutes of one core in all."
+    tables = [table(experiment, size, results, experiment.metric)]
+    if experiment.also:
+        tables.append(wrapped(f"The same, {experiment.also}:"))
+        tables.append(table(experiment, size, results, experiment.also))
+    shown = f"![{experiment.title}](papers/{experiment.name}-{kind}.png)"
+    return "\n\n".join(
+        [
+            f"## {experiment.title}",
+            wrapped(f"{experiment.told} {made[0].upper()}{made[1:]}"),
+            *tables,
+            shown,
+            *orders(experiment, size, results),
+        ]
+    )
+
+
+def table(experiment: Experiment, size: Size, results: Results, metric: str) -> str:
+    """Rows by cases: mean ± half the interval (the paper's number)."""
+    rows = [row for row in experiment.rows if any(trial.row == row for trial in results)]
+    cases = [case for case in experiment.cases if any(trial.case == case for trial in results)]
+    lines = [["", "parameters", *cases]]
+    for row in rows:
+        known = [record["parameters"] for trial, record in results.items() if trial.row == row]
+        cells = [row, count(known[0]) if known else ""]
+        for case in cases:
+            values = [experiment.scale * record[metric] for record in chosen(experiment, results, case, row, size)]
+            published = experiment.published.get((case, row)) if metric == experiment.metric else None
+            cells.append(cell(values, published))
+        lines.append(cells)
+    if experiment.chance is not None:
+        lines.append(["guessing", "", *(f"{experiment.scale * experiment.chance(case, size):.3g}" for case in cases)])
+    head, *body = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
+
+
+def cell(values: list[float], published: float | None) -> str:
+    """``52.1 ± 1.4 (44.3)``."""
+    if not values:
+        return "-"
+    mean, half = interval(values)
+    digits = 1 if abs(mean) >= 10 else 3
+    said = f"{mean:.{digits}f}" + ("" if half == float("inf") else f" ± {half:.{digits}f}")
+    return said + ("" if published is None else f" ({published:g})")
+
+
+def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
+    """A line for each of the paper's orders: in which cases it agrees."""
+    lines = []
+    for claim in experiment.claims:
+        found: dict[str, list[str]] = {}
+        for case in claim.cases or experiment.cases:
+            said = verdict(experiment, size, results, claim, case)
+            if said is not None:
+                found.setdefault(said, []).append(case)
+        if found:
+            parts = [f"{said} at {', '.join(found[said])}" for said in VERDICTS if said in found]
+            lines.append(wrapped(f"{claim.above} better than {claim.below}: {'; '.join(parts)}.", "- "))
+    return ["\n".join(lines)] if lines else []
+
+
+def verdict(experiment: Experiment, size: Size, results: Results, claim: Claim, case: str) -> str | None:
+    """One of VERDICTS, by the differences of the seeds that both rows have; None where they have fewer than two."""
+    above, below = (
+        [record[experiment.metric] for record in chosen(experiment, results, case, row, size)] for row in (claim.above, claim.below)
+    )
+    if min(len(above), len(below)) < 2 or len(above) != len(below):
+        return None
+    mean, half = interval((low - high if experiment.falls else high - low) for high, low in zip(above, below, strict=True))
+    return VERDICTS[(0 if mean > half else 1) if mean > 0 else (3 if -mean > half else 2)]
+
+
+def picture(experiment: Experiment, size: Size, results: Results) -> Any:
+    """A panel a case: each row's mean and interval, and the paper's number as an open diamond."""
+    rows = [row for row in experiment.rows if any(trial.row == row for trial in results)]
+    cases = [case for case in experiment.cases if any(trial.case == case for trial in results)]
+    figure = new_figure((1.6 + 1.7 * len(cases), 1.0 + 0.24 * len(rows)))
+    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    for case, axes in zip(cases, panels, strict=True):
+        for place, row in enumerate(rows):
+            values = [experiment.scale * record[experiment.metric] for record in chosen(experiment, results, case, row, size)]
+            if values:
+                mean, half = interval(values)
+                axes.errorbar(mean, place, xerr=half if half < float("inf") else 0, fmt="o", color=COLOURS[0], markersize=4, linewidth=1.2)
+            published = experiment.published.get((case, row))
+            if published is not None:
+                axes.plot(published, place, "D", color=COLOURS[1], markerfacecolor="none", markersize=5)
+        if experiment.chance is not None:
+            axes.axvline(experiment.scale * experiment.chance(case, size), color=QUIET, linewidth=0.8, linestyle=":")
+        if experiment.falls:
+            axes.set_xscale("log")
+        plain_axes(axes, experiment.metric + (", %" if experiment.scale == 100 else ""), grid="x")
+        axes.set_title(case, fontsize=8)
+        axes.tick_params(labelsize=7)
+    panels[0].set_yticks(range(len(rows)), rows)
+    panels[0].invert_yaxis()
+    return figure

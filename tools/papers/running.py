@@ -1,0 +1,165 @@
+"""``run``: one experiment's trials, those that have no result yet, into a file of JSON lines.
+
+    run NAME [--quick] [--rows A,B --cases A,B --seeds N] [--workers N]
+
+Every row is tried with the same rates and the first seed; the rate that is best on validation data is taken for the other seeds. A trial's
+line is written when it ends, so the same command goes on where an interrupted one was. --quick: sizes that two cores train in minutes;
+without it the paper's sizes, which want a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fem_common.cli import Parser
+from fem_common.errors import UserError, files_told
+from fem_common.exits import Exit
+from fem_common.files import locked, make_folder
+from fem_common.progress import Progress
+from fem_common.text import counted, did_you_mean, duration
+from tools.papers.catalogue import NAMES, RUNS, experiment_of
+from tools.papers.experiment import Experiment, Results, Size, Trial, best_rate, chosen, interval, line_of, read_results
+
+
+def add_arguments(parser: Parser) -> None:
+    """The verb's command line."""
+    parser.add_argument("name", metavar="NAME", help=f"an experiment: {', '.join(NAMES)}")
+    parser.add_argument("--quick", action="store_true", help="sizes that two cores train in minutes")
+    parser.add_argument("--rows", metavar="A,B", help="these rows alone")
+    parser.add_argument("--cases", metavar="A,B", help="these cases alone")
+    parser.add_argument("--seeds", type=int, metavar="N", help="seeds a row")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="trials at a time, a thread each (default: %(default)s)")
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="FOLDER", help="where results are kept (default: %(default)s)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run what is missing: its exit code. Raises UserError, ConfigError, StorageError, InUse."""
+    if arguments.workers < 1 or (arguments.seeds is not None and arguments.seeds < 1):
+        raise UserError("--workers and --seeds: 1 or more")
+    experiment, kind = experiment_of(arguments.name), "quick" if arguments.quick else "full"
+    size = experiment.sizes[kind]
+    rows = picked("--rows", arguments.rows, tuple(experiment.rows)) or size.rows
+    cases = picked("--cases", arguments.cases, experiment.cases) or size.cases
+    size = replace(size, rows=rows, cases=cases, seeds=arguments.seeds or size.seeds)
+    with files_told():
+        folder = arguments.runs / f"{experiment.name}-{kind}"
+        make_folder(folder)
+        with locked(folder / "lock", f"{folder}: another process runs this experiment"):
+            results = run(experiment, kind, size, folder / "results.jsonl", arguments.workers)
+    print(*summary(experiment, results, size), sep="\n")
+    print(f"results: {folder / 'results.jsonl'}; python -m tools.papers report writes the page")
+    return Exit.DONE
+
+
+def picked(option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The names in ``given``, in the known ones' order; () where nothing is given. Raises UserError."""
+    if given is None:
+        return ()
+    found = [name.strip() for name in given.split(",")]
+    for name in found:
+        if name not in known:
+            raise UserError(f"{option} {name!r}: unknown; {did_you_mean(name, known)}")
+    return tuple(name for name in known if name in found)
+
+
+def run(experiment: Experiment, kind: str, size: Size, file: Path, workers: int) -> Results:
+    """Train what is missing, rates with the first seed before the other seeds; all results."""
+    results = read_results(file)
+    mend(file)
+    key, total = size.key(), len(size.cases) * len(size.rows) * (len(size.rates) + size.seeds - 1)
+    pairs = [(case, row) for case in size.cases for row in size.rows]
+
+    def missing(case: str, row: str) -> list[Trial]:
+        rate = best_rate(experiment, results, case, row, size)
+        tried = [Trial(case, row, each, 0, key) for each in size.rates]
+        if rate is not None:
+            tried += [Trial(case, row, rate, seed, key) for seed in range(1, size.seeds)]
+        return [trial for trial in tried if trial not in results]
+
+    def found() -> int:
+        return sum(trial.size == key and (trial.case, trial.row) in pairs for trial in results)
+
+    kept = found()
+    with Progress(total - kept, "trials", f"{experiment.name} {kind}") as progress, file.open("a", encoding="utf-8") as stream:
+        if kept:
+            progress.show(f"{experiment.name} {kind}: {counted(kept, 'trial')} of {total} already there")
+        for trial, record in finished(experiment.name, size, pairs, missing, workers):
+            results[trial] = record
+            stream.write(line_of(trial, record))
+            stream.flush()
+            value = record["validation"]
+            progress.advance(note=f"{trial.case} · {trial.row} · {'diverged' if value is None else f'{value:.3g}'}")
+        took = progress.elapsed
+    if found() > kept:
+        print(f"{experiment.name} {kind}: {counted(found() - kept, 'trial')} in {duration(took)}")
+    return results
+
+
+def mend(file: Path) -> None:
+    """Take away the last line where a kill cut it off."""
+    if file.exists() and not (content := file.read_bytes()).endswith(b"\n") and content:
+        file.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def finished(
+    name: str, size: Size, pairs: Iterable[tuple[str, str]], missing: Callable[[str, str], list[Trial]], workers: int
+) -> Iterator[tuple[Trial, dict[str, Any]]]:
+    """The missing trials and their records as they end. One worker: in this process."""
+    if workers == 1:
+        for pair in pairs:
+            while trials := missing(*pair):
+                yield trials[0], train_one(name, size, trials[0])
+        return
+    waiting, running = list(pairs), dict[Future[dict[str, Any]], Trial]()
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            while True:
+                for pair in waiting:
+                    for trial in missing(*pair):
+                        if trial not in running.values():
+                            running[pool.submit(train_one, name, size, trial)] = trial
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                ended = [(running[future], future.result()) for future in done]
+                for future in done:
+                    del running[future]
+                yield from ended
+                # What has ended may have settled a pair's rate; no other pair has changed.
+                waiting = list(dict.fromkeys((trial.case, trial.row) for trial, _ in ended))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def train_one(name: str, size: Size, trial: Trial) -> dict[str, Any]:
+    """Train one trial, with one thread: its record."""
+    import torch
+
+    from tools.papers.training import train
+
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+    problem = experiment_of(name).problem(trial.case, trial.row, size, trial.seed)
+    return train(problem, size, trial.rate, trial.seed)
+
+
+def summary(experiment: Experiment, results: Results, size: Size) -> list[str]:
+    """A line a case and row: the mean and the interval over seeds of the best rate."""
+    lines = []
+    for case in size.cases:
+        for row in size.rows:
+            records = chosen(experiment, results, case, row, size)
+            if not records:
+                lines.append(f"{case}: {row}: diverged at every rate")
+                continue
+            mean, half = interval([experiment.scale * record[experiment.metric] for record in records])
+            rate = best_rate(experiment, results, case, row, size)
+            lines.append(f"{case}: {row}: {experiment.metric} {mean:.3g} ± {half:.2g} ({counted(len(records), 'seed')}, rate {rate:g})")
+    return lines

@@ -1,0 +1,128 @@
+"""One small trainer for what is not text: AdamW, a warm-up and a cosine, and measures on validation and test data."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from tools.papers.experiment import Size
+
+Examples = tuple[Tensor, Tensor]
+"""Inputs and targets, the examples first."""
+EVALUATED = 256  # examples at a time
+IGNORED = -100
+"""A target that is not asked for."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, and on what. loss, scores: (output, inputs, targets) -> the loss; names -> the sum over examples, and a count.
+
+    score: the name that validation goes by. root: a score is the root of the mean.
+    """
+
+    network: nn.Module
+    train: Examples
+    validation: Examples
+    test: Examples
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    scores: Callable[[Tensor, Tensor, Tensor], dict[str, tuple[Tensor, int]]]
+    score: str
+    root: bool = False
+
+
+def classification(network: nn.Module, train: Examples, validation: Examples, test: Examples) -> Problem:
+    """Cross-entropy; accuracy is the share of the targets that are asked for which are met."""
+
+    def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
+        asked = targets != IGNORED
+        return {"accuracy": ((output.argmax(-1) == targets)[asked].sum(), int(asked.sum()))}
+
+    def loss(output: Tensor, _: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+
+    return Problem(network, train, validation, test, loss, scores, "accuracy")
+
+
+def regression(network: nn.Module, train: Examples, validation: Examples, test: Examples) -> Problem:
+    """Mean squared error; rmse is its root over all examples."""
+
+    def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
+        return {"rmse": ((output - targets).double().square().sum(), targets.numel())}
+
+    return Problem(network, train, validation, test, lambda output, _, targets: mse_loss(output, targets), scores, "rmse", root=True)
+
+
+def train(problem: Problem, size: Size, rate: float, seed: int, tick: Callable[[float], None] = lambda loss: None) -> dict[str, Any]:
+    """Train, and measure: the record of a trial. ``tick`` is called with each step's loss.
+
+    Returns:
+        score, train_score: by the problem's name of it; validation: the same on validation data, None where the loss was not finite.
+    """
+    network, began = problem.network, time.monotonic()
+    optimizer = torch.optim.AdamW(groups(network, size.weight_decay), lr=rate)
+    order = torch.Generator().manual_seed(seed)
+    inputs, targets = problem.train
+    batch, places, last = min(size.batch, len(inputs)), torch.empty(0, dtype=torch.int64), math.nan
+    network.train()
+    for step in range(size.steps):
+        if len(places) < batch:
+            places = torch.randperm(len(inputs), generator=order)
+        here, places = places[:batch], places[batch:]
+        for group in optimizer.param_groups:
+            group["lr"] = rate * schedule(step, size)
+        loss = problem.loss(network(inputs[here]), inputs[here], targets[here])
+        last = float(loss.detach())
+        if not math.isfinite(last):
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), size.clip)
+        optimizer.step()
+        tick(last)
+    record: dict[str, Any] = {"parameters": sum(weight.numel() for weight in network.parameters()), "loss": last}
+    if not math.isfinite(last):
+        return record | {"loss": None, "validation": None, "seconds": round(time.monotonic() - began, 1)}
+    few = (inputs[: len(problem.test[0])], targets[: len(problem.test[0])])
+    record |= {f"train_{name}": value for name, value in measure(problem, few).items()}
+    record |= measure(problem, problem.test)
+    record["validation"] = measure(problem, problem.validation)[problem.score]
+    return record | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def schedule(step: int, size: Size) -> float:
+    """The rate's factor at a step, from 0 on."""
+    warm = max(1, round(size.warmup * size.steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, size.steps - warm)))
+
+
+def groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """The optimizer's groups: of the weights those that ``Weight.decayed`` says, of the tool's own the matrices."""
+    pulled, free = [], []
+    for weight in network.parameters():
+        spec = getattr(weight, "spec", None)
+        (pulled if (weight.ndim > 1 if spec is None else spec.decayed) else free).append(weight)
+    return [{"params": pulled, "weight_decay": decay}, {"params": free, "weight_decay": 0.0}]
+
+
+@torch.no_grad()
+def measure(problem: Problem, examples: Examples) -> dict[str, float]:
+    """The problem's scores over all these examples."""
+    problem.network.eval()
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for inputs, targets in zip(examples[0].split(EVALUATED), examples[1].split(EVALUATED), strict=True):
+        for name, (value, count) in problem.scores(problem.network(inputs), inputs, targets).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+            counts[name] = counts.get(name, 0) + count
+    means = {name: value / max(1, counts[name]) for name, value in sums.items()}
+    return {name: math.sqrt(value) for name, value in means.items()} if problem.root else means
