@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Generator, Tensor, nn
 
@@ -14,7 +17,7 @@ from tools.papers.training import Examples, Problem, regression
 MARGIN = 1.0
 PRIORS = {"softmax": "softmax", "linear": "linear", "GLA": "gla", "LRNN-decay": "lrnn_decay", "AFT": "aft", "Mamba": "mamba"}
 READS = {"mean": (False, False), "F": (True, False), "F λ": (True, True)}
-ROWS = {
+ROWS: dict[str, dict[str, Any]] = {
     f"{prior} {read}": {
         "mixer": f"fem_{mixer}",
         "mlp": "none",
@@ -60,7 +63,7 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
         nearest = (inputs - output[:, None]).abs().argmin(1)
         return {"index": ((nearest == inputs.argmax(1)).sum(), output.numel())}
 
-    return Problem(task.network, *made, task.loss, scores, "index")
+    return replace(task, scores=scores, score="index", root=False)
 
 
 QUICK = Size(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Generator, Tensor, nn
 
@@ -11,7 +13,7 @@ from tools.papers.training import Examples, Problem, classification
 
 LARGEST = 2
 """Numbers are drawn from so many times as many as a sequence has."""
-ROWS = {
+ROWS: dict[str, dict[str, Any]] = {
     "MHA": {"mixer": "transformer"},
     "MHA2nd1st": {"mixer": "mha2nd1st"},
     "MHA2nd": {"mixer": "mha2nd"},

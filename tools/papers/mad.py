@@ -151,6 +151,8 @@ def selective_copying(count: int, length: int, generator: Generator) -> Examples
 class Decompression(nn.Module):
     """Every token from the last state: its position's sinusoids are added, then two layers of GELU and the output layer."""
 
+    positions: Tensor
+
     def __init__(self, width: int, length: int, classes: int) -> None:
         super().__init__()
         self.register_buffer("positions", sinusoids(length, width), persistent=False)

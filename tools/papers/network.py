@@ -100,6 +100,8 @@ def sinusoids(length: int, width: int) -> Tensor:
 class Tokens(nn.Module):
     """An embedding of tokens, with the positions' sinusoids added where a length is given, at a size beside that of the embedding."""
 
+    positions: Tensor | None
+
     def __init__(self, entries: int, width: int, length: int = 0, size: float = 1.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(entries, width)

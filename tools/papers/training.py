@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from fem_megatron.megatron import platform
 from tools.papers.experiment import Size
 
 Examples = tuple[Tensor, Tensor]
@@ -66,16 +67,16 @@ def train(problem: Problem, size: Size, rate: float, seed: int, tick: Callable[[
     Returns:
         score, train_score: by the problem's name of it; validation: the same on validation data, None where the loss was not finite.
     """
-    network, began = problem.network, time.monotonic()
+    network, began, where = problem.network.to(platform.device()), time.monotonic(), platform.device()
     optimizer = torch.optim.AdamW(groups(network, size.weight_decay), lr=rate)
     order = torch.Generator().manual_seed(seed)
-    inputs, targets = problem.train
+    inputs, targets = (whole.to(where) for whole in problem.train)
     batch, places, last = min(size.batch, len(inputs)), torch.empty(0, dtype=torch.int64), math.nan
     network.train()
     for step in range(size.steps):
         if len(places) < batch:
             places = torch.randperm(len(inputs), generator=order)
-        here, places = places[:batch], places[batch:]
+        here, places = places[:batch].to(where), places[batch:]
         for group in optimizer.param_groups:
             group["lr"] = rate * schedule(step, size)
         loss = problem.loss(network(inputs[here]), inputs[here], targets[here])
@@ -107,7 +108,7 @@ def schedule(step: int, size: Size) -> float:
 
 def groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
     """The optimizer's groups: of the weights those that ``Weight.decayed`` says, of the tool's own the matrices."""
-    pulled, free = [], []
+    pulled, free = list[nn.Parameter](), list[nn.Parameter]()
     for weight in network.parameters():
         spec = getattr(weight, "spec", None)
         (pulled if (weight.ndim > 1 if spec is None else spec.decayed) else free).append(weight)
@@ -120,7 +121,8 @@ def measure(problem: Problem, examples: Examples) -> dict[str, float]:
     problem.network.eval()
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for inputs, targets in zip(examples[0].split(EVALUATED), examples[1].split(EVALUATED), strict=True):
+    where = platform.device()
+    for inputs, targets in zip(*(whole.to(where).split(EVALUATED) for whole in examples), strict=True):
         for name, (value, count) in problem.scores(problem.network(inputs), inputs, targets).items():
             sums[name] = sums.get(name, 0.0) + float(value)
             counts[name] = counts.get(name, 0) + count
