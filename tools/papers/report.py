@@ -174,8 +174,6 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
                 axes.plot(published, place, "D", color=COLOURS[1], markerfacecolor="none", markersize=5)
         if experiment.chance is not None:
             axes.axvline(experiment.scale * experiment.chance(case, size), color=QUIET, linewidth=0.8, linestyle=":")
-        if experiment.falls:
-            axes.set_xscale("log")
         plain_axes(axes, experiment.metric + (", %" if experiment.scale == 100 else ""), grid="x")
         axes.set_title(case, fontsize=8)
         axes.tick_params(labelsize=7)
