@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fem_megatron.shape import Weight, Weights
+from kernels.fem_projection import turned
 
 
 class Parallel(Protocol):
@@ -90,12 +91,6 @@ def swiglu(packed: Tensor) -> Tensor:
     """silu(a) * b of [a | b], over the last dimension."""
     gate, up = packed.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (x_i, x_(i + d/2)) of the last dimension turned by its angle; cos and sin as x, half as wide, or broadcast."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def parameter(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fem_megatron.mixers.attention.shape import RopeScaling
-from fem_megatron.parallel import Parallel, add_weights, turned
+from fem_megatron.parallel import Parallel, add_weights
 from fem_megatron.shape import Shape
 from fem_megatron.state import Context
+from kernels.fem_projection import turned
 
 
 class Layer(nn.Module):
@@ -52,9 +53,14 @@ def rotate(x: Tensor, context: Context, base: float, parallel: Parallel | None =
 
     parallel: whose fused product is used, where it has one. scaling: of the frequencies.
     """
-    size = x.shape[-1]
-    if size == 0:
+    if x.shape[-1] == 0:
         return x
+    cos, sin = (t.to(x.dtype) for t in rotations(x, x.shape[-1], context, base, scaling))
+    return turned(x, cos, sin) if parallel is None else parallel.turn(x, cos, sin)
+
+
+def rotations(x: Tensor, size: int, context: Context, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of RoPE's angles over ``size`` channels for x [s, b, ...], [s, 1 or b, 1, size / 2], float32 or wider."""
     positions = context.positions
     if positions is None:
         positions = torch.arange(context.past, context.past + x.shape[0], device=x.device)
@@ -63,8 +69,7 @@ def rotate(x: Tensor, context: Context, base: float, parallel: Parallel | None =
     if scaling is not None:
         frequencies = scaled(frequencies, scaling)
     angles = (positions.to(wide)[..., None] * frequencies).view(x.shape[0], -1, 1, size // 2)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    return turned(x, cos, sin) if parallel is None else parallel.turn(x, cos, sin)
+    return angles.cos(), angles.sin()
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fem_megatron.megatron import platform
 from fem_megatron.parallel import swiglu as plain_swiglu
-from fem_megatron.parallel import turned
+from kernels.fem_projection import turned
 from kernels.implementations import OncePerMessage, lacks_triton
 
 _log = logging.getLogger("kernels.fusions")

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from kernels.arguments import check_first, check_others
+from kernels.fem_projection import turned
 from kernels.pairs import allowed_pairs
 
 # [b, h, rows, keys] terms held at once: a CPU's cache, or enough to fill a device.
@@ -53,9 +54,7 @@ def rotated(x: Tensor, turn: Tensor | None, *, back: bool = False) -> Tensor:
     if turn is None:
         return x
     cos, sin = turn.chunk(2, dim=-1)
-    sin = -sin if back else sin
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned(x, cos, -sin if back else sin)
 
 
 def log_weights(q: Tensor, k: Tensor, temperature: Tensor, seen: Tensor | None) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import relu, softplus
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.mixers.fem import layer as fem
 from fem_megatron.mixers.fem import priors as scan
 from fem_megatron.mixers.fem.layer import FemMixer
 from fem_megatron.mixers.fem.prior_shapes import (
@@ -34,9 +33,11 @@ from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
+from kernels import fem_projection
 from kernels import linear_attention as linear
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
+from kernels.fem_projection import split_heads
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
 
@@ -214,7 +215,7 @@ def put_in_the_released_epsilons(monkeypatch: pytest.MonkeyPatch) -> None:
         decay = (-softplus(logits)).cumsum(0).exp()
         return decay * (x / (decay + 1e-12)).cumsum(0)
 
-    monkeypatch.setattr(fem, "outer_gate", gate)
+    monkeypatch.setattr(fem_projection, "outer_gate", gate)
     monkeypatch.setattr(AftPrior, "_positive", query)
     monkeypatch.setattr("fem_megatron.mixers.fem.priors.aft_read", read)
     monkeypatch.setattr("fem_megatron.mixers.fem.layer.time_decay_scan", scan)
@@ -244,7 +245,7 @@ def test_aft_inside_reproduces_the_released_code(with_epsilons: bool, monkeypatc
 
 def by_head(mixer: FemMixer, x: Tensor) -> dict[str, Tensor]:
     """The packed projection's slices of the normalised x, [s, b, h, width]."""
-    return mixer._split_heads(rms_norm(x, mixer.norm.weight, mixer.shape.norm_eps) @ mixer.in_proj.weight.T)
+    return split_heads(rms_norm(x, mixer.norm.weight, mixer.shape.norm_eps) @ mixer.in_proj.weight.T, mixer.shape.slices)
 
 
 @every_scan
@@ -307,7 +308,7 @@ def test_the_query_gates_after_the_read() -> None:
     assert beta is not None
     mu = (weights * parts["v"]).cumsum(0) / total
     free_energy = ((weights * (beta * parts["v"]).exp()).cumsum(0) / total).log() / beta
-    lam, gate = parts["lam"].sigmoid(), fem.outer_gate(parts["gate"], mixer.shape.norm_eps)
+    lam, gate = parts["lam"].sigmoid(), fem_projection.outer_gate(parts["gate"], mixer.shape.norm_eps)
     read = parts["q"].sigmoid() * gate * ((1 - lam) * mu + lam * free_energy)
     torch.testing.assert_close(mixer(x, Context()), x + read.flatten(2) @ mixer.out_proj.weight.T, rtol=1e-12, atol=1e-12)  # rounding
 

@@ -99,6 +99,11 @@ def wide(op: str, name: str, width: int) -> Inputs:
     return suites()[op].cases[name]({**suites()[op].small, "tokens": 3, "width": width, "channels": width})
 
 
+def slices(**size: int) -> Inputs:
+    suite = suites()["fem_projection"]
+    return suite.cases["normal"]({**suite.small, **size, "tokens": 2})
+
+
 LEFT: list[tuple[str, str, str, Any]] = [
     ("aft_read", "normal", "the free energy has logits of its own", lambda x: x | {"k": torch.cat((x["k"], x["k"]), -1)}),
     ("aft_read", "normal", "all tokens read all", lambda x: x | {"causal": False}),
@@ -112,6 +117,13 @@ LEFT: list[tuple[str, str, str, Any]] = [
     ("symmetric_attention", "sigmoid: normal", "kind softmax", lambda x: x | {"kind": "softmax"}),
     ("symmetric_attention", "bisoftmax: normal", "bisoftmax with keys of their own", lambda x: x | {"keys": x["z"].clone()}),
     ("conditioner_features", "normal", "8193 channels are over 8192", lambda x: wide("conditioner_features", "normal", 8193)),
+    ("fem_projection", "normal", "slices of 257 channels are over 256", lambda x: slices(dv=257)),
+    (
+        "fem_projection",
+        "normal",
+        "slices of 200 channels by a conditioner's 170 are over 32768 numbers",
+        lambda x: slices(dv=200, n=170),
+    ),
     *((op, "", "float64", lambda x: None) for op in suites() if op != "gated_delta_rule"),
 ]
 

@@ -1,4 +1,4 @@
-"""The conditioner's scan and features and the delta rule beyond the contract: long sequences, resets, memories, fla's layout, refusals."""
+"""The conditioner's scan and features, FEM's projection, the delta rule beyond the contract: long sequences, resets, memories, layouts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import kernels.time_decay_scan as scans
 from kernels.check import relative, results
 from kernels.conditioner_features import conditioner_features
 from kernels.conditioner_features.cases import SUITE as FEATURES
+from kernels.fem_projection import fem_projection
+from kernels.fem_projection.cases import SUITE as PROJECTION
 from kernels.gated_delta_rule.cases import definition as loop
 from kernels.time_decay_scan import time_decay_scan
 from kernels.time_decay_scan.cases import SUITE as SCAN
@@ -81,6 +83,34 @@ def test_the_features_weight_may_have_another_type() -> None:
     weight = x["weight"].bfloat16().requires_grad_()
     plain, fused = (conditioner_features(x["logits"], x["state"], weight, 1e-5, implementation=how) for how in ("reference", "triton"))
     assert relative(fused.detach(), plain.detach()) < 1e-6 and torch.autograd.grad(fused.square().sum(), weight)[0].dtype == torch.bfloat16
+
+
+# --- FEM's projection ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_projection_keeps_its_arguments_alone_and_takes_gradients_as_they_lie() -> None:
+    """The read has heads first: its gradients are turned in memory, expanded, or with gaps; and not all are asked for."""
+    x: dict[str, Any] = {
+        name: t.float() if isinstance(t, Tensor) else t for name, t in PROJECTION.cases["normal"](PROJECTION.small).items()
+    }
+    (z, f, weight), found, kept = (x[name].requires_grad_() for name in ("z", "f", "wf")), [], list[Tensor]()
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    angles = torch.arange(13)[:, None, None, None] * torch.tensor([1.0, 0.1, 0.01])
+    for implementation in ("reference", "triton"):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            parts = fem_projection(z, [(f, weight)], (angles.cos(), angles.sin()), x["widths"], 1e-5, implementation=implementation)
+        q, k, v, lam, gate = (t.permute(1, 2, 0, 3) for t in parts.values())
+        scores = q.contiguous() @ k.mT
+        loss = (scores @ torch.cat((v, lam), -1)[..., ::2]).square().sum() + gate.sum()
+        found.append(torch.autograd.grad(loss, (z, f, weight)))
+    assert {t.data_ptr() for t in kept[:3]} == {z.data_ptr(), f.data_ptr(), weight.data_ptr()}
+    assert all(t.shape == angles.shape for t in kept[3:])
+    assert all(relative(got, plain) < 1e-5 for got, plain in zip(found[1], found[0], strict=True))  # float32's rounding in other orders
 
 
 # --- the delta rule --------------------------------------------------------------------------------------------------------------

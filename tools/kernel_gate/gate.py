@@ -174,15 +174,15 @@ def page(built: list[Built], triton_version: str) -> str:
     lines = [
         "# The kernels' machine code",
         "",
-        "Written by `python -m tools.kernel_gate --write`; a test compiles every kernel again and compares. Built",
-        f"without a GPU, by Triton {triton_version} and its ptxas, at production shapes in the types that training uses.",
-        "It says what a kernel takes at the most, not how fast it is: speeds are in `docs/benchmarks/`.",
+        "Written by `python -m tools.kernel_gate --write`; a test compiles all again and compares. Built",
+        f"without a GPU, by Triton {triton_version} and its ptxas, at production shapes and types.",
+        "It says what a kernel takes at the most; speeds are in `docs/benchmarks/`.",
         "",
         "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
         f"{SHARED_LIMIT[90]} bytes, and ptxas warns of nothing that is not listed below. wgmma: all of the kernel's",
-        "products are wgmma in at least so many instructions; `-`: it multiplies little, or tiles too small for it.",
-        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there says how many of its builds",
-        "spill or need too much shared memory, since the block sizes are chosen for sm_90.",
+        "products are wgmma in at least so many instructions; `-`: it multiplies little, or small tiles.",
+        "For sm_80 (A100) and sm_100 (B200) the same kernels compile; a number there: so many builds spill or need",
+        "too much shared memory; block sizes are sm_90's.",
     ]
     rows: dict[str, dict[str, list[Built]]] = {}
     for one in built:
@@ -206,15 +206,14 @@ def page(built: list[Built], triton_version: str) -> str:
                 *(str(sum(_unsuited(one.reports[arch]) for one in builds) or "") for arch in ARCHITECTURES[1:]),
             )
             lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
-    reasons = {
-        (one.kernel, code, one.build.allowed[code])
-        for one in built
-        for code in one.reports[ARCHITECTURES[0]].warnings
-        if code in one.build.allowed
-    }
-    if reasons:
-        lines += ["", "## Warnings of ptxas that are allowed", "", "| kernel | warning | why |", "|---|---|---|"]
-        lines += [f"| `{kernel}` | {code} | {why} |" for kernel, code, why in sorted(reasons)]
+    allowed: dict[tuple[str, str], set[str]] = {}
+    for one in built:
+        for code in one.reports[ARCHITECTURES[0]].warnings:
+            if code in one.build.allowed:
+                allowed.setdefault((code, one.build.allowed[code]), set()).add(f"`{one.kernel}`")
+    if allowed:
+        lines += ["", "## Warnings of ptxas that are allowed", "", "| warning | why | kernels |", "|---|---|---|"]
+        lines += [f"| {code} | {why} | {', '.join(sorted(kernels_))} |" for (code, why), kernels_ in sorted(allowed.items())]
     return "\n".join(lines) + "\n"
 
 

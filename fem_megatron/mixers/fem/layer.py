@@ -11,8 +11,9 @@ from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.shape import located
 from fem_megatron.state import Context
-from fem_megatron.update import Layer, Update, layer_norm, rms_norm
+from fem_megatron.update import Layer, Update, layer_norm, rms_norm, rotations
 from kernels.conditioner_features import conditioner_features
+from kernels.fem_projection import fem_projection
 from kernels.time_decay_scan import time_decay_scan
 
 BETA_OFFSET = 1.8
@@ -33,7 +34,7 @@ class FemMixer(Update):
         self.local_heads = shape.heads // parallel.size
 
     def build(self) -> None:
-        self.prior: Prior = located(self.shape.prior.layer_class)(self.shape, self.parallel)
+        self.prior: Prior = located(self.shape.prior.layer_class)(self.shape)
         for name in self.shape.conditioners():
             self.add_module(name, TimeDecayConditioner(self.shape.norm_eps, self.parallel, backward=name == "tdc_backward"))
 
@@ -44,19 +45,11 @@ class FemMixer(Update):
         """o W_O from the normalised residual stream, both in the stream's slicing."""
         h = self.parallel.enter(h)
         z = self.in_proj(h)
-        if self.shape.conditioner:
-            phi = [self.get_submodule(name)(h, context.within(name)) for name in self.shape.conditioners()]
-            z = z * (1 + sum(phi))
-        parts = self._split_heads(z)
-        v, lam, gate = (parts.pop(name) for name in ("v", "lam", "gate"))
-        o = self.prior(
-            parts,
-            _heads_first(v),
-            self.inverse_temperature(),
-            _heads_first(torch.sigmoid(lam)) if self.shape.temperature else None,
-            _heads_first(outer_gate(gate, self.shape.norm_eps)) if self.shape.gate else None,
-            context,
-        )
+        conditioners = [self.get_submodule(name)(h, context.within(name)) for name in self.shape.conditioners()]
+        turn = rotations(z, size, context, self.shape.rope_base) if (size := self.shape.rotary_size()) else None
+        parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
+        v, lam, gate = (parts.pop(name).permute(1, 2, 0, 3) if name in parts else None for name in ("v", "lam", "gate"))
+        o = self.prior(parts, v, self.inverse_temperature(), lam, gate, context)
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def inverse_temperature(self) -> Tensor | None:
@@ -69,21 +62,6 @@ class FemMixer(Update):
             return torch.ones(size, dtype=wide, device=weight.device)
         return softplus(self.beta.to(wide) + BETA_OFFSET).view(size)
 
-    def _split_heads(self, z: Tensor) -> dict[str, Tensor]:
-        """z [s, b, packed / tp] -> each slice [s, b, local heads, width]; of width 0 where a switch is off."""
-        slices = self.shape.slices
-        heads = z.unflatten(-1, (self.local_heads, self.shape.head_width))
-        return dict(zip(slices, heads.split(list(slices.values()), dim=-1), strict=True))
-
-
-def outer_gate(logit: Tensor, eps: float) -> Tensor:
-    """g = softplus(logit), RMS-normalised over the last dimension, no weight (mathematics 1.1)."""
-    return rms_norm(softplus(logit), None, eps)
-
-
-def _heads_first(t: Tensor) -> Tensor:
-    return t.permute(1, 2, 0, 3)
-
 
 class TimeDecayConditioner(Layer):
     """phi = (r * LayerNorm(s)) W_out with s_t = exp(a_t) s_{t-1} + f_t, the factor every projection is multiplied by as 1 + phi.
@@ -92,15 +70,15 @@ class TimeDecayConditioner(Layer):
     out_proj [packed, H_c]. Tensor parallel: the H_c channels and their scans are split over the ranks; the norm over H_c sees all of them
     (a gather of 2 H_c numbers a token); W_out's rows are split as the mixer's packed projection is. ``backward``: the scan runs from the
     end of the sequence. Padding keeps the state: its decay's logit is -inf, its input 0. On a GPU the scan and what follows up to W_out
-    are a kernel each; W_out is a GEMM.
+    are a kernel each; phi is made where it is used (`kernels.fem_projection`).
     """
 
     def __init__(self, eps: float, parallel: Parallel, *, backward: bool = False) -> None:
         super().__init__()
         self.eps, self.parallel, self.backward = eps, parallel, backward
 
-    def forward(self, h: Tensor, context: Context) -> Tensor:
-        """h [s, b, D], the whole sequence on every rank -> phi [s, b, packed / tensor-parallel size]."""
+    def forward(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """h [s, b, D], the whole sequence on every rank -> r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c]."""
         u = layer_norm(h, self.parallel.share(self.norm.weight), self.eps)
         a, f, r = self.in_proj(u).unflatten(-1, (-1, 3)).unbind(-1)
         first = context.recall("state")
@@ -120,4 +98,4 @@ class TimeDecayConditioner(Layer):
             both = self.parallel.gather(torch.stack((r.to(state.dtype), state), dim=-1).flatten(-2)).unflatten(-1, (-1, 2))
             r, state = both[..., 0].to(r.dtype), both[..., 1]
         features = conditioner_features(r, state, self.state_norm.weight, self.eps)
-        return self.out_proj(self.parallel.share(features))
+        return self.parallel.share(features), self.out_proj.weight

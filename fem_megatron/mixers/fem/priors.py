@@ -11,9 +11,8 @@ from torch.nn.functional import relu, softplus
 
 from fem_megatron.mixers.fem.prior_shapes import AftShape, LinearShape, MambaShape, SoftmaxShape
 from fem_megatron.mixers.fem.shape import FemShape
-from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Layer, product_type, rms_norm, rotate
+from fem_megatron.update import Layer, product_type, rms_norm
 from kernels.aft_read import aft_read
 from kernels.fem_attention import fem_attention
 from kernels.free_energy import ValueWindow, free_energy_read
@@ -21,15 +20,15 @@ from kernels.linear_attention import linear_attention, log_weights
 from kernels.ssm_read import ssm_read
 
 Parts = dict[str, Tensor]
-"""The projection's slices that the prior's shape names: each [s, b, local heads, width], scaled by the conditioner."""
+"""The projection's slices that the prior's shape names: each [s, b, local heads, width], scaled by the conditioner, q and k turned."""
 
 
 class Prior(Layer):
     """p_t(i), and the free-energy read under it. Its parameters (``shape.prior.weights()``) are given to it by the mixer."""
 
-    def __init__(self, shape: FemShape, parallel: Parallel) -> None:
+    def __init__(self, shape: FemShape) -> None:
         super().__init__()
-        self.shape, self.parallel = shape, parallel
+        self.shape = shape
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
         """o = gate * ((1 - lam) mu + lam F): v, lam, gate [b, h, s, d_v], beta [h, d_v] -> [b, h, s, d_v] in v's type.
@@ -46,12 +45,12 @@ class ScanPrior(Prior):
     decay, so it adds nothing and moves nothing; a token that reads nothing reads itself.
     """
 
-    def features(self, parts: Parts, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         """q and k [s, b, h, d_k], not negative, and the log-decay [s, b, h, 1 or d_k], at most 0, or None; float32 or float64."""
         raise NotImplementedError
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
-        q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts, context))
+        q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts))
 
         def read(
             valid: Tensor | None, q: Tensor, k: Tensor, decay: Tensor | None, v: Tensor, lam: Tensor | None, gate: Tensor | None
@@ -130,11 +129,9 @@ class SoftmaxPrior(Prior):
     """Its decoding state is a KV-cache, of k after RoPE and of v, which is half as wide as standard attention's under budget (i)."""
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
-        q, k = parts["q"], parts["k"]
         assert isinstance(self.shape.prior, SoftmaxShape)
-        if self.shape.rotary_size():
-            q, k = (rotate(t, context, self.shape.rope_base, self.parallel) for t in (q, k))
-        k = context.extend("k", k.permute(1, 2, 0, 3), dim=2)
+        q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
+        k = context.extend("k", k, dim=2)
         v = context.extend("v", v, dim=2)
         read = partial(
             fem_attention,
@@ -142,21 +139,17 @@ class SoftmaxPrior(Prior):
             scale=self.shape.prior.scale,
             implementation="auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend,
         )
-        return context.apart(
-            lambda valid, q, k, v, lam, gate: read(q, k, v, beta, lam, gate, keys_valid=valid), q.permute(1, 2, 0, 3), k, v, lam, gate
-        )
+        return context.apart(lambda valid, q, k, v, lam, gate: read(q, k, v, beta, lam, gate, keys_valid=valid), q, k, v, lam, gate)
 
 
 class LinearPrior(ScanPrior):
     """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE; with a log-decay -(relu(a) + eps) where the shape has one (GLA)."""
 
-    def features(self, parts: Parts, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         shape = self.shape.prior
         assert isinstance(shape, LinearShape)
         wide = torch.promote_types(parts["q"].dtype, torch.float32)
         q, k = parts["q"].to(wide), parts["k"].to(wide)
-        if shape.rope:
-            q, k = (rotate(t, context, self.shape.rope_base, self.parallel) for t in (q, k))
         decay = -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
         return relu(q) + shape.eps, relu(k) + shape.eps, decay
 
@@ -164,7 +157,7 @@ class LinearPrior(ScanPrior):
 class DecayPrior(ScanPrior):
     """exp(-sum over (i, t] of softplus(a)): every token weighs one, and fades."""
 
-    def features(self, parts: Parts, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         logit = parts["decay"]
         decay = -softplus(logit.to(torch.promote_types(logit.dtype, torch.float32)))
         return torch.ones_like(decay), torch.ones_like(decay), decay

@@ -113,8 +113,8 @@ class FemShape(Shape):
 
     @property
     def slices(self) -> dict[str, int]:
-        """Channels that one head owns in the packed projection, in order: the prior's, v, the lambda-logit, the g-logit (0: absent)."""
-        gates = {"lam": self.value_head * self.temperature, "gate": self.value_head * self.gate}
+        """Channels that one head owns in the packed projection, in order: the prior's, v, the lambda-logit and the g-logit if present."""
+        gates = {name: self.value_head for name, present in (("lam", self.temperature), ("gate", self.gate)) if present}
         return {**self.prior.slices(), "v": self.value_head, **gates}
 
     @property
@@ -137,7 +137,7 @@ class FemShape(Shape):
                 f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
                 f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0),
                 f"{name}.state_norm.weight": Weight((size,), init=1.0),
-                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0),
+                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0, bare=True),
             }
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 
@@ -180,22 +180,26 @@ class FemShape(Shape):
         read = value * (2 if self.free_energy else 1)
         if not cuda:
             query, unpadded, read = max(query, read), read, max(query, read)
-        reads_packed_values = not self.free_energy and (cuda or read == unpadded)
+        own_slices = cuda and bool(self.conditioner or self.prior.rope or self.temperature or self.gate)
+        reads_packed_values = not self.free_energy and not own_slices and (cuda or read == unpadded)
         terms = {
             "projection": e * self.hidden,
-            "rope": e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0,
+            "rope": WIDE * qk_head / training.micro_batch if self.prior.rope else 0.0,
             "attention": e * (2 * query + read + (0 if reads_packed_values else read)) + WIDE * self.heads / t,
-            "packed": e * packed if self.gate or reads_packed_values or (cuda and self.free_energy) else 0.0,
-            "gates": self.temperature * (e + WIDE * narrow) * value + self.gate * ((e if cuda else WIDE) + WIDE) * value,
+            "packed": e * packed if cuda or self.gate or reads_packed_values else 0.0,
+            "gates": value
+            * (e * (self.temperature + self.gate) if cuda else self.temperature * (e + WIDE * narrow) + self.gate * 2 * WIDE),
             "out_proj": e * value if self.free_energy or self.gate or narrow else 0.0,
         }
         if self.conditioner:
             terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
-            terms["scaling"] = e * 2 * packed
-        if self.free_energy and not cuda:  # a GPU's kernels keep v, which lies in the packed product, and the attention's own output
+            terms["scaling"] = 0.0 if cuda else e * 2 * packed
+        if self.free_energy and cuda:  # a GPU's kernels keep the packed product, each slice that is read, and the attention's own output
+            terms["prep"] = e * value
+        elif self.free_energy:
             terms["prep"] = WIDE * 2 * value
             terms["epilogue"] = WIDE * (4 + self.gate) * value
-        elif not self.free_energy and self.gate and narrow:
+        elif self.gate and narrow:
             terms["epilogue"] = WIDE * value
         return terms
 

@@ -15,10 +15,11 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.prior_shapes import GlaShape
 from fem_megatron.mixers.fem.priors import LinearPrior
 from fem_megatron.mixers.fem.shape import FemShape
-from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
+from fem_megatron.update import rotations
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
+from kernels.fem_projection import fem_projection
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.implementations import VARIABLE
 from kernels.linear_attention import linear_attention
@@ -54,12 +55,12 @@ def _fem_gla_inputs(draw: Draw, size: Size) -> Inputs:
 
 
 def _fem_gla(inputs: Inputs, implementation: str) -> Outputs:
-    """Through the layer's prior, features and RoPE included, which chooses the operation by itself."""
+    """Through the layer's prior, features included, which chooses the operation by itself."""
     given = dict(inputs)
     parts = {name: given.pop(name) for name in ("q", "k", "decay")}
     heads, key = parts["q"].shape[2:]
     model = ModelConfig(mixer="fem_gla", hidden_size=heads * key, num_attention_heads=heads)
-    prior = LinearPrior(FemShape.of(model, GlaShape), OneProcess())
+    prior = LinearPrior(FemShape.of(model, GlaShape))
     with asked_for("linear_attention", implementation):
         return (prior(parts, given["v"], given.get("beta"), given.get("lam"), given.get("gate"), Context()),)
 
@@ -124,6 +125,20 @@ def _features_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
+def _projection_inputs(draw: Draw, size: Size) -> Inputs:
+    """Of FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of every head, and the conditioner's features."""
+    widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
+    z, n = draw.normal(size.tokens, size.batch, size.heads * sum(widths.values())), max(4, size.heads * size.value // 16)
+    cos, sin = rotations(z, size.key, Context(), 10000.0)
+    features, weight = draw.normal(size.tokens, size.batch, n), draw.normal(z.shape[2], n, change=lambda x: x / 50)
+    return {"z": z, "features": features, "weight": weight, "cos": cos, "sin": sin, "widths": widths}
+
+
+def _projection(inputs: Inputs, implementation: str) -> Outputs:
+    z, features, weight, cos, sin, widths = inputs.values()
+    return tuple(fem_projection(z, [(features, weight)], (cos, sin), widths, 1e-6, implementation=implementation).values())
+
+
 def _delta_inputs(draw: Draw, size: Size) -> Inputs:
     def unit(x: Tensor) -> Tensor:
         return x / x.norm(dim=-1, keepdim=True)
@@ -176,6 +191,14 @@ SCANS = (
         flops=no_products,
         value=4,
         small=(2, 32, 4),
+    ),
+    Workload(
+        name="fem_projection",
+        op="fem_projection",
+        inputs=_projection_inputs,
+        call=_projection,
+        flops=per_token(lambda size: size.heads * size.value // 16 * (2 * size.key + 3 * size.value)),
+        small=(2, 32, 16),
     ),
     # Hyper-SET's attention in linear time, which has one implementation.
     Workload(

@@ -1,0 +1,121 @@
+"""What stands between FEM's packed projection and its read: one public function, `fem_projection`. Scans and the read stay out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, softplus
+
+from kernels.arguments import check_first, check_others
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+
+__all__ = ["OP", "fem_projection", "split_heads", "turned"]
+
+WIDEST, LARGEST = 256, 1 << 15  # channels of a slice, and numbers of its part of the conditioner's weight, that the kernels hold at once
+
+OP = Op(
+    "fem_projection",
+    "FEM's packed projection scaled by the conditioner, its queries and keys turned, its gates opened",
+    (
+        Implementation("triton", "one pass over memory forward, one backward", lacks_triton),
+        Implementation("reference", "the equations in PyTorch"),
+    ),
+)
+
+
+def fem_projection(
+    z: Tensor,
+    conditioners: Sequence[tuple[Tensor, Tensor]],
+    turn: tuple[Tensor, Tensor] | None,
+    widths: Mapping[str, int],
+    eps: float,
+    *,
+    implementation: str = "auto",
+) -> dict[str, Tensor]:
+    """The slices of z (1 + phi), head by head: q and k turned by RoPE, sigmoid of "lam", "gate" = softplus over its root mean square.
+
+    Shapes: z [s, b, heads * sum of widths]: of each head the slices side by side, as ``widths`` (name -> channels) has them; "lam" and
+    "gate", where they are, stand last. conditioners: (features f [s, b, n], weight W [heads * sum of widths, n]), as many as there are,
+    each with an n of its own; phi is the sum of all f W^T. turn (cos, sin), [s, 1 or b, 1, d / 2] each, of the pairs (x_i, x_(i + d/2))
+    of "q" and "k", which stand first and are d wide; None: nothing is turned. eps: of the mean square.
+    Returns name -> [s, b, heads, width] in z's type; without conditioners, turn, lam and gate views of z.
+    Types: z float64, float32 or bfloat16, features and weights the same; cos and sin the same, but float32 beside bfloat16.
+    implementation: "triton", "reference" or "auto", the fastest that this call allows. Triton's keeps its arguments alone for the backward.
+    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
+    Equations: Free Energy Mixer, the time-decay conditioner and the two gates (mathematics 1.1, 1.4); RoFormer, equation 34.
+    """
+    check_first("fem_projection", "z", z, "[s, b, ...]")
+    head, compute = sum(widths.values()), torch.promote_types(z.dtype, torch.float32)
+    if z.dim() != 3 or z.shape[2] % head:
+        raise ValueError(f"fem_projection: z has shape {list(z.shape)}, expected [s, b, heads * {head}] for slices of {dict(widths)}")
+    pair, gates = ("q", "k") if turn is not None else (), [name for name in ("lam", "gate") if name in widths]
+    plain = {name: width for name, width in widths.items() if name not in (*pair, *gates)}
+    if list(widths) != [*pair, *plain, *gates] or len({widths[name] for name in pair}) > 1:
+        raise ValueError(f"fem_projection: widths are {dict(widths)}; q and k, of one width where turned, stand first, lam and gate last")
+    expected: dict[str, tuple[Any, ...]] = {}
+    for n, (features, weight) in enumerate(conditioners):
+        expected |= {f"features {n}": (features, (*z.shape[:2], weight.shape[-1]), z.dtype)}
+        expected |= {f"weight {n}": (weight, (z.shape[2], features.shape[-1]), z.dtype)}
+    if turn is not None:
+        angles = [(z.shape[0], batch, 1, widths["q"] // 2) for batch in (1, z.shape[1])]
+        expected |= {name: (t, angles, compute) for name, t in zip(("cos", "sin"), turn, strict=True)}
+    check_others("fem_projection", "z", z, expected)
+    if not conditioners and turn is None and not gates:
+        return split_heads(z, widths)
+    widest = max([64, *(widths[name] // 2 for name in pair), *(widths[name] for name in gates)])  # of what a program takes at once
+    inner = sum(features.shape[-1] for features, _ in conditioners)
+    unfit = first_reason(
+        {
+            "float64": compute == torch.float64,
+            f"slices of {widest} channels are over {WIDEST}": widest > WIDEST,
+            f"slices of {widest} channels by a conditioner's {inner} are over {LARGEST} numbers": widest * inner > LARGEST,
+        }
+    )
+    if OP.choose(implementation, z.device, {"triton": unfit}.get) == "triton":
+        from kernels.fem_projection.triton import fused_projection
+
+        joined = [each[0] if len(each) == 1 else torch.cat(each, dim=-1) for each in zip(*conditioners, strict=True)]
+        f, w = joined or (None, None)
+        return fused_projection(z, f, w, turn, plain, [widths.get(name, 0) for name in ("lam", "gate")], eps)
+    return projection(z, conditioners, turn, widths, eps)
+
+
+def projection(
+    z: Tensor,
+    conditioners: Sequence[tuple[Tensor, Tensor]],
+    turn: tuple[Tensor, Tensor] | None,
+    widths: Mapping[str, int],
+    eps: float,
+) -> dict[str, Tensor]:
+    """The definition, with PyTorch's gradients; arguments as in `fem_projection`, which has checked them."""
+    if conditioners:
+        z = z * (1 + reduce(torch.add, (linear(features, weight) for features, weight in conditioners)))
+    parts = split_heads(z, widths)
+    if "lam" in parts:
+        parts["lam"] = torch.sigmoid(parts["lam"])
+    if "gate" in parts:
+        parts["gate"] = outer_gate(parts["gate"], eps)
+    if turn is not None:
+        parts |= {name: turned(parts[name].to(turn[0].dtype), *turn).to(z.dtype) for name in ("q", "k")}
+    return parts
+
+
+def split_heads(z: Tensor, widths: Mapping[str, int]) -> dict[str, Tensor]:
+    """z [..., heads * sum of widths] -> name: [..., heads, width]."""
+    heads = z.unflatten(-1, (-1, sum(widths.values())))
+    return dict(zip(widths, heads.split(list(widths.values()), dim=-1), strict=True))
+
+
+def outer_gate(logit: Tensor, eps: float) -> Tensor:
+    """g = softplus(logit), RMS-normalised over the last dimension, no weight (mathematics 1.1)."""
+    return rms_norm(softplus(logit), logit.shape[-1:], None, eps)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x_i, x_(i + d/2)) of the last dimension turned by its angle; cos and sin as x, half as wide, or broadcast."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,262 @@
+"""FEM's projection up to its read in Triton: one pass over memory forward, one backward. No autotuning.
+
+A program has some tokens of one head, whose channels lie together: [q | k | what is scaled alone | lambda's logit | g's logit]. A tile of
+phi = f W is made where it is needed and none is kept: z, f and W are, and the backward makes x = z (1 + phi) again. With e = exp(-|x|) and,
+for g = r y, y = softplus(x), 1 / r = the root mean square of y: for lambda dx = dlambda e / (1 + e)^2, for g
+dx = r (dg - g mean(g dg)) sigmoid(x), for q and k dx is dq turned back. Then dz = dx (1 + phi) and dphi = dx z, which is stored, and of
+which the vendor's products make df and dW: with df inside, the backward spilled at 16 warps, where it takes 87 registers. The read's prep
+is not inside: its centre must be known before the values are, and one kept from the step before would be state that a resume must have.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from kernels.implementations import interpreted
+from kernels.tiles import Build, build, padded, rows_of, strides_of
+from kernels.time_decay_scan.triton import LOG2_E, softplus
+
+NUMBERS, UNEVEN, FLOAT32 = 4096, 2048, 1024  # of a tile, about; UNEVEN: where each number has an address of its own
+WARPS, FEW_WARPS = 16, 8  # of NUMBERS, and of fewer
+SOME = tl.constexpr(64)  # channels at once of what is scaled alone
+
+
+def fused_projection(z, features, weight, turn, plain, gates, eps):
+    """As `kernels.fem_projection.fem_projection`, which has checked; plain: name -> width of what is scaled alone; gates: lam's, g's."""
+    cos, sin = (None, None) if turn is None else (t.contiguous() for t in turn)
+    sizes = (0 if cos is None else 2 * cos.shape[3], sum(plain.values()), *gates)
+    z, features, weight = (None if t is None else t.contiguous() for t in (z, features, weight))
+    q, k, scaled, lam, gate = _Projection.apply(z, features, weight, cos, sin, sizes, eps)
+    rest = scaled.split(list(plain.values()), dim=-1) if len(plain) > 1 else (scaled,)
+    made = {"q": q, "k": k, **dict(zip(plain, rest, strict=False)), "lam": lam, "gate": gate}
+    return {name: part for name, part in made.items() if part is not None}
+
+
+class _Projection(torch.autograd.Function):
+    """(q, k, what is scaled alone, lambda, g), each [s, b, heads, width] or None where ``sizes`` has it 0."""
+
+    @staticmethod
+    def forward(ctx, z, features, weight, cos, sin, sizes, eps):
+        launch = _Launch(z, features, cos, sizes)
+        made = [z.new_empty(*z.shape[:2], launch.heads, width) if width else None for width in (sizes[0], *sizes)]
+        _forward_kernel[launch.grid](z, features, weight, cos, sin, *made, *launch.counts, eps, **launch.constants)
+        ctx.save_for_backward(z, features, weight, cos, sin)
+        ctx.sizes, ctx.eps = sizes, eps
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        z, features, weight, cos, sin = ctx.saved_tensors
+        launch = _Launch(z, features, cos, ctx.sizes)
+        grads = [None if g is None else rows_of(g) for g in grads]
+        d_z, d_phi = torch.empty_like(z), None if features is None else torch.empty_like(z)
+        _backward_kernel[launch.grid](
+            z, features, weight, cos, sin, *grads, d_z, d_phi, *strides_of(*grads), *launch.counts, ctx.eps, **launch.constants
+        )  # fmt: skip
+        d_features = d_weight = None
+        if d_phi is not None:
+            d_features, d_weight = d_phi @ weight, d_phi.flatten(0, 1).mT @ features.flatten(0, 1)
+        return d_z, d_features, d_weight, None, None, None, None
+
+
+class _Launch:
+    """Grid, counts (tokens, heads, sequences, sequences that share angles) and constants of both kernels."""
+
+    def __init__(self, z, features, cos, sizes):
+        self.constants = _constants(z.dtype, 0 if features is None else features.shape[2], *sizes)
+        tokens, sequences = z.shape[0] * z.shape[1], z.shape[1]
+        self.heads = z.shape[2] // (sizes[0] + sum(sizes))
+        self.counts = tokens, self.heads, sequences, sequences if cos is not None and cos.shape[1] == 1 else 1
+        self.grid = (triton.cdiv(tokens, self.constants["ROWS"]) * self.heads,)
+
+
+def _constants(dtype, features, turned, plain, lam, gate):
+    """Widths, tokens of a program, warps."""
+    numbers = UNEVEN if any(width % 8 for width in (turned // 2, plain, lam, gate)) else NUMBERS
+    numbers, widest = FLOAT32 if dtype == torch.float32 else numbers, max(turned // 2, min(plain, SOME.value), lam, gate)
+    rows, warps = min(128, max(16, numbers // padded(widest))), WARPS if numbers == NUMBERS else FEW_WARPS
+    widths = {"FEATURES": features, "TURNED": turned, "PLAIN": plain, "LAM": lam, "GATE": gate}
+    return widths | {"ROWS": 16 if interpreted() else rows, "num_warps": warps}
+
+
+@triton.jit
+def _program(tokens, heads, ROWS: tl.constexpr):
+    """(tokens, which of them exist, head) of a program; the heads of the same tokens lie side by side."""
+    token = (tl.program_id(0) // heads * ROWS).to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    return token, token < tokens, tl.program_id(0) % heads
+
+
+@triton.jit
+def _columns(good, WIDTH: tl.constexpr):
+    """WIDTH channels [1, a power of two], and which numbers of a tile exist."""
+    column = tl.arange(0, 16 if WIDTH < 16 else triton.next_power_of_2(WIDTH))[None, :]
+    return column, good & (column < WIDTH)
+
+
+@triton.jit
+def _tokens(features, token, good, FEATURES: tl.constexpr):
+    """f of some tokens."""
+    column, there = _columns(good, FEATURES)
+    return tl.load(features + token * FEATURES + column, mask=there, other=0.0)
+
+
+@triton.jit
+def _factors(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
+    """z and 1 + phi of WIDTH channels from ``begin`` on."""
+    column, there = _columns(good, WIDTH)
+    value = tl.load(z + begin + column, mask=there, other=0.0).to(tl.float32)
+    scale = tl.full(value.shape, 1.0, tl.float32)
+    if f is not None:
+        channel = tl.trans(column)
+        feature, part = _columns(channel < WIDTH, FEATURES)
+        w = tl.load(weight + (begin + channel) * FEATURES + feature, mask=part, other=0.0)
+        scale += tl.dot(f, tl.trans(w), input_precision="tf32x3")
+    return value, scale
+
+
+@triton.jit
+def _scaled(z, f, weight, begin, good, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
+    value, scale = _factors(z, f, weight, begin, good, WIDTH, FEATURES)
+    return value * scale
+
+
+@triton.jit
+def _put(out, at, made, there):
+    tl.store(out + at, made.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _back(d_z, d_phi, at, there, value, scale, dx):
+    """Store dz and dphi of a tile whose x = z (1 + phi) has the gradient dx; value and scale: z and 1 + phi."""
+    _put(d_z, at, dx * scale, there)
+    if d_phi is not None:
+        _put(d_phi, at, dx * value, there)
+
+
+@triton.jit
+def _gate(x, there, eps, WIDTH: tl.constexpr):
+    """(g, r) of logits x."""
+    y = tl.where(there, softplus(x), 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(y * y, 1) / WIDTH + eps)[:, None]
+    return y * r, r
+
+
+@triton.jit
+def _forward_kernel(
+    z, features, weight, cos, sin, q, k, plain, lam, gate, tokens, heads, batch, share, eps,
+    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = TURNED // 2
+    HEAD: tl.constexpr = 2 * TURNED + PLAIN + LAM + GATE
+    token, good, head = _program(tokens, heads, ROWS)
+    row = token * heads + head
+    z += row * HEAD
+    f = None
+    if features is not None:
+        f = _tokens(features, token, good, FEATURES)
+        weight += head * HEAD * FEATURES
+    if TURNED:
+        column, there = _columns(good, HALF)
+        angle = token // share * HALF + column
+        c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
+        for n in tl.static_range(2):
+            first = _scaled(z, f, weight, n * TURNED, good, HALF, FEATURES)
+            second = _scaled(z, f, weight, n * TURNED + HALF, good, HALF, FEATURES)
+            out = (q if n == 0 else k) + row * TURNED + column
+            _put(out, 0, first * c - second * s, there)
+            _put(out, HALF, second * c + first * s, there)
+    for begin in tl.static_range(0, PLAIN, SOME):
+        column, there = _columns(good, PLAIN - begin if PLAIN - begin < SOME else SOME)
+        x = _scaled(z, f, weight, 2 * TURNED + begin, good, PLAIN - begin if PLAIN - begin < SOME else SOME, FEATURES)
+        _put(plain, row * PLAIN + begin + column, x, there)
+    if LAM:
+        column, there = _columns(good, LAM)
+        x = _scaled(z, f, weight, 2 * TURNED + PLAIN, good, LAM, FEATURES)
+        e = tl.exp2(-tl.abs(x) * LOG2_E)
+        _put(lam, row * LAM + column, tl.where(x < 0, e, 1.0) / (1.0 + e), there)
+    if GATE:
+        column, there = _columns(good, GATE)
+        g, _ = _gate(_scaled(z, f, weight, 2 * TURNED + PLAIN + LAM, good, GATE, FEATURES), there, eps, GATE)
+        _put(gate, row * GATE + column, g, there)
+
+
+@triton.jit
+def _backward_kernel(
+    z, features, weight, cos, sin, d_q, d_k, d_plain, d_lam, d_gate, d_z, d_phi,
+    qt, qb, qh, kt, kb, kh, pt, pb, ph, lt, lb, lh, gt, gb, gh, tokens, heads, batch, share, eps,
+    FEATURES: tl.constexpr, TURNED: tl.constexpr, PLAIN: tl.constexpr, LAM: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = TURNED // 2
+    HEAD: tl.constexpr = 2 * TURNED + PLAIN + LAM + GATE
+    token, good, head = _program(tokens, heads, ROWS)
+    row = (token * heads + head) * HEAD
+    z += row
+    d_z += row
+    f = None
+    if features is not None:
+        f = _tokens(features, token, good, FEATURES)
+        weight += head * HEAD * FEATURES
+        d_phi += row
+    t, b = token // batch, token % batch
+    if TURNED:
+        column, there = _columns(good, HALF)
+        angle = token // share * HALF + column
+        c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
+        for n in tl.static_range(2):
+            given = (d_q + t * qt + b * qb + head * qh if n == 0 else d_k + t * kt + b * kb + head * kh) + column
+            first = tl.load(given, mask=there, other=0.0).to(tl.float32)
+            second = tl.load(given + HALF, mask=there, other=0.0).to(tl.float32)
+            value, scale = _factors(z, f, weight, n * TURNED, good, HALF, FEATURES)
+            _back(d_z, d_phi, n * TURNED + column, there, value, scale, first * c + second * s)
+            value, scale = _factors(z, f, weight, n * TURNED + HALF, good, HALF, FEATURES)
+            _back(d_z, d_phi, n * TURNED + HALF + column, there, value, scale, second * c - first * s)
+    for begin in tl.static_range(0, PLAIN, SOME):
+        column, there = _columns(good, PLAIN - begin if PLAIN - begin < SOME else SOME)
+        dx = tl.load(d_plain + t * pt + b * pb + head * ph + begin + column, mask=there, other=0.0).to(tl.float32)
+        value, scale = _factors(z, f, weight, 2 * TURNED + begin, good, PLAIN - begin if PLAIN - begin < SOME else SOME, FEATURES)
+        _back(d_z, d_phi, 2 * TURNED + begin + column, there, value, scale, dx)
+    if LAM:
+        column, there = _columns(good, LAM)
+        value, scale = _factors(z, f, weight, 2 * TURNED + PLAIN, good, LAM, FEATURES)
+        e = tl.exp2(-tl.abs(value * scale) * LOG2_E)
+        dx = tl.load(d_lam + t * lt + b * lb + head * lh + column, mask=there, other=0.0).to(tl.float32)
+        _back(d_z, d_phi, 2 * TURNED + PLAIN + column, there, value, scale, dx * e / ((1.0 + e) * (1.0 + e)))
+    if GATE:
+        column, there = _columns(good, GATE)
+        value, scale = _factors(z, f, weight, 2 * TURNED + PLAIN + LAM, good, GATE, FEATURES)
+        g, r = _gate(value * scale, there, eps, GATE)
+        dx = tl.load(d_gate + t * gt + b * gb + head * gh + column, mask=there, other=0.0).to(tl.float32)
+        dx = r * (dx - g * (tl.sum(dx * g, 1)[:, None] / GATE)) / (1.0 + tl.exp2(-value * scale * LOG2_E))
+        _back(d_z, d_phi, 2 * TURNED + PLAIN + LAM + column, there, value, scale, dx)
+
+
+_ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
+
+
+def _builds():
+    """Of FEM over a softmax prior at 1.3B, 340M and the demo, switches on, and off but RoPE; budget (ii), GLA, AFT, Mamba at 1.3B."""
+    every = ((64, 128, 64, 64, 64), (32, 64, 32, 32, 32), (6, 32, 16, 16, 16), (256, 128, 64, 64, 64), (96, 85, 85, 85, 85))
+    scans = ((64, 128, 65, 64, 64), (96, 0, 255, 85, 85), (64, 0, 320, 64, 64))
+    plain = ((0, 128, 64, 64, 64), (0, 128, 128, 0, 0), (0, 64, 64, 0, 0))
+    for dtype, sizes in (*((torch.bfloat16, sizes) for sizes in (*every, *scans, *plain)), (torch.float32, every[0])):
+        constants = _constants(dtype, *sizes)
+        absent = {"features weight d_phi": sizes[0], "cos sin q k d_q d_k": sizes[1], "lam d_lam": sizes[3], "gate d_gate": sizes[4]}
+        tile = {name: n for name, n in constants.items() if name != "num_warps"}
+        tile |= dict.fromkeys(name for names, width in absent.items() if not width for name in names.split())
+        odd = "" if sizes[2] % 16 == 0 and sizes[3] % 16 == 0 else "qt qb qh kt kb kh pt pb ph lt lb lh gt gb gh"
+        label = f", conditioner {sizes[0]}, q and k {sizes[1]}, others {sizes[2]}, gates {sizes[3]}"
+        label += ", float32" if dtype == torch.float32 else ""
+        streams = "z features weight q k plain lam gate d_q d_k d_plain d_lam d_gate d_z d_phi"
+        kinds = {"bf16": streams, "fp32": "cos sin"} if dtype == torch.bfloat16 else {"fp32": f"{streams} cos sin"}
+        for name, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel)):
+            yield build(
+                name + label, kernel, tile, constants["num_warps"], 3, **kinds, even="tokens heads", odd=odd,
+                allowed=_ALLOWED if sizes[0] else None,
+            )  # fmt: skip
+
+
+BUILDS: tuple[Build, ...] = tuple(_builds())
