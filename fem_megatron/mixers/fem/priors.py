@@ -46,7 +46,7 @@ class ScanPrior(Prior):
     """
 
     def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q and k [s, b, h, d_k], not negative, and the log-decay [s, b, h, 1 or d_k], at most 0, or None; float32 or float64."""
+        """q and k [s, b, h, d_k], not negative, in the products' type, the log-decay [s, b, h, 1 or d_k], at most 0, wide; or None."""
         raise NotImplementedError
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
@@ -79,7 +79,7 @@ class ScanPrior(Prior):
         causal: bool,
     ) -> Tensor:
         """The read of whole sequences."""
-        narrow = product_type(v)
+        narrow, wide = product_type(v), torch.promote_types(v.dtype, torch.float32)
         near, far = q.to(narrow), k.to(narrow)
 
         def read(streams: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class ScanPrior(Prior):
             lam,
             gate,
             read,
-            lambda start, stop: log_weights(q, k, decay, start, stop, causal=causal),
+            lambda start, stop: log_weights(q.to(wide), k.to(wide), decay, start, stop, causal=causal),
             terms=q.shape[-1] if decay is not None and decay.dim() == 4 else 1,
             exact=self.shape.backend == "reference",
         )
@@ -109,7 +109,8 @@ class ScanPrior(Prior):
         context: Context,
     ) -> Tensor:
         """The read of some more tokens, with the state of those before them."""
-        values, sums, width = v.to(q.dtype), context.recall("sums"), v.shape[-1]
+        q, k, values = (t.to(torch.promote_types(v.dtype, torch.float32)) for t in (q, k, v))
+        sums, width = context.recall("sums"), v.shape[-1]
         if beta is None:
             out, sums = linear_attention(q, k, values, decay, sums, normalise=True)
         else:
@@ -148,10 +149,9 @@ class LinearPrior(ScanPrior):
     def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
         shape = self.shape.prior
         assert isinstance(shape, LinearShape)
-        wide = torch.promote_types(parts["q"].dtype, torch.float32)
-        q, k = parts["q"].to(wide), parts["k"].to(wide)
-        decay = -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
-        return relu(q) + shape.eps, relu(k) + shape.eps, decay
+        wide, narrow = torch.promote_types(parts["q"].dtype, torch.float32), product_type(parts["q"])
+        q, k = (relu(parts[name].to(narrow)) + shape.eps for name in ("q", "k"))
+        return q, k, -(relu(parts["decay"].to(wide)) + shape.eps) if shape.decays else None
 
 
 class DecayPrior(ScanPrior):
