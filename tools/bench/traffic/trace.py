@@ -8,7 +8,7 @@ operation's implementation, an attention's engine, a type) is an H100's. What th
   the arguments that the kernel's module names in ``TRAFFIC``. Nothing is compiled or run.
 - others' fused kernels (`stand_in`): what they read, write and keep for the backward pass.
 
-Not counted: what a kernel reads twice because the L2 cache lost it, and collectives.
+Not counted: what a kernel reads twice because the L2 cache lost it, small products inside a pointwise kernel, and collectives.
 """
 
 from __future__ import annotations
