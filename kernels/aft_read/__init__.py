@@ -89,12 +89,13 @@ def aft_read(
         mu, gap, after = read_past(logits, values, temperature, mask, state)
     else:
         mu, gap, after = *read_all(logits, values, temperature, mask), None
-    factors = (1.0,) if query is None else query.to(compute).split(v.shape[-1], dim=-1)
-    if gap is None or temperature is None:
-        return mix(factors[0] * mu, None, None, gate).to(v.dtype), after
     if query is not None:
-        mean, mu = mu, factors[0] * mu
-        gap = mean + gap + factors[-1].log() / temperature - mu
+        factors, mean = query.to(compute).split(v.shape[-1], dim=-1), mu
+        mu = factors[0] * mean
+        if gap is not None and temperature is not None:
+            gap = mean + gap + factors[-1].log() / temperature - mu
+    if gap is None:
+        return mix(mu, None, None, gate).to(v.dtype), after
     return mix_gap(mu, gap, lam, gate).to(v.dtype), after
 
 

@@ -61,7 +61,7 @@ def gpu_arithmetic(ulps: float, seed: int = 0) -> Iterator[None]:
 
 def off(exact: Any, ulps: float, seed: int, *operands: Any) -> Any:
     """``exact`` (float64) in float32, up to ``ulps`` units of its last place away, as the operands' bits say; 0, 1, infinity stay."""
-    bits = np.uint32(seed)
+    bits: Any = np.uint32(seed)
     for operand in operands:
         bits = (bits ^ np.ascontiguousarray(operand).view(np.uint32).reshape(operand.shape)) * np.uint32(0x9E3779B1)
         bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x85EBCA77)

@@ -260,8 +260,8 @@ class MambaShape(PriorShape):
         return {"fem.mamba_states", "fem.mamba_normalise"}
 
     def flops(self, length: int, streams: int, *, whole_square: bool) -> float:
-        """The products of C with the states of every stream."""
-        return 2.0 * self.scans * self.states * (streams + self.value * self.normalise)
+        """The products of C with the states of every stream: as many more where they are normalised."""
+        return 2.0 * self.scans * self.states * streams * (1 + self.normalise)
 
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         """``states`` sums for each channel and stream, fp32; two streams and two numbers more, or one where not normalised, with F."""
