@@ -181,20 +181,22 @@ def make_callbacks(config: RunConfig, folder: Path, total_steps: int) -> list[Ca
 def kernels_told(say: Say) -> Iterator[None]:
     """Passes on what the kernels log meanwhile: which implementation of an operation runs, and why not a faster one.
 
-    Without a GPU the reasons are all the same: the choices of a step are one line, without them.
+    Without a GPU the reasons are all the same: the choices of a step are one line, without them, each implementation named once.
     """
-    chosen: list[str] = []
+    chosen: dict[str, list[str]] = {}
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.levelno > logging.INFO or platform.has_cuda():
                 say(f"kernels: {self.format(record)}")
             else:
-                chosen.append(self.format(record).partition(" (")[0])
+                operation, _, choice = self.format(record).partition(" (")[0].partition(": ")
+                chosen.setdefault(choice, []).append(operation)
 
         def flush(self) -> None:
             if chosen:
-                say(f"kernels: {'; '.join(chosen)}")
+                said = [f"{choice} for {', '.join(operations)}" for choice, operations in chosen.items()]
+                say(f"kernels: {'; '.join(said)}")
                 chosen.clear()
 
     logger = logging.getLogger("kernels")

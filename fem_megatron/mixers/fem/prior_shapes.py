@@ -192,7 +192,7 @@ class AftShape(PriorShape):
     """
 
     layer_class = "fem_megatron.mixers.fem.priors:AftPrior"
-    kept = (87.0, 68.0)
+    kept = (145.0, 121.0)
 
     width: int
     query: str
