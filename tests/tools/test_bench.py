@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,12 @@ def test_a_step_counts_tokens_parameters_and_flops() -> None:
     # 6 FLOPs for each number of a matrix and each token, and the pairs of attention, 4 * 3 a channel.
     matrices = sum(w.numel() for name, w in built.named_parameters() if w.dim() > 1 and name != "embedding")
     assert cost.flops == pytest.approx(16 * (6 * matrices + 12 * 32 * 17 / 2))
+    scale = replace(scale, documents=4)  # read apart: a token sees what is before it in its own
+    first = [*scale.begins()[0].nonzero()[:, 0].tolist(), 16]
+    sizes = [end - begin for begin, end in pairwise(first)]
+    assert len(sizes) > 2
+    packed = train_step(BASELINE, scale, torch.float32, 0.0)
+    assert packed.flops == pytest.approx(16 * 6 * matrices + sum(12 * 32 * size * (size + 1) / 2 for size in sizes))
     assert replace(cost, step=Timing(2.0, 0.0, 2)).tokens_per_second == 8.0
     assert replace(cost, step=Timing(2.0, 0.0, 2)).utilisation(cost.flops) == 0.5
 
