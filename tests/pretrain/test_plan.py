@@ -198,6 +198,7 @@ def test_a_plan_counts_documents_by_their_lengths_and_says_both(tmp_path: Path, 
     assert untold.forward_flops == dense.forward_flops
     wording("\n".join([*lines, *(line for line in render(untold).splitlines() if "document" in line)]))
     assert "document" not in render(dense)
+    assert "estimated" in render(short) and "estimated" not in render(dense)
 
 
 def test_of_very_many_documents_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,17 @@ def test_every_kernel_builds_everywhere_and_the_page_is_true() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_kernel_passes_for_rows_of_documents() -> None:
+    """Any number of tokens, where Triton compiles anew: in kernels of every size that a recipe has."""
+    done = run("-m", "tools.kernel_gate", "--sm", "90", "--documents", timeout=1400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert all(
+        f"kernels.{op}.triton" in done.stdout for op in ("fem_attention", "aft_read", "ssm_read", "cem_attention", "time_decay_scan")
+    )
+
+
 def test_each_fault_is_caught(tmp_path: Path) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{FAULTY}")

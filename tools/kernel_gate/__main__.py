@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
     parser.add_argument("--few", action="store_true", help="only so many builds that every constant's every value occurs")
+    parser.add_argument("--documents", action="store_true", help="these few, for rows of documents of few tokens, no multiple of 16")
     asked = parser.parse_args(argv)
     return run("tools.kernel_gate", lambda: _judge(asked))
 
@@ -35,7 +36,7 @@ def _judge(asked: argparse.Namespace) -> int:
         raise UserError(f"Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton")
     if interpreted():
         raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
-    whole = asked.prefix == "kernels" and asked.sm is None and not asked.few
+    whole = asked.prefix == "kernels" and asked.sm is None and not (asked.few or asked.documents)
     if (asked.write or asked.check) and not whole:
         raise UserError("--write and --check are about all kernels and architectures; leave the others out")
     start = time.monotonic()
@@ -44,7 +45,7 @@ def _judge(asked: argparse.Namespace) -> int:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told, few=asked.few)
+    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told, few=asked.few, documents=asked.documents)
     if not built:
         raise UserError(f"no module under {asked.prefix!r} has builds; kernels.<operation> does")
     for one in built:
