@@ -144,7 +144,7 @@ EXPERIMENT = Experiment(
     name="gp",
     title="CEM, table 3: samples of Gaussian processes",
     metric="rmse",
-    also="train_rmse",
+    also={"train_rmse": "The same on training data:"},
     rows=ROWS,
     sizes={
         "quick": QUICK,

@@ -97,6 +97,31 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
+class Positions(nn.Module):
+    """What ``inner`` makes of the inputs, [b, s, D], behind ``extra`` learned tokens, with a learned vector for every place added.
+
+    learned False: sinusoids instead.
+    """
+
+    places: Tensor
+
+    def __init__(self, inner: nn.Module, length: int, width: int, extra: int = 0, *, learned: bool = True) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = nn.Parameter(torch.empty(extra, width)) if extra else None
+        if learned:
+            self.places = nn.Parameter(torch.empty(length + extra, width))
+        else:
+            self.register_buffer("places", sinusoids(length + extra, width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """-> [b, extra + s, D]."""
+        made: Tensor = self.inner(x)
+        if self.extra is not None:
+            made = torch.cat((self.extra.expand(len(made), -1, -1), made), 1)
+        return made + self.places
+
+
 class Tokens(nn.Module):
     """An embedding of tokens, with the positions' sinusoids added where a length is given, at a size beside that of the embedding."""
 
