@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn.functional import unfold
 
 from fem_common.errors import UserError
 from tools.papers.experiment import Claim, Experiment, Size
-from tools.papers.network import Network, Positions, model_of
+from tools.papers.network import Last, Network, Positions, model_of
 from tools.papers.sudoku import iterated
 from tools.papers.training import Examples, Problem, classification
 
@@ -54,46 +55,38 @@ def divided(case: str, size: Size, seed: int) -> list[Examples]:
     return [(whole[part], classes[part]) for part in (rest[size.test :][: size.train], rest[: size.test], test)]
 
 
-class FirstToken(nn.Module):
-    """A norm and an output layer on the first token, which is the learned one."""
+class Patches(nn.Module):
+    """Squares of an image through a linear layer, row by row."""
 
-    def __init__(self, width: int, classes: int) -> None:
+    def __init__(self, channels: int, side: int, width: int) -> None:
         super().__init__()
-        self.norm, self.out = nn.RMSNorm(width), nn.Linear(width, classes)
+        self.side, self.into = side, nn.Linear(channels * side**2, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, D] -> [b, classes]."""
-        made: Tensor = self.out(self.norm(x[:, 0]))
+        """[b, channels, n side, m side] -> [b, n m, D]."""
+        made: Tensor = self.into(unfold(x, self.side, stride=self.side).transpose(1, 2))
         return made
 
 
-def problem(case: str, row: dict[str, Any], size: Size, seed: int, *, learned: bool) -> tuple[Problem, Network]:
-    """Patches through a linear layer behind a learned token, places learned or sinusoids, the class read at that token."""
+def problem(case: str, row: dict[str, Any], size: Size, seed: int, sines: float = 0.0) -> tuple[Problem, Network]:
+    """Patches and a learned token behind them, where the class is read; places are learned or ``sines``. Bidirectional."""
     side, channels, classes, patch = CASES[case]
     torch.manual_seed(seed)
-    patches = nn.Sequential(nn.Unfold(patch, stride=patch), Turned(), nn.Linear(channels * patch**2, size.width))
-    inputs = Positions(patches, (side // patch) ** 2, size.width, extra=1, learned=learned)
-    network = Network(model_of(size, {**row, "causal": False}), inputs, FirstToken(size.width, classes))
+    inputs = Positions(Patches(channels, patch, size.width), (side // patch) ** 2, size.width, 1, sines)
+    head = nn.Sequential(Last(size.width), nn.Linear(size.width, classes))
+    network = Network(model_of(size, {**row, "causal": False}), inputs, head)
     return classification(network, *divided(case, size, seed)), network
-
-
-class Turned(nn.Module):
-    """[b, c, s] -> [b, s, c]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The last two dimensions exchanged."""
-        return x.transpose(1, 2)
 
 
 def iterated_problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """One shared layer, six times (CIFAR: twelve), sinusoids for places."""
     given = {**HYPERSET[row], "rope": False, "recurrence": 6 if case == DIGITS else 12}
-    return iterated(*problem(case, given, size, seed, learned=False))
+    return iterated(*problem(case, given, size, seed, sines=1.0))
 
 
 def stacked_problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """DeiT's form: layers of their own, learned places."""
-    return problem(case, STACKED[row], size, seed, learned=True)[0]
+    return problem(case, STACKED[row], size, seed)[0]
 
 
 def _hyperset(**switches: Any) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from tools.papers.experiment import Claim, Experiment, Size
-from tools.papers.network import Network, Tokens, classifier, model_of
+from tools.papers.network import Network, classifier, model_of
 from tools.papers.training import Examples, Problem, classification
 
 BYTES = 256
@@ -44,7 +44,7 @@ def windows(size: Size, seed: int) -> list[Examples]:
 def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """A causal model of bytes; loss: nats a byte."""
     torch.manual_seed(seed)
-    network = Network(model_of(size, ROWS[row]), Tokens(BYTES, size.width), classifier(size.width, BYTES))
+    network = Network(model_of(size, ROWS[row]), nn.Embedding(BYTES, size.width), classifier(size.width, BYTES))
     task = classification(network, *windows(size, seed))
 
     def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from tools.papers.experiment import Claim, Experiment, Size
-from tools.papers.network import Network, Tokens, classifier, model_of, sinusoids
+from tools.papers.network import Network, classifier, model_of, sinusoids
 from tools.papers.training import IGNORED, Examples, Problem, classification
 
 MOTIF = 3
@@ -182,7 +182,7 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
         made.append(examples(task, 256 if task == "memorization" else count, length, generator, training=part == 0))
     torch.manual_seed(seed)
     head: nn.Module = Decompression(size.width, length, entries) if task == "compression" else classifier(size.width, entries)
-    return classification(Network(model_of(size, ROWS[row]), Tokens(entries, size.width), head), *made)
+    return classification(Network(model_of(size, ROWS[row]), nn.Embedding(entries, size.width), head), *made)
 
 
 def _fem(prior: str, letters: str) -> dict[str, Any]:
@@ -244,7 +244,7 @@ QUICK = Size(
     ("softmax", "softmax +L", "FEM-SM", "GLA", "FEM-GLA"),
     steps=1500,
     batch=32,
-    rates=(1e-2, 2e-2),
+    rates=(1e-2, 2e-2, 4e-2),
     train=12800,
     test=512,
     width=64,

@@ -98,41 +98,25 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class Positions(nn.Module):
-    """What ``inner`` makes of the inputs, [b, s, D], behind ``extra`` learned tokens, with a learned vector for every place added.
+    """What ``inner`` makes of the inputs, [b, s, D], before ``extra`` learned tokens, with a vector for every place added.
 
-    learned False: sinusoids instead.
+    The vectors are learned; sines of a size are the positions' sinusoids, at that size.
     """
 
     places: Tensor
 
-    def __init__(self, inner: nn.Module, length: int, width: int, extra: int = 0, *, learned: bool = True) -> None:
+    def __init__(self, inner: nn.Module, length: int, width: int, extra: int = 0, sines: float = 0.0) -> None:
         super().__init__()
         self.inner = inner
         self.extra = nn.Parameter(torch.empty(extra, width)) if extra else None
-        if learned:
-            self.places = nn.Parameter(torch.empty(length + extra, width))
+        if sines:
+            self.register_buffer("places", sines * sinusoids(length + extra, width), persistent=False)
         else:
-            self.register_buffer("places", sinusoids(length + extra, width), persistent=False)
+            self.places = nn.Parameter(torch.empty(length + extra, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """-> [b, extra + s, D]."""
+        """-> [b, s + extra, D]."""
         made: Tensor = self.inner(x)
         if self.extra is not None:
-            made = torch.cat((self.extra.expand(len(made), -1, -1), made), 1)
+            made = torch.cat((made, self.extra.expand(len(made), -1, -1)), 1)
         return made + self.places
-
-
-class Tokens(nn.Module):
-    """An embedding of tokens, with the positions' sinusoids added where a length is given, at a size beside that of the embedding."""
-
-    positions: Tensor | None
-
-    def __init__(self, entries: int, width: int, length: int = 0, size: float = 1.0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(entries, width)
-        self.register_buffer("positions", size * sinusoids(length, width) if length else None, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s] int64 -> [b, s, D]."""
-        made: Tensor = self.embedding(x)
-        return made if self.positions is None else made + self.positions[: x.shape[1]]
