@@ -68,9 +68,13 @@ class Patches(nn.Module):
         return made
 
 
-def problem(case: str, row: dict[str, Any], size: Size, seed: int, sines: float = 0.0) -> tuple[Problem, Network]:
-    """Patches and a learned token behind them, where the class is read; places are learned or ``sines``. Bidirectional."""
+def problem(case: str, row: dict[str, Any], size: Size, seed: int, *, learned: bool = True) -> tuple[Problem, Network]:
+    """Patches and a learned token behind them, where the class is read; places are learned, or sinusoids. Bidirectional.
+
+    Sinusoids are of the size that patches start with: at size 1 they drown these, which no norm mends where tokens are not normalised.
+    """
     side, channels, classes, patch = CASES[case]
+    sines = 0.0 if learned else size.init_std * (channels * patch**2) ** 0.5
     torch.manual_seed(seed)
     inputs = Positions(Patches(channels, patch, size.width), (side // patch) ** 2, size.width, 1, sines)
     head = nn.Sequential(Last(size.width), nn.Linear(size.width, classes))
@@ -81,7 +85,7 @@ def problem(case: str, row: dict[str, Any], size: Size, seed: int, sines: float 
 def iterated_problem(case: str, row: str, size: Size, seed: int) -> Problem:
     """One shared layer, six times (CIFAR: twelve), sinusoids for places."""
     given = {**HYPERSET[row], "rope": False, "recurrence": 6 if case == DIGITS else 12}
-    return iterated(*problem(case, given, size, seed, sines=1.0))
+    return iterated(*problem(case, given, size, seed, learned=False))
 
 
 def stacked_problem(case: str, row: str, size: Size, seed: int) -> Problem:

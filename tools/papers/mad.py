@@ -244,7 +244,7 @@ QUICK = Size(
     ("softmax", "softmax +L", "FEM-SM", "GLA", "FEM-GLA"),
     steps=1500,
     batch=32,
-    rates=(1e-2, 2e-2, 4e-2),
+    rates=(1e-2, 2e-2),
     train=12800,
     test=512,
     width=64,
@@ -287,10 +287,20 @@ EXPERIMENT = Experiment(
     sizes={"quick": QUICK, "full": FULL},
     problem=problem,
     scale=100.0,
-    told="Accuracy in percent on the tokens that are asked for. The paper's numbers are means over the benchmark's harder variants, too, "
-    "which are not run here. The Mamba rows are our non-negative, normalised prior. T and G are paid for by narrower values, which costs "
-    "more the narrower the model is. Whether FEM-SM is above softmax here depends on the rate, the steps and the number of heads: open.",
-    published={(case, row): value for row, values in PUBLISHED.items() for case, value in zip(CASES, values, strict=True)},
-    claims=(Claim("softmax +L", "softmax"), Claim("FEM-SM", "softmax"), Claim("FEM-GLA", "GLA")),
+    told="Accuracy in percent on the tokens that are asked for. The paper's numbers are means over the benchmark's harder variants, too: "
+    "less to learn from, longer sequences. The Mamba rows are our non-negative, normalised prior. Where compression has FEM-SM under "
+    "softmax, training is short and data plentiful: no row overfits, and who learns faster is ahead. L helps, with C or without it; C, and "
+    "G most of all, slow the start. With 4 heads and one seed: softmax 69.5, +LT 73.4, +LTG 55.5; T and G are paid for by narrower values, "
+    "and of full width, with more parameters, +LTG has 67.6; after three times the steps FEM-SM has 87.2, softmax 90.4. From 800 sequences "
+    "every row fits 78 % of them and more, so that generalisation decides: +L is far above softmax, FEM-SM no longer below it.",
+    published={(case, row): value for row, values in PUBLISHED.items() for case, value in zip(CASES, values, strict=True)}
+    | {(FEW, row): values[0] for row, values in PUBLISHED.items()},
+    claims=(
+        Claim("softmax +L", "softmax"),
+        Claim("softmax +C", "softmax"),
+        Claim("softmax +CL", "softmax +C"),
+        Claim("FEM-SM", "softmax"),
+        Claim("FEM-GLA", "GLA"),
+    ),
     chance=guessing,
 )

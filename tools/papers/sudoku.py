@@ -88,7 +88,7 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 QUICK = Size(
     ("8 iterations",),
     ("Transformer", "Hyper-SET"),
-    steps=800,
+    steps=500,
     batch=16,
     rates=(3e-3, 1e-2),
     train=2000,
