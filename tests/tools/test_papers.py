@@ -15,7 +15,7 @@ import torch
 from data_prep.verbs.run import Task
 from fem_common.errors import ConfigError, UserError
 from tests.wording import Wording
-from tools.papers import argmax, boards, catalogue, forecast, gp, language, lis, mad, report, running, sudoku
+from tools.papers import argmax, boards, catalogue, forecast, gp, images, language, lis, mad, report, running, sudoku
 from tools.papers.__main__ import main
 from tools.papers.experiment import Experiment, Size, Trial, best_rate, chosen, gather, interval, line_of, read_results
 from tools.papers.training import IGNORED, schedule
@@ -194,6 +194,15 @@ def test_ett_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.write_text("date,HUFL\n2016-07-01,1\n")
     with pytest.raises(UserError, match="1 lines of 1 series; ETTh1 has 14400 and more of 7"):
         forecast.series("ETTh1")
+
+
+def test_digits_are_divided_anew_for_every_seed() -> None:
+    _, size = tiny("fem-images")
+    parts, others = images.divided("digits", size, 0), images.divided("digits", size, 1)
+    assert [len(inputs) for inputs, _ in parts] == [64, 32, 32] and not torch.equal(parts[0][0], others[0][0])
+    everything = torch.cat([inputs for inputs, _ in parts]).flatten(1)
+    assert len(everything.unique(dim=0)) == 128 and everything.min() == -1 and everything.max() == 1
+    assert {*parts[0][1].tolist()} == set(range(10))
 
 
 def test_language_data_are_of_three_parts() -> None:

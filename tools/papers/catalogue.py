@@ -24,7 +24,7 @@ FEM, SECOND, CEM, HYPERSET = "Free Energy Mixer", "Transformers as Intrinsic Opt
 class Entry:
     """One experiment. module: "module:name" of it, None where this tool cannot run it; why: what is missing then, or what to use instead.
 
-    quick: minutes of one core that the quick form took. full: what the paper's sizes are estimated to take.
+    quick: minutes of one idle core. full: the paper's sizes. Both are estimates.
     """
 
     name: str
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
         for entry in ENTRIES:
             print(json.dumps({**asdict(entry), "runs": entry.module is not None}, ensure_ascii=False))
         return 0
-    rows = [("name", "paper", "what", "needs", "quick, minutes of a core", "full (estimated)", "runs here")]
+    rows = [("name", "paper", "what", "needs", "quick, minutes of a core (estimated)", "full (estimated)", "runs here")]
     for entry in ENTRIES:
         here = "yes" if entry.module else f"no: {entry.why}"
         rows.append((entry.name, entry.paper, entry.about, entry.needs, entry.quick, entry.full, here))
