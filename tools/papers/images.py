@@ -153,9 +153,9 @@ HYPERSET_IMAGES = Experiment(
     also={"twice_accuracy": "At twice the iterations of training:"},
     curves={"attention_energy": "attention energy", "feed_forward_energy": "feed-forward energy", "mean_angle": "mean angle, radians"},
     published={(case, row): value for case, values in PUBLISHED.items() for row, value in zip(HYPERSET, values, strict=False)},
-    told="Accuracy in percent. Digits are scikit-learn's, 8 x 8, 1,200 to learn from, divided anew for each seed; six iterations. Places "
-    "are learned: the paper's sinusoids are larger than the patches here, Hyper-SET normalises no token, and 300 steps are too few then (38 to "
-    "78 over three seeds at rate 0.01; of these the one with 78 has 94 with learned places).",
+    told="Accuracy in percent. Digits are scikit-learn's, 8 x 8, 1,200 to learn from, divided anew for each seed; six iterations. "
+    "Places are learned: the paper's sinusoids are larger than the patches here, Hyper-SET normalises no token, and 300 steps are "
+    "too few then (38 to 78 over three seeds at rate 0.01; of these the one with 78 has 94 with learned places).",
     claims=tuple(Claim("Hyper-SET", row) for row in tuple(HYPERSET)[:8] if row != "Hyper-SET"),
     chance=lambda case, size: 1 / CASES[case][2],
 )
