@@ -64,7 +64,8 @@ class Experiment:
     """One table of a paper.
 
     metric: what is reported, of the test data unless its name begins with ``train_``. falls: a smaller one is better. scale: what it is
-    multiplied by in tables. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets.
+    multiplied by in tables. also: further scores that have tables of their own, name -> what it is. curves: what is recorded iteration by
+    iteration, likewise. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets.
     problem: (case, row, size, seed) -> what is trained. told: what a reader of the report should know, Markdown.
     """
 
@@ -77,7 +78,8 @@ class Experiment:
     told: str
     falls: bool = False
     scale: float = 1.0
-    also: str | None = None
+    also: Mapping[str, str] = field(default_factory=dict)
+    curves: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     chance: Callable[[str, Size], float] | None = None
@@ -100,6 +102,11 @@ class Trial:
 
 
 Results = dict[Trial, dict[str, Any]]
+
+
+def gather(folder: Path) -> Results:
+    """The trials of all a folder's ``results*.jsonl``: those of an array's tasks too. Raises ConfigError."""
+    return {trial: record for path in sorted(folder.glob("results*.jsonl")) for trial, record in read_results(path).items()}
 
 
 def read_results(path: Path) -> Results:
