@@ -12,6 +12,7 @@ from fem_megatron.parallel import Parallel, add_weights
 from fem_megatron.shape import Shape
 from fem_megatron.state import Context
 from kernels.fem_projection import turned
+from kernels.residual_norm import residual_norm
 
 
 class Layer(nn.Module):
@@ -84,6 +85,12 @@ def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def product_type(x: Tensor) -> torch.dtype:
     """The type of a linear attention's products beside a stream x: x's own on a GPU, for its matrix units; float32 or wider on a CPU."""
     return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream x, to be gone on with, and `rms_norm` of it: on a GPU the gradients of both come in one pass."""
+    x, h, _ = residual_norm(x, weight, eps)
+    return x, h
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
