@@ -332,7 +332,7 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
 # Each with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
-    (check_engine, "engine parallel train model"),
+    (check_engine, "engine parallel train model optimizer"),
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),
