@@ -230,7 +230,7 @@ class LogConfig:
     straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.", least=1)
     device: str | None = setting(
         None,
-        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.run_plan.DEVICE_PEAK_TFLOPS); "
+        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.devices.DEVICE_PEAK_TFLOPS); "
         "null: found out on CUDA, no MFU on CPU; no comparison.",
     )
 

@@ -20,7 +20,7 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, check_data, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
-from pretrain.plan.run_plan import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 

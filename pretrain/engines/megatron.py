@@ -148,7 +148,7 @@ class MegatronEngine:
         return made
 
     def _let_muon_update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
-        """Put Muon in the place of AdamW, over the tensors that Megatron has made for it: of each parameter the part that this rank updates."""
+        """Put Muon in the place of AdamW, over the tensors that Megatron has made for it: what this rank updates of each parameter."""
         dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
         optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype, fused=platform.has_cuda())
         optimizer.init_state_fn = lambda muon, config=None: muon.prepare()

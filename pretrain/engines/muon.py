@@ -3,8 +3,8 @@
 What a map is, a weight's shape says (``fem_megatron.shape.Weight.maps``): of a packed projection each slice of each head. Whatever a rank
 updates - whole parameters, their tensor-parallel parts, Megatron's or ZeRO's ranges of flattened ones - is cut into stretches of maps. A
 map that lies wholly on a rank costs no transfer. Of one that is cut, a rank that holds some of it is the owner: it is sent the others'
-stretches, makes the map orthogonal and sends theirs back. So a rank sends and receives no more than twice what it holds, in the type that
-the iteration computes in, at most ROUND elements of maps a rank at a time.
+stretches, makes the map orthogonal and sends theirs back. So an element moves twice at most, in the type that the iteration computes in;
+ROUND elements of maps a rank are under way at a time.
 
 torch's own iteration computes in bfloat16 alone, on one matrix: fp32 runs would differ between layouts by its rounding, and a head's maps
 would be a product each. Megatron-core's asks for a package that Python 3.11 has not, and refuses the distributed optimizer.
@@ -23,14 +23,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.mup import update_scale
 from fem_megatron.megatron import platform
+from fem_megatron.mup import update_scale
 from fem_megatron.shape import Weight
 from pretrain.config import OptimizerConfig
-from pretrain.plan.muon import STEPS, newton_schulz_flops
+from pretrain.plan.muon import ROUND, STEPS, newton_schulz_flops
 
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
-ROUND = 2**26  # elements of whole maps, a rank
 Group = torch.distributed.ProcessGroup
 
 
@@ -113,9 +112,9 @@ class Muon(torch.optim.AdamW):
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, dtype: torch.dtype, *, fused: bool) -> None:
         betas = (config.beta1, config.beta2)
-        super().__init__(groups, config.lr, betas, config.eps, config.weight_decay, fused=fused or None)
-        for group in self.param_groups:
-            group.setdefault("muon", False)
+        super().__init__([{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=fused or None)
+        # Not by torch's way, which takes no views, as Megatron's ranges of fp32 weights are.
+        self.param_groups = [{**self.defaults, "muon": False, **group} for group in groups]
         self.momentum, self.dtype = config.momentum, dtype
         self.mine: dict[Stretch, Views] = {}
         self.exchange = _Exchange([[]], 0, None)
@@ -210,7 +209,7 @@ class _Exchange:
         self.rounds = [[[one for one in some if one.map in keys] for some in table] for keys in _rounds(shapes, ROUND * self.size)]
 
     def made(self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor) -> dict[Stretch, Tensor]:
-        """The maps of a round made orthogonal: from this rank's stretches of them to its stretches of what was made, all as ``empty`` is."""
+        """The maps of a round made orthogonal: this rank's stretches of them -> its stretches of what was made. All is as ``empty`` is."""
         others = [number for number in range(self.size) if number != self.rank]
         theirs = {number: [one for one in some[number] if self.owner[one.map] == self.rank] for number in others}
         sent = {number: [one for one in some[self.rank] if self.owner[one.map] == number] for number in others}
