@@ -13,9 +13,8 @@ would be a product each. Megatron-core's asks for a package that Python 3.11 has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,13 +93,17 @@ def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
 
 
 @dataclass(frozen=True)
-class Views:
-    """This rank's side of a stretch, flat: the weight, its momentum, and the gradient, of which each step has another tensor."""
+class Place:
+    """This rank's side of a stretch: elements [low, high) of the optimizer's tensor ``flat``, and its update's scale."""
 
-    weight: Tensor
-    momentum: Tensor
-    gradient: Callable[[], Tensor]
+    flat: Tensor
+    low: int
+    high: int
     scale: float
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor of flat's size."""
+        return tensor.view(-1)[self.low : self.high]
 
 
 class Muon(torch.optim.AdamW):
@@ -116,7 +119,7 @@ class Muon(torch.optim.AdamW):
         # Not by torch's way, which takes no views, as Megatron's ranges of fp32 weights are.
         self.param_groups = [{**self.defaults, "muon": False, **group} for group in groups]
         self.momentum, self.dtype = config.momentum, dtype
-        self.mine: dict[Stretch, Views] = {}
+        self.mine: dict[Stretch, Place] = {}
         self.exchange = _Exchange([[]], 0, None)
 
     def moments(self, tensor: Tensor) -> tuple[str, ...]:
@@ -143,13 +146,10 @@ class Muon(torch.optim.AdamW):
         self.prepare()
         self.mine = {}
         for part in parts:
-            flat = {"weight": part.flat.detach().view(-1), "momentum": self.state[part.flat]["exp_avg"].view(-1)}
             spec: Weight = part.parameter.spec  # type: ignore[attr-defined]
             for stretch, begin in stretches(part, rank):
-                low, high = part.offset + begin, part.offset + begin + stretch.numel
-                views = {name: tensor[low:high] for name, tensor in flat.items()}
-                scale = update_scale(model, spec, stretch.shape[0])
-                self.mine[stretch] = Views(**views, gradient=partial(_gradient, part.flat, low, high), scale=scale)
+                low, scale = part.offset + begin, update_scale(model, spec, stretch.shape[0])
+                self.mine[stretch] = Place(part.flat, low, low + stretch.numel, scale)
         table: list[Any] = [None] * group.size()
         torch.distributed.all_gather_object(table, list(self.mine), group=group)
         self.exchange = _Exchange(table, group.rank(), group)
@@ -174,16 +174,16 @@ class Muon(torch.optim.AdamW):
             state["exp_avg"].lerp_(tensor.grad, 1 - self.momentum)
             tensor.mul_(1 - group["lr"] * group["weight_decay"])
         for some in self.exchange.rounds:
-            views = {one: self.mine[one] for one in some[self.exchange.rank]}
-            directions = {one: view.gradient().lerp(view.momentum, self.momentum).to(self.dtype) for one, view in views.items()}
+            directions = {one: self._direction(self.mine[one]) for one in some[self.exchange.rank]}
             updates = self.exchange.made(some, directions, torch.empty(0, dtype=self.dtype, device=platform.device()))
-            for one, view in views.items():
-                view.weight.add_(updates[one], alpha=-group["lr"] * view.scale)
+            for one in directions:
+                place = self.mine[one]
+                place.of(place.flat.detach()).add_(updates[one], alpha=-group["lr"] * place.scale)
 
-
-def _gradient(flat: Tensor, low: int, high: int) -> Tensor:
-    assert flat.grad is not None
-    return flat.grad.view(-1)[low:high]
+    def _direction(self, place: Place) -> Tensor:
+        assert place.flat.grad is not None
+        momentum = self.state[place.flat]["exp_avg"]  # which loading a checkpoint may replace
+        return place.of(place.flat.grad).lerp(place.of(momentum), self.momentum).to(self.dtype)
 
 
 Key = tuple[int, int, int]
