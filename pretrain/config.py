@@ -141,14 +141,21 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
+    """The optimizer and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
 
+    name: str = setting(
+        "adamw",
+        "adamw; muon: linear maps are updated by their momentum made orthogonal, each head's q, k, v, ... by itself, and scaled so that lr "
+        "and weight_decay are AdamW's, which updates all else (embeddings, output layer, vectors, filters).",
+        ("adamw", "muon"),
+    )
     lr: float = setting(3e-4, "Peak learning rate.", above=0)
     min_lr: float = setting(0.0, "Learning rate at the end of the decay.", least=0)
     weight_decay: float = setting(0.1, "Decoupled weight decay of the matrices.", least=0)
     beta1: float = setting(0.9, "Adam's first moment.", least=0, below=1)
     beta2: float = setting(0.95, "Adam's second moment.", least=0, below=1)
     eps: float = setting(1e-8, "Adam's epsilon.", above=0)
+    momentum: float = setting(0.95, "muon: decay of its momentum (Nesterov's).", least=0, below=1)
     clip_grad: float = setting(1.0, "Largest global gradient norm; 0: no clipping.", least=0)
     schedule: str = setting("cosine", "Shape of the decay after warm-up.", ("cosine", "wsd", "linear", "constant"))
     warmup_steps: int | None = setting(None, "Steps of linear warm-up; or give warmup_tokens.", least=0)
@@ -223,7 +230,7 @@ class LogConfig:
     straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.", least=1)
     device: str | None = setting(
         None,
-        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.run_plan.DEVICE_PEAK_TFLOPS); "
+        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.devices.DEVICE_PEAK_TFLOPS); "
         "null: found out on CUDA, no MFU on CPU; no comparison.",
     )
 

@@ -28,7 +28,8 @@ from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
 from pretrain.engines.building import initialize_model_parallel
 from pretrain.engines.deepspeed_ops import check_ops
-from pretrain.plan.run_plan import make_plan, peak_tflops
+from pretrain.plan.devices import peak_tflops
+from pretrain.plan.run_plan import make_plan
 from pretrain.ranks import from_rank_0
 from pretrain.report.evaluations import Evaluations, check_suite
 from pretrain.report.loggers import Callback, Console, Say, kernels_told, make_callbacks

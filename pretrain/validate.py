@@ -20,7 +20,7 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, check_data, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
-from pretrain.plan.run_plan import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 
@@ -332,7 +332,7 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
 # Each with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
-    (check_engine, "engine parallel train model"),
+    (check_engine, "engine parallel train model optimizer"),
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),

@@ -50,6 +50,7 @@ RULES: dict[str, str] = {
     "train.precision": "stores its weights in it: " + _ANEW,
     "train.seed": _ORDER,
     "optimizer": TOLD,
+    "optimizer.name": "keeps that optimizer's moments: " + _ANEW,
     "checkpoint": FREE,
     "log": FREE,
     "evaluate": FREE,

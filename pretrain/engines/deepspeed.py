@@ -27,6 +27,7 @@ from pretrain.engines import Beside, StepResult, StepTimes
 from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
+from pretrain.engines.muon import Muon
 from pretrain.engines.sharding import Read, places
 from pretrain.engines.zero_state import ZeroState
 from pretrain.schedule import Schedule
@@ -77,10 +78,11 @@ class DeepSpeedEngine:
             # Its shared-memory collectives for CPUs serve inference; they would be compiled here, and their ranks wait by spinning.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
-        self.engine = _initialized(deepspeed, self.model, self._adam(), settings)
+        self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
         if config.engine.zero_stage == 3:
             _gather_updates_whole(self.model)
         self.state = ZeroState(self.engine, weights)
+        self.state.connect(config.model)
         self.rates = LearningRates(config, schedule, self.engine.optimizer)
         self.norm = math.nan  # of stage 0's last step
         if config.engine.zero_stage == 0:
@@ -128,15 +130,20 @@ class DeepSpeedEngine:
         """Takes DeepSpeed's hooks off the model."""
         self.engine.destroy()
 
-    def _adam(self) -> torch.optim.Optimizer:
-        """AdamW over Megatron's own groups of parameters."""
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """AdamW or Muon over Megatron's own groups of parameters."""
         settings, offload = optimizer_settings(self.config), self.config.engine.offload_optimizer
-        groups = _get_param_groups([self.model], settings, group_overrides(self.config.model, list(self.model.parameters()), settings))
+        muon = self.config.optimizer.name == "muon"
+        overrides = group_overrides(self.config.model, list(self.model.parameters()), settings, muon)
+        groups = _get_param_groups([self.model], settings, overrides)
         groups = [group for group in groups if group["params"]]
         for group in groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         ours = self.config.optimizer
         arguments: dict[str, Any] = {"lr": ours.lr, "betas": (ours.beta1, ours.beta2), "eps": ours.eps, "weight_decay": ours.weight_decay}
+        if muon:
+            dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
+            return Muon(groups, ours, dtype, fused=platform.has_cuda())
         if offload:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -16,18 +16,16 @@ from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts, SourceFacts
 from pretrain.data.pieces import Pieces, shares_of
+from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, memory_gib, peak_tflops
 from pretrain.plan.memory import chunks_in_flight, layer_activations
 from pretrain.plan.run_plan import (
-    DEVICE_PEAK_TFLOPS,
     Plan,
     checkpoint_bytes,
     count_by_component,
     flops_per_token,
     forward_flops,
     make_plan,
-    memory_gib,
     parameter_shapes,
-    peak_tflops,
     recomputed_flops,
     render,
     stage_parameters,

@@ -92,7 +92,7 @@ class AttentionShape(Shape):
         rows = self.groups * self.group_width
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((rows, self.hidden), split=0),
+            "in_proj.weight": Weight((rows, self.hidden), split=0, maps=(self.head,)),
             **({"in_proj.bias": Weight((rows,), split=0, init=0.0)} if self.bias else {}),
             "out_proj.weight": Weight((self.hidden, self.heads * self.head), split=1),
         }

@@ -54,7 +54,7 @@ class DifferentialShape(Shape):
         """norm, in_proj (head-major), lam (rows lambda_q1, lambda_k1, lambda_q2, lambda_k2), head_norm, out_proj."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0),
+            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0, maps=(*[self.head] * 4, 2 * self.head)),
             "lam": Weight((4, self.head), init=Normal(LAMBDA_STD), mup=FIXED, vectors=True),
             "head_norm.weight": Weight((2 * self.head,), init=1.0),
             "out_proj.weight": Weight((self.hidden, 2 * self.heads * self.head), split=1),

@@ -127,7 +127,7 @@ class FemShape(Shape):
         packed = self.heads * self.head_width
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((packed, self.hidden), split=0),
+            "in_proj.weight": Weight((packed, self.hidden), split=0, maps=tuple(self.slices.values())),
         }
         weights |= {f"prior.{name}": weight for name, weight in self.prior.weights(self.heads).items()}
         if self.temperature:
@@ -137,7 +137,7 @@ class FemShape(Shape):
                 f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
                 f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0),
                 f"{name}.state_norm.weight": Weight((size,), init=1.0),
-                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0, bare=True),
+                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0, bare=True, maps=tuple(self.slices.values())),
             }
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels.fem_attention.engines import ENGINES
 from kernels.fem_attention.table import Entry
-from pretrain.plan.run_plan import peak_tflops
+from pretrain.plan.devices import peak_tflops
 from tools.bench.engines.figures import Figures
 from tools.bench.gpu_suite.plan import FIRST, LENGTHS, TOKENS_A_CALL
 from tools.bench.gpu_suite.pool import Outcome
