@@ -318,7 +318,7 @@ def _data_parallel() -> torch.distributed.ProcessGroup:
 
 def _layout(config: RunConfig) -> dict[str, Any]:
     layout = {key: value for key, value in plain(config.parallel).items() if key != "collective_timeout_minutes"}
-    return {**layout, "world_size": torch.distributed.get_world_size()}
+    return {**layout, "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1}
 
 
 def _rng_tensors(config: RunConfig) -> dict[str, ShardedTensor]:

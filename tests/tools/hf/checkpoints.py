@@ -40,7 +40,7 @@ STOCK: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 def save(model: ModelConfig, out: Path, state: dict[str, Tensor]) -> Path:
     """A checkpoint of weights alone at step 12."""
-    save_weights(out, state, replace(RunConfig(), name="small", model=model), Progress(12, 96, 960), "data-key", heldout_loss=2.5)
+    save_weights(out, state.items(), replace(RunConfig(), name="small", model=model), Progress(12, 96, 960), "data-key", heldout_loss=2.5)
     return out
 
 
