@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fem_common import secrets
 from fem_common.config import ConfigErrors, Mistake, noted
 from fem_common.errors import ConfigError, files_told
-from fem_common.secrets import hides_a_password
+from fem_common.stores import is_url, refusal
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
@@ -302,14 +303,17 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is said of a mirror must have one, and no password may stand in a file."""
+    """What is said of a mirror must have one, which is elsewhere and may be behind by a checkpoint."""
     given = config.checkpoint
+    apart, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
     if given.mirror is None:
         if given.mirror_keep_last is not None:
             keep = f"checkpoint.mirror_keep_last = {given.mirror_keep_last}"
             yield f"{keep} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
-    elif hides_a_password(given.mirror):
-        yield "checkpoint.mirror has a password in it, which would stand in files; give credentials in the environment"
+    elif wrong := refusal(given.mirror, run_directory(config)):
+        yield f"checkpoint.mirror {wrong}"
+    elif most is not None and most < apart:
+        yield f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are {apart} steps apart; at least {apart}"
     elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:
         near = max(1, round(given.mirror_interval / given.interval)) * given.interval
         yield (
@@ -319,11 +323,17 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sources in stores: no password may stand in a file, and a pair lies in a folder."""
+    """Sources in stores: no password may stand in a file, and a pair lies in a folder. What is no source is none in a store."""
+    for key, place, way in (
+        ("run_dir", config.run_dir, "a run writes in a folder, and checkpoint.mirror=URL sends it there"),
+        ("checkpoint.load", config.checkpoint.load, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
+    ):
+        if place and is_url(place):
+            yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"
     for split in SPLITS:
         for number, source in enumerate(getattr(config.data, split)):
             key, (kind, mark, place) = f"data.{split}.{number}.prefix", source.prefix.partition("://")
-            if hides_a_password(source.prefix):
+            if secrets.hides_a_password(source.prefix):
                 yield f"{key} has a password in it, which would stand in files; give credentials in the environment"
             elif mark and not all(place.rpartition("/")[::2]):
                 yield f"{key} = {source.prefix} names no pair in a folder; as in {kind}://BUCKET/FOLDER/train"
@@ -341,6 +351,6 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_batches, "train parallel"),
     (_check_lengths, "train optimizer data"),
     (_check_evaluation, "evaluate checkpoint"),
-    (_check_mirror, "checkpoint"),
-    (_check_urls, "data"),
+    (_check_mirror, "checkpoint run_dir name model"),
+    (_check_urls, "data checkpoint run_dir"),
 )

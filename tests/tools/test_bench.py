@@ -16,7 +16,7 @@ from pretrain.config import load_run
 from tests.test_house import ROOT
 from tests.tools.test_bench_engines import TINY
 from tests.wording import Wording
-from tools.bench import cpu_suite, diagnostics_cost, mixers
+from tools.bench import checked_load, cpu_suite, diagnostics_cost, mixers
 from tools.bench.engines import __main__ as engines
 from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.runner import Timing, measure
@@ -149,6 +149,7 @@ ENGINES = [*TINY, "--steps", "2", "--rounds", "1", "--precision", "fp32"]
 TOYS = {
     "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
     "diagnostics_cost": (diagnostics_cost, ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"]),
+    "checked_load": (checked_load, ["--rounds", "1", "--folder", "OUT", *TINY]),
     "mixers": (mixers, ["--only", "fem_aft", "--out", "OUT"]),
     "engines": (engines, [*ENGINES, "--ranks", "1", "--variants", "megatron"]),
     "two engines": (engines, [*ENGINES, "--ranks", "2", "--variants", "stage2"]),
@@ -167,7 +168,7 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     assert module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)]) == 0
     out, written = capsys.readouterr().out, json.loads(path.read_text())
     assert written["machine"]["torch"] == torch.__version__
-    rows = {row.get("what") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
+    rows = {row.get("what") or row.get("from") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
     if name == "cpu_suite":
         assert list(rows) == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
         found = rows["fem_attention"]
@@ -184,7 +185,9 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
             assert each["step_ratio"] == each["step_seconds"] / base["step_seconds"] and f"| {each['variant']} " in out
             assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)  # the same steps on the same tokens, sums in another order
     else:
-        assert list(rows) == {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"]}[name]
+        expected = {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"], "checked_load": ["disk", "memory"]}
+        assert list(rows) == expected[name]
+        assert name != "checked_load" or all(row["comparing"] > 0 < row["seconds"] for row in rows.values())
 
 
 MISTAKES = {
