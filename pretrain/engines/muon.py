@@ -155,7 +155,7 @@ class Muon(torch.optim.AdamW):
         self.exchange = _Exchange(table, group.rank(), group)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Every group as it is marked. DeepSpeed's ZeRO shows one group at a time."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
