@@ -12,7 +12,7 @@ from fem_common.cli import Parser, run
 from fem_common.errors import UserError
 from fem_common.exits import Exit
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
-from tools.kernel_gate.gate import ARCHITECTURES, build_all, page
+from tools.kernel_gate.gate import ARCHITECTURES, build_all, covering, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -38,15 +38,18 @@ def _judge(asked: argparse.Namespace) -> int:
     whole = asked.prefix == "kernels" and asked.sm is None and not asked.few
     if (asked.write or asked.check) and not whole:
         raise UserError("--write and --check are about all kernels and architectures; leave the others out")
+    from tools.kernel_gate.launches import recorded
+
+    builds = [each for each in recorded() if f"{each.module}.".startswith(f"{asked.prefix.rstrip('.')}.")]
+    if not builds:
+        raise UserError(f"no module under {asked.prefix!r} has builds; kernels.<operation> does")
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    built = build_all(asked.prefix, ARCHITECTURES if asked.sm is None else (asked.sm,), told, few=asked.few)
-    if not built:
-        raise UserError(f"no module under {asked.prefix!r} has builds; kernels.<operation> does")
+    built = build_all(covering(builds) if asked.few else builds, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
     for one in built:
         for report in one.reports.values():
             said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]
