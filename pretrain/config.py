@@ -133,6 +133,11 @@ class TrainConfig:
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
     recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
+    z_loss: float = setting(
+        0.0,
+        "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
+        least=0,
+    )
     seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
