@@ -217,6 +217,14 @@ class LogConfig:
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
     diagnostics_interval: int = setting(
         100,
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Steps that torch's profiler traces into profile/ in the run directory; SIGUSR2 has a rank's next step traced, too."""
+
+    steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
+    ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
+
+
         "Steps between looks at every layer's energies, entropies and step norm, on 256 tokens; to the loss's loggers; 0: never.",
         least=0,
     )
@@ -235,6 +243,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    profile: ProfileConfig = setting(ProfileConfig, "Traces.")
     """Evaluation while training: ``tools.evaluate`` on checkpoints, in a process beside rank 0, with its scores in the loss's loggers."""
 
     interval: int = setting(

@@ -21,6 +21,7 @@ from pretrain.engines import Engine, StepTimes
 from pretrain.ranks import sum_over_ranks
 from pretrain.report.loggers import Callback, Watch
 from pretrain.report.metrics import Meter, StepRecord
+from pretrain.report.profile import Profiler
 from pretrain.report.progress_file import ProgressFile
 from pretrain.report.stragglers import Stragglers
 from pretrain.schedule import Schedule
@@ -57,6 +58,7 @@ class Trainer:
     content_key: str
     watch: Watch
     stragglers: Stragglers
+    profiler: Profiler
     progress_file: ProgressFile
     received: list[int]  # numbers of the signals that asked this process to stop, so far
 
@@ -71,9 +73,9 @@ class Trainer:
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
-            with self.watch(self.progress.step + 1) as seen:
+            with self.profiler(self.progress.step + 1) as traced, self.watch(self.progress.step + 1) as seen:
                 record, sums = self._step(stream)
-            self._tell_step(record, seen)
+            self._tell_step(record, seen, traced)
             if self._due(self.config.train.eval_interval):
                 self._evaluate()
             stopped_by = self._asked_to_stop(sums)
@@ -181,7 +183,7 @@ class Trainer:
         before, last = self.progress.step - 1, self.schedule.steps - 1
         return {kind: 1 + (last // every - before // every if every else 0) for kind, every in intervals.items()}
 
-    def _tell_step(self, record: StepRecord, seen: dict[str, float]) -> None:
+    def _tell_step(self, record: StepRecord, seen: dict[str, float], traced: list[str]) -> None:
         self._tell(lambda callback: callback.on_step(record))
         if seen:
             self._tell(lambda callback: callback.on_values(record.step, seen))
@@ -203,3 +205,7 @@ class Trainer:
             f"the {what} was not finite for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
             f"look at the data from sample {max(first, 0)} on"
         )
+        for callback in self.callbacks:
+            for text in traced:
+                callback.on_message(text)
+        if seen or traced:
