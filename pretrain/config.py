@@ -141,7 +141,16 @@ class TrainConfig:
     seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
-    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run fails.", least=1)
+    max_bad_steps: int = setting(
+        10, "After this many steps in a row with a non-finite loss or gradient, or that were skipped as spikes, the run fails.", least=1
+    )
+    on_spike: str = setting(
+        "none",
+        "skip: a step whose loss or gradient norm (its logarithm) is far above the running mean of those before it updates nothing.",
+        ("none", "skip"),
+    )
+    spike_deviations: float = setting(6.0, "on_spike: how many running standard deviations above the mean are a spike.", above=0)
+    spike_window: int = setting(100, "on_spike: steps over which mean and deviation run; the first so many are never spikes.", least=2)
 
 
 @dataclass(frozen=True)
@@ -209,6 +218,14 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Steps that torch's profiler traces into profile/ in the run directory; SIGUSR2 has a rank's next step traced, too."""
+
+    steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
+    ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is told while training."""
 
@@ -217,14 +234,6 @@ class LogConfig:
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
     diagnostics_interval: int = setting(
         100,
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Steps that torch's profiler traces into profile/ in the run directory; SIGUSR2 has a rank's next step traced, too."""
-
-    steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
-    ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
-
-
         "Steps between looks at every layer's energies, entropies and step norm, on 256 tokens; to the loss's loggers; 0: never.",
         least=0,
     )
@@ -234,6 +243,7 @@ class ProfileConfig:
         least=0,
     )
     straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.", least=1)
+    profile: ProfileConfig = setting(ProfileConfig, "Traces.")
     device: str | None = setting(
         None,
         "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.run_plan.DEVICE_PEAK_TFLOPS); "
@@ -243,7 +253,6 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    profile: ProfileConfig = setting(ProfileConfig, "Traces.")
     """Evaluation while training: ``tools.evaluate`` on checkpoints, in a process beside rank 0, with its scores in the loss's loggers."""
 
     interval: int = setting(
