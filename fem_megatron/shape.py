@@ -230,6 +230,17 @@ def keys_seen(length: int, whole_square: bool) -> float:
     return float(length) if whole_square else (length + 1) / 2
 
 
+def qk_norms(head: int, wanted: bool) -> Weights:
+    """The weights of model.qk_norm, which all heads share; {} where it is off."""
+    return {f"{part}_norm.weight": Weight((head,), init=1.0) for part in "qk"} if wanted else {}
+
+
+def qk_norms_keep(training: Training, head: int, heads: int) -> float:
+    """Bytes a token that norms of ``heads`` heads keep besides their inputs: a number a head; on a CPU x / rms, and x in fp32."""
+    copies = 0 if training.cuda else 1 if training.element == WIDE else 2
+    return WIDE * heads * (copies * head + 1)
+
+
 @dataclass(frozen=True)
 class BlockShape:
     """A layer: its mixer, its MLP (None where the mixer has its own) and how often the pair is applied."""

@@ -133,10 +133,24 @@ class TrainConfig:
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
     recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
+    z_loss: float = setting(
+        0.0,
+        "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
+        least=0,
+    )
     seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
-    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run fails.", least=1)
+    max_bad_steps: int = setting(
+        10, "After this many steps in a row with a non-finite loss or gradient, or that were skipped as spikes, the run fails.", least=1
+    )
+    on_spike: str = setting(
+        "none",
+        "skip: a step whose loss or gradient norm (its logarithm) is far above the running mean of those before it updates nothing.",
+        ("none", "skip"),
+    )
+    spike_deviations: float = setting(6.0, "on_spike: how many running standard deviations above the mean are a spike.", above=0)
+    spike_window: int = setting(100, "on_spike: steps over which mean and deviation run; the first so many are never spikes.", least=2)
 
 
 @dataclass(frozen=True)
@@ -211,6 +225,14 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Steps that torch's profiler traces into profile/ in the run directory; SIGUSR2 has a rank's next step traced, too."""
+
+    steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
+    ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is told while training."""
 
@@ -228,6 +250,7 @@ class LogConfig:
         least=0,
     )
     straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.", least=1)
+    profile: ProfileConfig = setting(ProfileConfig, "Traces.")
     device: str | None = setting(
         None,
         "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.devices.DEVICE_PEAK_TFLOPS); "

@@ -35,17 +35,19 @@ from pretrain.report.evaluations import Evaluations, check_suite
 from pretrain.report.loggers import Callback, Console, Say, kernels_told, make_callbacks
 from pretrain.report.metrics import Meter
 from pretrain.report.observer import Observer
+from pretrain.report.profile import Profiler
 from pretrain.report.progress_file import ProgressFile, read_progress
 from pretrain.report.stragglers import Stragglers
 from pretrain.run_directory import claimed, describe, run_directory
 from pretrain.schedule import Schedule
+from pretrain.signals import Received
 from pretrain.trainer import Outcome, Trainer
 from pretrain.validate import Prepared
 
 _LONG_TO_READ = 10**8  # bytes; tenths of a second from a local disk, many seconds from a busy network's
 
 
-def train(prepared: Prepared, received: list[int]) -> Outcome:
+def train(prepared: Prepared, received: Received) -> Outcome:
     """One attempt of the run, from its newest good checkpoint or from the start; ``received`` has the stop signals as they come.
 
     Raises:
@@ -83,7 +85,7 @@ def build_index(prepared: Prepared) -> None:
     started = time.monotonic()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        run = Run(prepared, [])
+        run = Run(prepared, Received())
         last = from_rank_0(lambda: newest_good(run.folder / "checkpoints", {}, run.say))
         data = run.data(max(run.schedule.total_samples, last.progress.order_samples if last else 0))
     finally:
@@ -120,7 +122,7 @@ def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: N
 class Run:
     """What all parts of an attempt are built from, on this rank; collective. ``first``: this rank prints and writes."""
 
-    def __init__(self, prepared: Prepared, received: list[int]) -> None:
+    def __init__(self, prepared: Prepared, received: Received) -> None:
         assert prepared.facts is not None
         self.config, self.facts, self.received = prepared.config, prepared.facts, received
         self.world_size, self.first = prepared.world_size, torch.distributed.get_rank() == 0
@@ -250,6 +252,7 @@ class Run:
             progress=start.progress,
             content_key=self.contents.key,
             watch=Observer(engine.models, self._diagnostics_interval()),
+            profiler=Profiler(config.log.profile, self.folder, self.received),
             stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, self.file.folder),
             progress_file=self.file,
             received=self.received,

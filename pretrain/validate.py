@@ -115,6 +115,17 @@ def _check_device(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})"
 
 
+def _check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.train.on_spike != "none" and config.engine.name == "deepspeed":
+        yield "train.on_spike = skip: DeepSpeed tells the gradient's norm after the update; set engine.name=megatron, or on_spike=none"
+
+
+def _check_profile(config: RunConfig, world_size: int) -> Iterator[str]:
+    for rank in config.log.profile.ranks:
+        if rank >= world_size:
+            yield f"log.profile.ranks has rank {rank}, and the run has ranks 0 to {world_size - 1}"
+
+
 def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
     model = config.model
     heads, width = model.num_attention_heads, model.hidden_size
@@ -342,6 +353,8 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
 # Each with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
+    (_check_profile, "log"),
+    (_check_spikes, "train engine"),
     (check_engine, "engine parallel train model optimizer"),
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),

@@ -31,13 +31,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change."""
+    """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change.
+
+    recent: of ``pretrain.spikes``, how the steps before went.
+    """
 
     step: int
     consumed_samples: int
     order_samples: int  # number of samples the training order was drawn for
     skipped_steps: int = 0
     bad_steps_in_a_row: int = 0
+    recent: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Found:
     @property
     def progress(self) -> Progress:
         """The trainer's memory."""
-        return Progress(**self.manifest["progress"])
+        told = self.manifest["progress"]
+        return Progress(**told | {"recent": tuple(told.get("recent", ()))})
 
     @property
     def inherited(self) -> Inherited:

@@ -59,6 +59,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         recompute=config.train.recompute == "full",
+        z_loss=config.train.z_loss,
     )
 
 

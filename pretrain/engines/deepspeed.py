@@ -23,7 +23,7 @@ from fem_megatron.megatron import platform
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import Beside, StepResult, StepTimes
+from pretrain.engines import Beside, StepResult, StepTimes, Unwanted
 from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
@@ -93,8 +93,17 @@ class DeepSpeedEngine:
         """This rank's bare model."""
         return [self.model]
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
-        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        samples_after: int,
+        *,
+        timed: bool = False,
+        beside: Beside = tuple,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
+        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank. Nobody may ask ``unwanted``."""
+        assert unwanted is None, "DeepSpeed updates before it tells the norm; `pretrain.validate` says so"
         lr = self.rates.set(samples_after)
         step = list(itertools.islice(batches, self.micro_batches))
         scale = self._loss_scale(step)

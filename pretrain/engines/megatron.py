@@ -18,7 +18,7 @@ from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import Beside, StepResult, StepTimes
+from pretrain.engines import Beside, StepResult, StepTimes, Unwanted
 from pretrain.engines.building import (
     LearningRates,
     group_overrides,
@@ -57,7 +57,15 @@ class MegatronEngine:
         """This rank's bare model chunks."""
         return [chunk.module for chunk in self.chunks]
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        samples_after: int,
+        *,
+        timed: bool = False,
+        beside: Beside = tuple,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
         """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
         started = platform.Moment() if timed else None
         self.reduction = [] if timed else None
@@ -69,12 +77,15 @@ class MegatronEngine:
         times = self._times(started)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        finite = math.isfinite(grad_norm)  # and the loss (`poisoned`)
-        if finite:
+        known = mean_loss(reports, beside()) if unwanted else None
+        update = math.isfinite(grad_norm)  # and the loss (`poisoned`)
+        if update and known and unwanted:
+            update = not unwanted(known[0], grad_norm)
+        if update:
             self._clip(grad_norm)
             self.optimizer.step_with_ready_grads()
-        loss, sums = mean_loss(reports, beside())
-        return StepResult(loss, grad_norm, lr, skipped=not finite, times=times, beside=sums)
+        loss, sums = known or mean_loss(reports, beside())
+        return StepResult(loss, grad_norm, lr, skipped=not update, times=times, beside=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:

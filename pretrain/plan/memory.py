@@ -13,6 +13,8 @@ Numbers marked 4 are fp32 in either precision.
     conditioner   e (D + H_c) + 4 (5/t + 4) H_c    inputs of its two projections, the scan's and the norms' operands
     scaling       e 2P           z and 1 + phi, the factors of the conditioned projection
     rope          e 2 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch
+    qk_norm       4 (q + k + 1 a head), in bf16 4 (q + k) more: both over their root mean squares, fp32 copies; fused: the numbers a head
+                  and the norms' inputs, where nothing else keeps them (model.qk_norm)
     attention     e (q + q + w + o) + 4 heads      q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one width;
                   with a window also the copies of q, k and v that its blocks of queries read
     packed        e P            the whole projection, where a view into it is kept: the g-logit, or v where the attention reads v itself

@@ -63,6 +63,7 @@ MIXERS: dict[str, list[str]] = {name: [TIED, f"model.mixer={name}"] for name in 
         TIED,
         "model.mixer=transformer",
         "model.num_query_groups=2",
+        "model.qk_norm=true",
         "model.attention={head_dim: 12, qkv_bias: true, sliding_window: 9, rope_scaling: linear}",
         "model.make_vocab_size_divisible_by=1024",
     ],

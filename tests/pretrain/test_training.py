@@ -94,7 +94,7 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command) -> None:
 
 
 def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
-    """One poisoned micro-batch: the step is reported as skipped, weights and optimizer state keep every bit, and training goes on."""
+    """One poisoned micro-batch, or a step that is unwanted: it is skipped, weights and optimizer state keep every bit, training goes on."""
     with engine_of(settings) as engine:
 
         def state() -> list[torch.Tensor]:
@@ -106,6 +106,9 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
         before = state()
         poisoned = engine.train_step(micro_batches(32, math.nan), 16)
         assert poisoned.skipped and math.isnan(poisoned.loss)
+        seen: list[float] = []
+        refused = engine.train_step(micro_batches(32), 16, unwanted=lambda *told: bool(seen.extend(told) or seen))
+        assert refused.skipped and [refused.loss, refused.grad_norm] == seen and math.isfinite(sum(seen))
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         assert not engine.train_step(micro_batches(32), 24).skipped
         assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))

@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
     parser.add_argument("--few", action="store_true", help="only so many builds that every form and type occurs, not every size")
-    parser.add_argument("--documents", action="store_true", help="so many that every size occurs, too, for rows of documents: few tokens, no multiple of 16")
+    parser.add_argument(
+        "--documents", action="store_true", help="so many that every size occurs, for rows of documents: few tokens, no multiple of 16"
+    )
     asked = parser.parse_args(argv)
     return run("tools.kernel_gate", lambda: _judge(asked))
 

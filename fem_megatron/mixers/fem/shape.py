@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.fem.prior_shapes import PriorShape, SoftmaxShape
-from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights
+from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -191,6 +191,9 @@ class FemShape(Shape):
             * (e * (self.temperature + self.gate) if cuda else self.temperature * (e + WIDE * narrow) + self.gate * 2 * WIDE),
             "out_proj": e * value if self.free_energy or self.gate or narrow else 0.0,
         }
+        if self.prior.qk_norm:  # a GPU's kernel keeps its arguments, so that what it gives is kept here
+            terms["qk_norm"] = qk_norms_keep(training, qk_head, 2 * self.heads) / t + e * 2 * self.heads * qk_head / t * cuda
+            terms["rope"] = e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0
         if self.conditioner:
             terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
             terms["scaling"] = 0.0 if cuda else e * 2 * packed
