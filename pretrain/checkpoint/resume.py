@@ -51,6 +51,7 @@ RULES: dict[str, str] = {
     "train.seed": _ORDER,
     "optimizer": TOLD,
     "checkpoint": FREE,
+    "stages": TOLD,  # what those up to a checkpoint's own have read is compared apart
     "log": FREE,
     "evaluate": FREE,
 }
