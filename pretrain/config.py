@@ -179,6 +179,7 @@ class OptimizerConfig:
     )
     decay_steps: int | None = setting(None, "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.", least=1)
     decay_tokens: int | None = setting(None, "wsd: tokens of the final decay; or give decay_steps.", least=1)
+    from_step: int = setting(0, "Step after which the schedule begins, warm-up first: where a fork has a schedule of its own.", least=0)
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,11 @@ class CheckpointConfig:
         ("auto", "none"),
     )
     load: str | None = setting(None, "Start from the weights of this checkpoint folder (model only) when the run has none of its own.")
+    fork: str | None = setting(
+        None,
+        "Start where this checkpoint is, with its weights, moments and step, when the run has none of its own: a step_NNNNNNNN, or a run "
+        "directory (its newest). Data, batch, length and schedule may be others.",
+    )
 
 
 @dataclass(frozen=True)
@@ -287,6 +293,25 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of the run; what it leaves out is the run's. Any of its last five keys gives it a schedule of its own, from its first step."""
+
+    name: str = setting(MISSING, "Name of the stage.", check=lambda text: None if text else "must not be empty")
+    steps: int | None = setting(None, "Optimizer steps of the stage; or give tokens.", least=1)
+    tokens: int | None = setting(None, "Tokens of the stage, rounded up to whole steps; or give steps.", least=1)
+    data: tuple[Source, ...] = setting((), "Training blend; empty: data.train.")
+    seq_length: int | None = setting(None, "As data.seq_length.", least=1)
+    documents: str | None = setting(None, "As data.documents.", ("joined", "separate"))
+    micro_batch_size: int | None = setting(None, "As train.micro_batch_size.", least=1)
+    global_batch_size: int | None = setting(None, "As train.global_batch_size.", least=1)
+    lr: float | None = setting(None, "As optimizer.lr.", above=0)
+    min_lr: float | None = setting(None, "As optimizer.min_lr.", least=0)
+    schedule: str | None = setting(None, "As optimizer.schedule.", ("cosine", "wsd", "linear", "constant"))
+    warmup_steps: int | None = setting(None, "As optimizer.warmup_steps; null: none in a schedule of its own.", least=0)
+    decay_steps: int | None = setting(None, "As optimizer.decay_steps.", least=1)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A complete run."""
 
@@ -307,6 +332,7 @@ class RunConfig:
     train: TrainConfig = setting(TrainConfig, "Length, batch, precision.")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "Optimizer and schedule.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
+    stages: tuple[Stage, ...] = setting((), "Stages, one after another, in place of train.steps and train.tokens; empty: one.")
     log: LogConfig = setting(LogConfig, "Logs.")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "Evaluation while training.")
 

@@ -70,7 +70,7 @@ class Trainer:
             TooManyBadSteps: without a checkpoint, so that every attempt starts again from the same one.
             ConfigError, StorageError: a checkpoint cannot be written.
         """
-        stream = self._stream(self.data.train, self.progress.consumed_samples)
+        stream = self._stream(self.data.train, self.progress.consumed_samples - self.progress.order_begin)
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
@@ -96,7 +96,8 @@ class Trainer:
             self._tell_progress()
             self._evaluate()
         self._note_progress()
-        self.progress_file.tell("stopped" if stopped_by else "complete", signal=stopped_by)
+        done = "complete" if self.schedule.steps >= self.schedule.last_step else "running"
+        self.progress_file.tell("stopped" if stopped_by else done, signal=stopped_by)
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Iterator[Any]) -> tuple[StepRecord, list[float]]:
@@ -131,7 +132,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             peak_memory_bytes=int(max(result.beside[len(STOP) :])),
-            **self.meter.measure(self.schedule.steps - self.progress.step, self._pauses_left()),
+            **self.meter.measure(self.schedule.last_step - self.progress.step, self._pauses_left()),
         )
         self._note_progress()
         if result.times is not None:
@@ -227,7 +228,7 @@ class Trainer:
         if last is not None and last != good:
             there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
             back += f" (remove the later ones, up to {last}{there})"
-        first = self.progress.consumed_samples - bad * self.schedule.batch_samples
+        first = self.progress.consumed_samples - self.progress.order_begin - bad * self.schedule.batch_samples
         return (
             f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
             f"look at the data from sample {max(first, 0)} on"

@@ -52,6 +52,7 @@ RULES: dict[str, str] = {
     "optimizer": TOLD,
     "optimizer.name": "keeps that optimizer's moments: " + _ANEW,
     "checkpoint": FREE,
+    "stages": TOLD,  # what those up to a checkpoint's own have read is compared apart
     "log": FREE,
     "evaluate": FREE,
 }

@@ -74,6 +74,10 @@ class Checkpoints:
         self.rank = torch.distributed.get_rank()
         self.mirror = Mirroring(config.checkpoint, folder.parent, say) if config.checkpoint.mirror and self.rank == 0 else None
 
+    def enter(self, config: RunConfig) -> None:
+        """From here on checkpoints are of a run of this configuration, a stage's; none is being written."""
+        self.config, self.queue = config, AsyncCallsQueue()
+
     def sweep(self) -> None:
         """Removes what killed attempts left half written; the run directory is claimed."""
         if self.rank == 0:
