@@ -265,7 +265,7 @@ _LISTED = (
     _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION, refuses=_refuses_masks, equal=True),
     _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
     Engine(
-        "triton", "this room's kernels, fused with the free energy", lacks_triton, _triton,
+        "triton", "this room's kernels", lacks_triton, _triton,
         lambda call, widths: widths[0] <= 256 and widths[1] <= 512,
     ),
     _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, groups=False),

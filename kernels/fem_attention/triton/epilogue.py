@@ -1,7 +1,7 @@
 """What comes after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and no softmax.
 
 The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. F - mu is made again in the backward, which reads [mu | Z] anyway
-(attention keeps it), so nothing of the epilogue's own is kept. This room's own attention has the forward in its last step.
+(attention keeps it), so nothing of the epilogue's own is kept.
 """
 
 from __future__ import annotations
@@ -50,28 +50,19 @@ class GatedRead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_reads, _, d_lam, d_gate, d_beta = epilogue_gradients(grads[0], *ctx.saved_tensors)
-        return d_reads, d_beta, None, None, None, d_lam, d_gate
-
-
-def epilogue_gradients(
-    d_o: Tensor, reads: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor, wild: Tensor, lam: Tensor | None, gate: Tensor | None,
-    *, terms: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """([dmu | dZ] in do's type, the softmax's row term [b, h, tq] where ``terms``, dlam, dgate, dbeta) of `GatedRead`'s gradient do."""
-    d_o = rows_of(d_o)
-    (b, h, tokens), (hk, dv) = reads.shape[:3], beta.shape
-    rows, columns = row_blocks(dv)
-    blocks = triton.cdiv(tokens, rows)
-    d_reads = empty_as(reads, d_o.dtype, width=2 * dv)
-    row_term = torch.empty(b, h, tokens, dtype=torch.float32, device=d_o.device) if terms else None
-    d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
-    d_beta = torch.empty(b, hk, h // hk * blocks, dv, dtype=torch.float32, device=d_o.device)
-    _epilogue_backward_kernel[b * h * blocks,](
-        reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, row_term, d_lam, d_gate, d_beta,
-        *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
-    )  # fmt: skip
-    return d_reads, row_term, d_lam, d_gate, d_beta.sum((0, 2))
+        reads, beta, centre, shifted, wild, lam, gate = ctx.saved_tensors
+        d_o = rows_of(grads[0])
+        (b, h, tokens), (hk, dv) = reads.shape[:3], beta.shape
+        rows, columns = row_blocks(dv)
+        blocks = triton.cdiv(tokens, rows)
+        d_reads = empty_as(reads, d_o.dtype, width=2 * dv)
+        d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
+        d_beta = torch.empty(b, hk, h // hk * blocks, dv, dtype=torch.float32, device=d_o.device)
+        _epilogue_backward_kernel[b * h * blocks,](
+            reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
+            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
+        )  # fmt: skip
+        return d_reads, d_beta.sum((0, 2)), None, None, None, d_lam, d_gate
 
 
 @triton.jit
@@ -100,17 +91,6 @@ def free_energy_gap(mu, z, beta, centre, shifted):
 
 
 @triton.jit
-def load_channels(beta, centre, shifted, channel, DV: tl.constexpr):
-    """beta, c and kappa = 1 of a head's channels from ``channel`` [1, n] of the DV that begin at the given addresses."""
-    there = channel < DV
-    return (
-        tl.load(beta + channel, mask=there, other=1.0).to(tl.float32),
-        tl.load(centre + channel, mask=there, other=0.0),
-        tl.load(shifted + channel, mask=there, other=1).to(tl.int1),
-    )
-
-
-@triton.jit
 def _tile(base, head, heads, sb, sh, st, at, column):
     """Where the rows ``at`` of a head lie."""
     return base + head // heads * sb + head % heads * sh + at[:, None] * st + column[None, :]
@@ -124,8 +104,11 @@ def _rows_and_channels(beta, centre, shifted, heads, group, tokens, DV: tl.const
     column = tl.arange(0, COLUMNS)
     at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     kv = head // group
-    temperature, middle, shift = load_channels(beta + kv % (heads // group) * DV, centre + kv * DV, shifted + kv * DV, column[None, :], DV)
-    return head, kv, at, column, (at < tokens)[:, None] & (column < DV)[None, :], temperature, middle, shift
+    there = (column < DV)[None, :]
+    temperature = tl.load(beta + kv % (heads // group) * DV + column[None, :], mask=there, other=1.0)
+    middle = tl.load(centre + kv * DV + column[None, :], mask=there, other=0.0)
+    shift = tl.load(shifted + kv * DV + column[None, :], mask=there, other=1).to(tl.int1)
+    return head, kv, at, column, (at < tokens)[:, None] & there, temperature, middle, shift
 
 
 @triton.jit
@@ -152,11 +135,11 @@ def _epilogue_kernel(
 
 @triton.jit
 def _epilogue_backward_kernel(
-    reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, row_term, d_lam, d_gate, d_beta,
+    reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
     rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[dmu | dZ], its row term, dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
+    """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
     head, kv, at, column, inside, temperature, middle, shift = _rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
@@ -184,14 +167,8 @@ def _epilogue_backward_kernel(
         tl.store(_tile(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
         d_gap = d_mixed * share
     out = _tile(d_reads, head, heads, drb, drh, drt, at, column)
-    d_mu = (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty)
-    d_z = (d_gap * level * width).to(d_reads.dtype.element_ty)
-    tl.store(out, d_mu, mask=inside)
-    tl.store(out + DV, d_z, mask=inside)
-    if row_term is not None:
-        # Of the rounded gradients, as the attention's backward multiplies them: the rows of its dS add up to zero then.
-        term = tl.sum(tl.where(kept, d_mu.to(tl.float32) * mu + d_z.to(tl.float32) * z, 0.0), 1)
-        tl.store(row_term + head * tokens + at, term, mask=at < tokens)
+    tl.store(out, (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty), mask=inside)
+    tl.store(out + DV, (d_gap * level * width).to(d_reads.dtype.element_ty), mask=inside)
     part = tl.sum(tl.where(kept, -d_gap * (tilt * offset + gap) * width, 0.0), 0)
     tl.store(d_beta + tl.program_id(0).to(tl.int64) * DV + column, part, mask=column < DV)
 
