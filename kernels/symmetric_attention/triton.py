@@ -25,8 +25,6 @@ from torch.autograd.function import once_differentiable
 from kernels.tiles import (
     LOG2E,
     Blocks,
-    Build,
-    build,
     empty_as,
     fitting,
     good_at,
@@ -354,35 +352,11 @@ def _sigmoid_gradient_kernel(
     store_tile(found + b * found_b + h * found_h + start.to(tl.int64) * found_t, found_t, count - start, sums, ROWS, WIDTH, PADDED)
 
 
-_ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
-
-
-def _build(label, kernel, width, valid=False, **more):
-    blocks = _blocks(kernel, torch.bfloat16, width)
-    constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows, "KEYS": blocks.keys} | ({} if valid else {"valid": None})
-    return build(
-        f"{label}, p {width}{', padding' if valid else ''}", kernel, constants | more, blocks.warps, blocks.stages, matrix=True,
-        bf16="z keys own other out d_out d_z", fp32="lse terms", kinds={"found": "*fp32" if more.get("CAUSAL") else "*bf16"},
-        even="t tk count others positions", allowed=_ALLOWED if "CAUSAL" in more else None,
-    )  # fmt: skip
-
-
-_BISOFTMAX = (
-    ("bisoftmax, log-sum-exp", _log_sum_kernel), ("bisoftmax", _bisoftmax_kernel), ("bisoftmax backward, row terms", _terms_kernel),
-    ("bisoftmax backward", _bisoftmax_gradient_kernel),
-)  # fmt: skip
-_ROLES = (("queries, causal", True, False, True), ("keys, causal", False, True, True), ("both, full", True, True, False))
-BUILDS: tuple[Build, ...] = (
-    *(_build(*given, width) for width in (64, 128) for given in _BISOFTMAX),
-    *(_build(*given, 64, True) for given in _BISOFTMAX),
-    *(
-        _build(f"sigmoid, {'causal' if causal else 'full'}", _sigmoid_kernel, width, CAUSAL=causal)
-        for width in (64, 128)
-        for causal in (True, False)
-    ),
-    *(
-        _build(f"sigmoid backward, {role}", _sigmoid_gradient_kernel, width, AS_QUERY=query, AS_KEY=key, CAUSAL=causal)
-        for width in (64, 128)
-        for role, query, key, causal in _ROLES
-    ),
-)
+MATRIX = (
+    _log_sum_kernel,
+    _bisoftmax_kernel,
+    _terms_kernel,
+    _bisoftmax_gradient_kernel,
+    _sigmoid_kernel,
+    _sigmoid_gradient_kernel,
+)  # their products are wgmma on sm_90

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
-from kernels.tiles import build
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 528  # four for each of an H100's multiprocessors
@@ -203,25 +202,3 @@ def _backward_kernel(
             d_own = -d_own / (1.0 + tl.exp2(-own * LOG2_E))
         tl.store(da + at, d_own.to(da.dtype.element_ty), mask=mask)
         tl.store(dx + at, value.to(dx.dtype.element_ty), mask=mask)
-
-
-def _builds():
-    """A packed bfloat16 projection's logits (stride 3) over 4096 steps of 4 x 128 channels, and float32 decays."""
-    launch = _Launch(4096, 512, True)
-    constants = {name: value for name, value in launch.constants.items() if name.isupper()}
-    found = []
-    for label, kind, logits in (("logits, bfloat16", "*bf16", True), ("decays, float32", "*fp32", False)):
-        kinds = dict.fromkeys(("a", "x", "da", "dx"), kind)
-        shared = constants | {"sgc": 1, "SOFTPLUS": logits} | ({} if logits else {"sac": 1, "sxc": 1})
-        for name, kernel, more in (
-            ("summary", _summary_kernel, {"REVERSE": False}),
-            ("summary, backward", _summary_kernel, {"REVERSE": True}),
-            ("forward", _forward_kernel, {"SEGMENTS": launch.padded, "initial": None}),
-            ("backward", _backward_kernel, {"SEGMENTS": launch.padded, "initial": None, "d_initial": None}),
-        ):
-            fp32 = "d_states summary states initial d_initial"
-            found.append(build(f"{name}, {label}", kernel, shared | more, WARPS, STAGES, fp32=fp32, kinds=kinds, even="channels"))
-    return tuple(found)
-
-
-BUILDS = _builds()

@@ -8,26 +8,48 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import kernels
-
-if TYPE_CHECKING:  # it imports Triton, of which the command says first that it is missing
-    from kernels.tiles import Build
-
-# Names of integers that count tokens, or stand between rows of a number a token.
-COUNTS = {"tokens", "tq", "tk", "t", "count", "others", "positions", "rows", "keys", "valid_b", "valid_batch"}
-COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
 ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
+ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel as a launch of it compiles.
+
+    module, kernel: the ``@triton.jit`` function's place and name. types: the Triton type of every argument that is not a constant ("*bf16",
+    "i32", "fp32"); constants: of every other its value; aligned: the arguments known as multiples of 16 (pointers: of 16 bytes).
+    label: the first launch of this kind.
+    """
+
+    module: str
+    kernel: str
+    label: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    warps: int
+    stages: int
+
+    @property
+    def function(self) -> Any:
+        """The function itself."""
+        return getattr(importlib.import_module(self.module), self.kernel)
+
+    @property
+    def matrix(self) -> bool:
+        """Whether the module says that the kernel's products are wgmma's, and this build multiplies in bfloat16."""
+        kernels = getattr(importlib.import_module(self.module), "MATRIX", ())
+        return any(each is self.function for each in kernels) and "*bf16" in dict(self.types).values()
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,7 @@ class Report:
     matrix: int = 0  # wgmma
     slow_matrix: int = 0  # the older kind of matrix instruction
     warnings: tuple[str, ...] = ()
+    crossed: tuple[str, ...] = ()  # arguments through which a program loads what it has stored, in other layouts and without a barrier
     failed: str = ""
 
     def faults(self, build: Build) -> list[str]:
@@ -58,7 +81,8 @@ class Report:
         if build.matrix and self.arch == ARCHITECTURES[0]:
             found += [] if self.matrix else ["no HGMMA"]
             found += [f"{self.slow_matrix} HMMA beside wgmma"] if self.slow_matrix else []
-        found += [f"ptxas warns {code}" for code in self.warnings if code not in build.allowed]
+        found += [f"ptxas warns {code}" for code in self.warnings if code not in ALLOWED]
+        found += [f"loads {name} in another layout than it stores it" for name in self.crossed]
         return found
 
 
@@ -69,14 +93,13 @@ def report(build: Build, arch: int) -> Report:
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    names = build.kernel.arg_names
-    signature = {name: "constexpr" if name in build.constants else build.types[name] for name in names}
-    aligned = [n for n, name in enumerate(names) if signature[name].startswith("*") or name in build.aligned]
+    function, constants, types = build.function, dict(build.constants), dict(build.types)
+    names = function.arg_names
     source = ASTSource(
-        build.kernel,
-        signature=signature,
-        constexprs=dict(build.constants),
-        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
+        function,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name in build.aligned},
     )
     try:
         made = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": build.warps, "num_stages": build.stages})
@@ -100,7 +123,29 @@ def report(build: Build, arch: int) -> Report:
         matrix=len(re.findall(r"\bHGMMA\b", code)),
         slow_matrix=len(re.findall(r"\bHMMA\b", code)),
         warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),
+        crossed=tuple(crossed_layouts(made.asm["ttgir"])),
     )
+
+
+def crossed_layouts(ttgir: str) -> list[str]:
+    """Pointer arguments that one program both loads from and stores to as tensors of different layouts, with no barrier in between.
+
+    What a thread stores another may then load: nothing orders the two. A kernel with a barrier of its own has said where.
+    """
+    if "gpu.barrier" in ttgir or "ttg.barrier" in ttgir:
+        return []
+    origin: dict[str, str] = {}
+    found: dict[str, dict[str, set[str]]] = {}
+    for name in re.findall(r"(%\w+): !tt\.ptr<", ttgir):
+        origin[name] = name
+    for line in ttgir.splitlines():
+        made = re.match(r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)|ttg\.convert_layout) (%\w+)", line)
+        if made and made[2] in origin:
+            origin[made[1]] = origin[made[2]]
+        for what, at, kind in re.findall(r"(tt\.load|tt\.store) (%\w+).* : (tensor<.*>)", line):
+            if at in origin:
+                found.setdefault(origin[at], {}).setdefault(what, set()).add(re.sub(r".*, (#\w+)>.*", r"\1", kind))
+    return [name for name, used in found.items() if len(used) == 2 and len(set.union(*used.values())) > 1]
 
 
 def _run(tool: Path, *arguments: str | Path) -> str:
@@ -112,21 +157,20 @@ def _run(tool: Path, *arguments: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Built:
-    """A build, where it comes from, and its reports by architecture."""
+    """A build, and its reports by architecture."""
 
-    module: str
     build: Build
     reports: dict[int, Report]
 
     @property
     def name(self) -> str:
         """What errors call it."""
-        return f"{self.module}: {self.kernel}, {self.build.label}"
+        return f"{self.build.module}: {self.kernel}, {self.build.label}"
 
     @property
     def kernel(self) -> str:
         """The kernel's name without its leading underscore."""
-        return str(self.build.kernel.fn.__name__).lstrip("_")
+        return self.build.kernel.lstrip("_")
 
     def faults(self) -> list[str]:
         """What stands against it: anything on the first architecture; elsewhere only that it does not compile."""
@@ -135,20 +179,11 @@ class Built:
         return against + [f"sm_{other.arch}: does not compile: {other.failed}" for other in others if other.failed]
 
 
-def modules(prefix: str = "kernels") -> Iterator[str]:
-    """Modules with builds, by name, under ``prefix``."""
-    for module in sorted(found.name for found in pkgutil.walk_packages(kernels.__path__, "kernels.")):
-        inside = module == prefix or module.startswith(prefix.rstrip(".") + ".")
-        if inside and ".triton" in module and hasattr(importlib.import_module(module), "BUILDS"):
-            yield module
-
-
-def covering(module: str) -> list[int]:
-    """Of a module's builds each kernel's first, and the few in which every value of all its constants and types occurs, by number."""
-    values: dict[str, dict[int, set[tuple[str, str]]]] = {}
-    for n, build in enumerate(_builds(module)):
-        held = {(key, repr(value)) for key, value in (*build.constants.items(), *build.types.items())}
-        values.setdefault(str(build.kernel.fn.__name__), {})[n] = held
+def covering(builds: Sequence[Build]) -> list[Build]:
+    """Each kernel's first, and the few in which every value of all its constants and types occurs."""
+    values: dict[tuple[str, str], dict[int, set[tuple[str, str]]]] = {}
+    for n, build in enumerate(builds):
+        values.setdefault((build.module, build.kernel), {})[n] = {(key, repr(value)) for key, value in (*build.constants, *build.types)}
     chosen = set[int]()
     for of in values.values():
         best, missing = next(iter(of)), set[tuple[str, str]]().union(*of.values())
@@ -156,37 +191,19 @@ def covering(module: str) -> list[int]:
             chosen.add(best)
             missing -= of[best]
             best = max(of, key=lambda n: len(of[n] & missing))
-    return sorted(chosen)
+    return [builds[n] for n in sorted(chosen)]
 
 
-def in_rows(build: Build) -> Build | None:
-    """The same for rows of documents, whose tokens are few and no multiple of 16; None where it is not another.
-
-    Nor for heads of 256, which no recipe has: two of fem_attention's kernels then spill up to 152 bytes.
-    """
-    constants = {**build.constants, **({"SEGMENTS": 1} if "SEGMENTS" in build.constants else {})}
-    short = replace(build, constants=constants, aligned=tuple(name for name in build.aligned if name not in COUNTS))
-    return None if short == build or " 256" in build.label else short
-
-
-def build_all(
-    prefix: str, architectures: tuple[int, ...], told: Callable[[int, int, str], None], *, few: bool = False, documents: bool = False
-) -> list[Built]:
-    """Every build under ``prefix``, or a few that cover them; told(done, of, name) after each. As many processes as there are cores.
-
-    documents: these few as `in_rows` has them.
-    """
-    listed = [(module, n) for module in modules(prefix) for n in (covering(module) if few or documents else range(len(_builds(module))))]
-    builds = {(module, n): in_rows(_builds(module)[n]) if documents else _builds(module)[n] for module, n in listed}
-    kept = {which: build for which, build in builds.items() if build is not None}
-    reports: dict[tuple[str, int], dict[int, Report]] = {}
+def build_all(builds: Sequence[Build], architectures: tuple[int, ...], told: Callable[[int, int, str], None]) -> list[Built]:
+    """Every build; told(done, of, name) after each. As many processes as there are cores."""
+    reports: dict[Build, dict[int, Report]] = {}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(_reports, *which, architectures, documents): which for which in kept}
+        pending = {pool.submit(_reports, build, architectures): build for build in builds}
         for done, future in enumerate(as_completed(pending), start=1):
-            which = pending[future]
-            reports[which] = future.result()
-            told(done, len(kept), f"{which[0]}: {kept[which].label}")
-    return [Built(which[0], build, reports[which]) for which, build in kept.items()]
+            build = pending[future]
+            reports[build] = future.result()
+            told(done, len(builds), f"{build.module}: {build.label}")
+    return [Built(build, reports[build]) for build in builds]
 
 
 def page(built: list[Built], triton_version: str) -> str:
@@ -195,7 +212,7 @@ def page(built: list[Built], triton_version: str) -> str:
         "# The kernels' machine code",
         "",
         "Written by `python -m tools.kernel_gate --write`; a test compiles all again and compares. Built",
-        f"without a GPU, by Triton {triton_version} and its ptxas, at production shapes and types.",
+        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in which layers and operations launch them.",
         "It says what a kernel takes at the most; speeds are in `docs/benchmarks/`.",
         "",
         "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
@@ -206,7 +223,7 @@ def page(built: list[Built], triton_version: str) -> str:
     ]
     rows: dict[str, dict[str, list[Built]]] = {}
     for one in built:
-        rows.setdefault(one.module.removeprefix("kernels."), {}).setdefault(one.kernel, []).append(one)
+        rows.setdefault(one.build.module.removeprefix("kernels."), {}).setdefault(one.kernel, []).append(one)
     for module, kernels_ in rows.items():
         lines += [
             "",
@@ -229,8 +246,8 @@ def page(built: list[Built], triton_version: str) -> str:
     allowed: dict[tuple[str, str], set[str]] = {}
     for one in built:
         for code in one.reports[ARCHITECTURES[0]].warnings:
-            if code in one.build.allowed:
-                allowed.setdefault((code, one.build.allowed[code]), set()).add(f"`{one.kernel}`")
+            if code in ALLOWED:
+                allowed.setdefault((code, ALLOWED[code]), set()).add(f"`{one.kernel}`")
     if allowed:
         lines += ["", "## Warnings of ptxas that are allowed", "", "| warning | why | kernels |", "|---|---|---|"]
         lines += [f"| {code} | {why} | {', '.join(sorted(kernels_))} |" for (code, why), kernels_ in sorted(allowed.items())]
@@ -242,12 +259,5 @@ def _unsuited(found: Report) -> bool:
     return bool(found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch])
 
 
-def _builds(module: str) -> tuple[Build, ...]:
-    builds: tuple[Build, ...] = importlib.import_module(module).BUILDS
-    return builds
-
-
-def _reports(module: str, n: int, architectures: tuple[int, ...], documents: bool) -> dict[int, Report]:
-    build = in_rows(_builds(module)[n]) if documents else _builds(module)[n]
-    assert build is not None
+def _reports(build: Build, architectures: tuple[int, ...]) -> dict[int, Report]:
     return {arch: report(build, arch) for arch in architectures}

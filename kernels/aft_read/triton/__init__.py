@@ -35,7 +35,6 @@ from kernels.aft_read.triton.forward import (
     SUM,
     VALUES,
     Launch,
-    built,
     counted,
     dense,
     exponents,
@@ -54,7 +53,7 @@ from kernels.aft_read.triton.forward import (
     valid_stride,
 )
 from kernels.fem_attention.triton.prep import excess
-from kernels.tiles import Build, rows_of, strides_of
+from kernels.tiles import rows_of, strides_of
 
 
 def fused_past(k, v, beta, lam, gate, query, valid, state):
@@ -300,15 +299,3 @@ def _backward_kernel(
         tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=there)
     if BETA:
         tl.store(d_beta + (bh * segments + segment) * width + c, d_beta_sum, mask=inside)
-
-
-def _builds():
-    """As the forward's."""
-    launch = Launch(4, 16, 4096, 64)
-    absent = {"query": None, "valid": None, "d_query": None}
-    for label, more in (("mu and F", {}), ("mu", dict.fromkeys(("beta", "centre", "lam", "d_beta", "d_lam")))):
-        for name, kernel in (("backward summary", _summary_kernel), ("backward", _backward_kernel)):
-            yield built(f"{name}, {label}", kernel, launch.constants | absent | more, launch.backward_options["num_warps"])
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())

@@ -21,7 +21,7 @@ from kernels.fem_attention.triton.epilogue import free_energy_gap
 from kernels.fem_attention.triton.prep import excess
 from kernels.free_energy import SHIFT_BELOW
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build, strides_of
+from kernels.tiles import strides_of
 
 PROGRAMS = 528  # four for each of an H100's multiprocessors
 MOST_SEGMENTS = 64  # their summaries are joined in one block
@@ -367,23 +367,3 @@ def _forward_kernel(
         tl.store(at + JOINT_SUM * width, i, mask=last)
         tl.store(at + EXCESS * width, e, mask=last)
         tl.store(at + CENTRE * width, middle, mask=last)
-
-
-def built(label, kernel, given, warps=WARPS):
-    """A kernel's `Build`: bfloat16 slices, float32 sums."""
-    return build(
-        label, kernel, given, warps, STAGES, even="tokens width heads", odd="wb",
-        bf16="k v lam gate o d_o dk dv d_lam d_gate", fp32="beta centre summary after kept d_beta",
-    )  # fmt: skip
-
-
-def _builds():
-    """4096 tokens of 4 x 16 heads of 64 channels, as budget (i) of the 1.3B model has them; with and without the free energy."""
-    launch = Launch(4, 16, 4096, 64)
-    absent = {"query": None, "valid": None, "state": None}
-    for label, more in (("mu and F", {}), ("mu", {"beta": None, "centre": None, "lam": None})):
-        for name, kernel in (("summary", _summary_kernel), ("forward", _forward_kernel)):
-            yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())

@@ -6,9 +6,6 @@ gives what the scores' additive part C gets, summed over the heads that share it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,14 +15,13 @@ from kernels.cem_attention.triton.forward import (
     LOG2_E,
     Part,
     bias_tile,
-    built,
     head_tile,
     pair_scores,
     sizes_of,
     store_tile,
     tile_of,
 )
-from kernels.tiles import Build, good_at, of_head
+from kernels.tiles import good_at, of_head
 
 
 @triton.jit
@@ -311,28 +307,4 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     return d_bias
 
 
-_KEPT = {"d_out": "*bf16", "lse": "*fp32", "row_terms": "*fp32"}
-_ROWS = _KEPT | {"out": "*bf16", "p_own": "*fp32"}
-_OUTPUTS: tuple[tuple[Any, dict[str, str]], ...] = (
-    (_rows_kernel, _ROWS),
-    (_dq_kernel, _ROWS | {"dq": "*bf16", "d_alone": "*fp32"}),
-    (_dk_kernel, _KEPT | {"dk": "*bf16"}),
-    (_d_bias_kernel, _KEPT | {"d_bias": "*bf16"}),
-)
-
-
-def _builds(width: int, what: str = "", *, bias: bool = True, **form: Any) -> Iterator[Build]:
-    for kernel, outputs in _OUTPUTS:
-        if bias or kernel is not _d_bias_kernel:
-            add, matrix = False if kernel is _dk_kernel else None, kernel is not _rows_kernel
-            numbers = ("groups", "heads")
-            yield built(f"d {width}{what}", kernel, width, outputs=outputs, numbers=numbers, bias=bias, add=add, matrix=matrix, **form)
-
-
-BUILDS: tuple[Build, ...] = (
-    *(build for width in (56, 64, 72, 84, 128) for build in _builds(width)),  # at 256 the kernel by keys spills 64 bytes or more
-    *_builds(64, ", no diagonal", bias=False),
-    *_builds(84, ", padding", valid=True),
-    *_builds(64, ", full", causal=False),
-    built("d 84, parts of the rows", _dk_kernel, 84, add=True, outputs=_KEPT | {"dk": "*fp32"}),
-)
+MATRIX = (_dq_kernel, _dk_kernel, _d_bias_kernel)  # their products are wgmma on sm_90

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tiles import Blocks, Build, build, fitting, good_at, of_head, padded
+from kernels.tiles import Blocks, fitting, good_at, of_head, padded
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -143,28 +143,6 @@ def bias_tile(bias, row_stride, row, rows, key, keys):
     return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(tl.float32)
 
 
-def built(
-    label: str, kernel: Any, width: int, *, outputs: dict[str, str], numbers: tuple[str, ...] = (),
-    bias: bool = True, valid: bool = False, causal: bool = True, add: bool | None = None, matrix: bool = True,
-) -> Build:  # fmt: skip
-    """A kernel as a layer launches it: q and k are views of [s, b, heads r], so that only a head's stride is no multiple of 16.
-
-    outputs: its pointers after `Part.pointers`, name -> Triton type; numbers: its integers that a layer's sizes make odd.
-    """
-    sizes = sizes_of(kernel, torch.bfloat16, width)
-    absent = {name: None for name, there in (("bias", bias), ("valid", valid)) if not there}
-    part = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": causal}
-    constants: dict[str, Any] = absent | part | {"STAGES": sizes.stages, "ALIGN": math.gcd(16, width), "ADD": add}
-    # Of a width that is no multiple of 16 the heads' strides are none; those of C always are.
-    integers = set(kernel.arg_names) - {*constants, *outputs, "q", "k", "bias", "slopes", "alone", "valid", "scale", "unit"}
-    wide = {"q", "k", *(name for name, kind in outputs.items() if kind == "*bf16" and not name.endswith("bias"))}
-    odd = {"first", *numbers} | ({f"{name}_head" for name in wide} if width % 16 else set())
-    return build(
-        label, kernel, constants, sizes.warps, sizes.stages, bf16="q k bias", fp32="slopes alone", kinds=outputs,
-        even=" ".join(integers - odd), odd=" ".join(odd), matrix=matrix,
-    )  # fmt: skip
-
-
 @triton.jit
 def _read_tile(
     best, total, read, query, k, k_row, start, keys, bias, bias_row, rows, own, own_valid, valid, slope, alone, scale, edge,
@@ -245,14 +223,4 @@ def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     )
 
 
-def _build(width: int, what: str = "", **form: Any) -> Build:
-    return built(f"d {width}{what}", _forward_kernel, width, outputs={"out": "*bf16", "lse": "*fp32"}, **form)
-
-
-BUILDS: tuple[Build, ...] = (
-    *(_build(width) for width in (56, 64, 72, 84, 128)),
-    _build(64, ", no diagonal", bias=False),
-    _build(84, ", padding", valid=True),
-    _build(64, ", full", causal=False),
-    _build(256),
-)
+MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90

@@ -15,7 +15,6 @@ from kernels.fem_attention.triton.attention_backward import (
     FLOAT32,
     WIDEST,
     attention_gradients,
-    built,
     key_spans,
     last_key,
     readable,
@@ -153,6 +152,4 @@ def forward_blocks(dtype, dk, width):
     return Blocks(128, 64, 8, 2 if padded(dk) > 128 else 3)
 
 
-BUILDS = (
-    *built(_forward_kernel, lambda dtype, dk, dv, halves: forward_blocks(dtype, dk, 2 * dv)),
-)  # fmt: skip
+MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90

@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, build, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import LOG2E, Blocks, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
 
 WIDEST = 256  # of a head's queries and keys, and of v
-HEADS = ((64, 32), (128, 64), (96, 48), (64, 64), (128, 128), (256, 128))  # (dk, dv) that the kernels are built for in the gate
 FLOAT32 = Blocks(16, 16, 4, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
 
 
@@ -291,24 +290,4 @@ def keys_blocks(dtype, dk, dv, halves):
     return Blocks(64, 64 if width > 256 else 128, 8, 2)
 
 
-FORMS = {
-    ", full": {"CAUSAL": False}, ", four query heads a key head": {"GROUP": 4}, ", documents": {"first": ..., "last": ...},
-    ", padding, full": {"CAUSAL": False, "valid": ...},
-}  # fmt: skip
-
-
-def built(kernel, blocks, what="", widths=HEADS, forms=FORMS, **given):
-    """`Build`s of a kernel in bfloat16, causal, for heads of these widths; and its other forms for d_k 128, d_v 64."""
-    plain = {"CAUSAL": True, "HALVES": 2, "valid": None, "first": None, "last": None, "GROUP": 1} | given
-    for dk, dv, label, form in (*((dk, dv, "", {}) for dk, dv in widths), *((128, 64, *each) for each in forms.items())):
-        sizes = blocks(torch.bfloat16, dk, dv, plain["HALVES"])
-        constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
-        constants |= {"BDK": padded(dk), "BDV": padded(dv), "ROWS": sizes.rows, "KEYS": sizes.keys}
-        yield build(
-            f"{what}d_k {dk}, d_v {dv}{label}", kernel, constants, sizes.warps, sizes.stages, matrix=True, even="tq tk",
-            bf16="q k values out lam gate d_reads d_q d_k d_values", fp32="lse reads beta centre row_term",
-            kinds={"first": "*i32", "last": "*i32"},
-        )  # fmt: skip
-
-
-BUILDS = (*built(_queries_kernel, queries_blocks), *built(_keys_kernel, keys_blocks))
+MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, build, padded, rows_of, strides_of
+from kernels.tiles import LOG2E, padded, rows_of, strides_of
 
 LOG2_E = tl.constexpr(LOG2E)
 INFINITY = tl.constexpr(float("inf"))
@@ -233,29 +233,3 @@ def _join_kernel(
     if gate is not None:
         out *= tl.load(gate + batch * gate_b + head * gate_h + query * gate_t + channels, mask=there, other=0.0).to(tl.float32)
     tl.store(o + flat * CHANNELS + channels, out.to(o.dtype.element_ty), mask=there)
-
-
-def _builds():
-    """One query a head, alone or four heads to a key head, and sixteen."""
-    found = []
-    for width, channels, rows, tq, more in (
-        (64, 32, 1, 1, {"valid": None}),
-        (128, 64, 1, 1, {"valid": None}),
-        (128, 64, 4, 1, {"valid": None}),
-        (128, 64, 16, 16, {}),
-        (128, 128, 1, 1, {"valid": None, "beta": None}),
-    ):
-        sizes = _Sizes(width, channels, rows)
-        given = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": True, "HAS_BETA": "beta" not in more, **more, **sizes.constants}
-        given |= {"tq": 1} if tq == 1 else {}
-        label = f"d_k {width}, d_v {channels}, {rows} rows" + ("" if given["HAS_BETA"] else ", mu alone")
-        pointers = {"bf16": "q k v lam gate o", "fp32": "beta scores reads"}
-        found.append(build(f"parts, {label}", _part_kernel, given, sizes.warps, STAGES, **pointers))
-        if tq == 1:
-            joined = {"CHANNELS": channels, "HAS_BETA": given["HAS_BETA"], "PARTS": JOINED, "BLOCK_C": sizes.joined_channels, "tq": 1}
-            joined |= {} if given["HAS_BETA"] else {"beta": None, "lam": None}
-            found.append(build(f"join, {label}", _join_kernel, joined, JOIN_WARPS, STAGES, **pointers))
-    return tuple(found)
-
-
-BUILDS = _builds()

@@ -6,7 +6,6 @@ The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. F - m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from kernels.fem_attention.triton.prep import row_blocks
 from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build, empty_as, load_tile, padded, rows_of, strides_of
+from kernels.tiles import empty_as, load_tile, padded, rows_of, strides_of
 
 WARPS = 8  # a tile's elements are many numbers each here
 LOWEST = tl.constexpr(LOWEST_Y)
@@ -201,19 +200,3 @@ def row_term(d_out: Tensor, out: Tensor) -> Tensor:
 
 def _term_constants(width: int) -> dict[str, int]:
     return {"N": width, "BN": padded(width), "ROWS": 16 if interpreted() else max(4, 1024 // padded(width))}
-
-
-def _builds() -> Iterator[Build]:
-    bf16, fp32 = "reads lam gate o d_o d_reads d_lam d_gate out d_out", "beta centre d_beta row_term"
-    both = (("epilogue", _epilogue_kernel), ("epilogue backward", _epilogue_backward_kernel))
-    for dv, present, own in ((64, True, False), (128, True, False), (64, False, False), *((dv, True, True) for dv in (32, 48, 64, 128))):
-        rows, columns = row_blocks(dv)
-        tile = {"DV": dv, "ROWS": rows, "COLUMNS": columns} | ({} if present else dict.fromkeys(("lam", "gate", "d_lam", "d_gate")))
-        label = f", d_v {dv}" + ("" if present else ", no lam, no gate") + (", this room's attention" if own else "")
-        for name, kernel in both[own:]:
-            kinds = {"reads": "*fp32"} if own else {}
-            yield build(name + label, kernel, tile | ({} if own else {"row_term": None}), WARPS, 3, bf16=bf16, fp32=fp32, kinds=kinds)
-    yield build("row term, 128 channels", _row_term_kernel, _term_constants(128), 4, 3, bf16=bf16, fp32=fp32, even="tq")
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())

@@ -35,7 +35,7 @@ from kernels.fem_attention.triton.exact_read import (
     _tile,
 )  # fmt: skip
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, build, of_head, padded, rows_of, strides_of
+from kernels.tiles import LOG2E, of_head, padded, rows_of, strides_of
 
 
 @triton.jit
@@ -342,31 +342,5 @@ def constants(width, channels, causal):
     return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "CHUNK": CHUNK}
 
 
-def _build(label, kernel, width, channels, *, rows, keys, absent=()):
-    given = constants(width, channels, True) | {"group": 1, "ROWS": rows, "KEYS": keys} | dict.fromkeys(absent)
-    return build(
-        f"{label}, d_k {width}, d_v {channels}", kernel, given, WARPS, STAGES, even="tq tk", kinds={"first": "*i32", "last": "*i32"},
-        bf16="q k v o d_o lam gate greatest d_lam d_gate d_q d_k d_v", fp32="beta lse free_energy row_term d_beta",
-    )  # fmt: skip
-
-
-_PLAIN = ("valid", "first", "last")
-_KERNELS = (
-    ("forward", _forward_kernel, ROWS, KEYS),
-    ("backward of rows", _rows_kernel, ROWS, KEYS),
-    ("dq", _dq_kernel, ROWS, KEYS),
-    ("dk", _dk_kernel, KEYS, ROWS),
-    ("dv", _dv_kernel, KEYS, ROWS),
-)
-TRAFFIC = {kernel: ("wild",) for _, kernel, _, _ in _KERNELS}
+TRAFFIC = dict.fromkeys((_forward_kernel, _rows_kernel, _dq_kernel, _dk_kernel, _dv_kernel), ("wild",))
 """Kernel -> the arguments that a launch reads or writes as a rule, here while no head is wild, for models of memory traffic."""
-
-BUILDS = tuple(
-    each
-    for label, kernel, rows, keys in _KERNELS
-    for each in (
-        _build(label, kernel, 64, 32, rows=rows, keys=keys, absent=_PLAIN),
-        _build(label, kernel, 128, 64, rows=rows, keys=keys, absent=_PLAIN),
-        _build(f"{label}, documents and padding", kernel, 128, 64, rows=rows, keys=keys),
-    )
-)

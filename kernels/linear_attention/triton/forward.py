@@ -280,14 +280,4 @@ def row_terms_kernel(
     tl.store(terms + bh * T + n * C + row, tl.where(shares != 0, -term, 0.0), mask=here)
 
 
-BUILDS = (
-    *(plans.built(label, states_kernel, plan, REVERSE=reverse) for label, plan, reverse in plans.BOTH_WAYS),
-    *(
-        plans.built(label, cumulate_kernel, plan, matrix=False)
-        for label, plan in plans.PRODUCTION.items()
-        if plan.decay and plan.key_width == 64
-    ),
-    *(plans.built(label, read_kernel, plan, REVERSE=reverse) for label, plan, reverse in plans.BOTH_WAYS),
-    *(plans.built(label, pairs_kernel, plan) for label, plan in plans.PRODUCTION.items() if plan.decay == plans.CHANNEL),
-    plans.built("d_v 128", row_terms_kernel, plans.Plan(128, 128, plans.NONE, True, False), matrix=False),
-)
+MATRIX = (states_kernel, read_kernel, pairs_kernel)  # their products are wgmma on sm_90

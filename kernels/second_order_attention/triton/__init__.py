@@ -24,11 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
 from kernels.second_order_attention.reference import in_own_frame, residual, rotated, solve_gram
-from kernels.second_order_attention.triton.forward import PLAIN, built, launch, means, second
+from kernels.second_order_attention.triton.forward import PLAIN, launch, means, second
 from kernels.tiles import (
     Blocks,
-    Build,
-    build,
     empty_as,
     good_at,
     load_tile,
@@ -290,28 +288,4 @@ def terms_blocks(width):
     return Blocks(max(1, 8192 // padded(width)), 0, 4, 1)
 
 
-def _build(label, kernel, sizes, width, causal, is_second, padding=False):
-    missing = () if is_second else ("u", "read", "centre", "d_u", "g_read")
-    absent = {name: None for name in missing if name in kernel.arg_names}
-    label = f"gradient of {'C u' if is_second else 'kbar'}, {label}"
-    return built(label, kernel, sizes(torch.bfloat16, width, is_second, padding), width, causal, padding, **absent)
-
-
-def _terms_build(width):
-    blocks = terms_blocks(width)
-    constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows}
-    fp32 = "mean read g_centre g_read"
-    return build(f"rows' terms, d {width}", _terms_kernel, constants, blocks.warps, blocks.stages, bf16="g", fp32=fp32, even="count")
-
-
-_KERNELS = (("queries", _queries_kernel, queries_blocks), ("keys", _keys_kernel, keys_blocks))
-BUILDS: tuple[Build, ...] = (
-    *(
-        _build(*given, width, causal, is_second)
-        for width, causal in ((64, True), (128, True), (128, False))
-        for is_second in (False, True)
-        for given in _KERNELS
-    ),
-    *(_build(*given, 64, True, is_second, padding=True) for is_second in (False, True) for given in _KERNELS),
-    *(_terms_build(width) for width in (64, 128)),
-)
+MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90

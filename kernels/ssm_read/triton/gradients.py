@@ -12,8 +12,7 @@ import triton.language as tl
 
 from kernels.aft_read.triton.forward import dense, exponents_from, join_one, join_two, load, place, row
 from kernels.fem_attention.triton.prep import excess
-from kernels.ssm_read.triton.states import build_launch, built, channel, column, exponent
-from kernels.tiles import Build
+from kernels.ssm_read.triton.states import channel, column, exponent
 
 
 @triton.jit
@@ -168,11 +167,3 @@ def _gradients_kernel(
     out = dense(b, h, t, c, batch, heads, width)
     tl.store(d_delta + out, d_step.to(d_delta.dtype.element_ty), mask=mask)
     tl.store(dv + out, d_value.to(dv.dtype.element_ty), mask=mask)
-
-
-def _builds():
-    launch = build_launch()
-    return (built("gradients, mu and F", _gradients_kernel, launch.gradient_blocks, launch.wide_options["num_warps"]),)
-
-
-BUILDS: tuple[Build, ...] = _builds()
