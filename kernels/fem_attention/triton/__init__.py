@@ -14,9 +14,12 @@ from torch.autograd.function import once_differentiable
 from kernels.fem_attention.triton.attention_backward import (
     FLOAT32,
     WIDEST,
-    attention_gradients,
+    _keys_kernel,
+    _queries_kernel,
     key_spans,
+    keys_blocks,
     last_key,
+    queries_blocks,
     readable,
 )  # fmt: skip
 from kernels.fem_attention.triton.epilogue import row_term
@@ -58,11 +61,22 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out):
         q, k, values, keys_valid, first, last, out, lse = ctx.saved_tensors
-        d_out = rows_of(d_out)
-        # In two halves where they are equal: one accumulator of all channels would spill.
-        d_q, d_k, d_values = attention_gradients(
-            q, k, values, keys_valid, first, last, d_out, row_term(d_out, out), lse,
-            causal=ctx.causal, scale=ctx.scale, halves=2 - values.shape[-1] % 2,
+        (b, h, tq, dk), (hk, tk, n), d_out = q.shape, values.shape[1:], rows_of(d_out)
+        d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
+        # Values in two halves where they are equal: one accumulator of all channels would spill.
+        halves = 2 - n % 2
+        given = (q, k, values, keys_valid, first, last, d_out, row_term(d_out, out), lse)
+        numbers = (ctx.scale, ctx.scale * LOG2E, h, tq, tk, *strides_of(q, k, values, d_out))
+        widths = {"CAUSAL": ctx.causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": n // halves, "BDV": padded(n // halves)}
+        blocks = queries_blocks(q.dtype, dk, n // halves, halves)
+        _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
+            *given, d_q, *numbers, *strides_of(d_q), **widths, ROWS=blocks.rows, KEYS=blocks.keys, GROUP=h // hk,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+        blocks = keys_blocks(q.dtype, dk, n // halves, halves)
+        _keys_kernel[(triton.cdiv(tk, blocks.keys) * b * hk,)](
+            *given, d_k, d_values, *numbers, *strides_of(d_k, d_values), **widths, ROWS=blocks.rows, KEYS=blocks.keys, GROUP=h // hk,
+            num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
         return d_q, d_k, d_values, None, None, None, None
 

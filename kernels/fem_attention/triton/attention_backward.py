@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import Blocks, load_tile, of_head, padded, place, store_tile
 
 WIDEST = 256  # of a head's queries and keys, and of v
 FLOAT32 = Blocks(16, 16, 4, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
@@ -81,34 +81,6 @@ def readable(position, lowest, highest, key, tk, valid):
         good = tl.load(valid + key, mask=key < tk, other=0).to(tl.int1)
         allowed &= good[None, :] | (key[None, :] == position[:, None])
     return allowed
-
-
-def attention_gradients(q, k, values, keys_valid, first, last, d_reads, row_term, lse, *, causal, scale, halves):
-    """(dq, dk, dvalues), each in its input's type and order in memory.
-
-    q, k, values, keys_valid, first, last, causal and scale as in `attention.attend`; d_reads [b, h, tq, n] in q's type; row_term and lse
-    (in powers of two) [b, h, tq] float32. The masks, row_term and lse are contiguous. halves: 1 or 2 parts that the n channels are read in.
-    """
-    b, h, tq, dk = q.shape
-    hk, tk, n = values.shape[1:]
-    d_reads = rows_of(d_reads)
-    d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
-    dv = n // halves
-    strides = strides_of(q, k, values, d_reads)
-    numbers = (scale, scale * LOG2E, h, tq, tk)
-    widths = {"CAUSAL": causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": dv, "BDV": padded(dv), "GROUP": h // hk}
-    blocks = queries_blocks(q.dtype, dk, dv, halves)
-    _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
-        q, k, values, keys_valid, first, last, d_reads, row_term, lse, d_q, *numbers, *strides, *d_q.stride()[:3],
-        **widths, ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    blocks = keys_blocks(q.dtype, dk, dv, halves)
-    _keys_kernel[(triton.cdiv(tk, blocks.keys) * b * hk,)](
-        q, k, values, keys_valid, first, last, d_reads, row_term, lse, d_k, d_values, *numbers, *strides,
-        *d_k.stride()[:3], *d_values.stride()[:3],
-        **widths, ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    return d_q, d_k, d_values
 
 
 @triton.jit

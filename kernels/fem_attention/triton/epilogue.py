@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from kernels.fem_attention.triton.prep import row_blocks
 from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
-from kernels.tiles import empty_as, load_tile, padded, rows_of, strides_of
+from kernels.tiles import empty_as, load_tile, of_head, padded, place, rows_of, strides_of
 
 WARPS = 8  # a tile's elements are many numbers each here
 LOWEST = tl.constexpr(LOWEST_Y)
@@ -65,13 +65,8 @@ class GatedRead(torch.autograd.Function):
 
 
 @triton.jit
-def free_energy_gap(mu, z, beta, centre, shifted):
-    """(F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta, c and kappa = 1 where shifted; y has meaning only there.
-
-    One logarithm and no division for an element. log(1 + y) - y comes from its series where y is small, so that no digit is lost.
-    """
-    offset = mu - centre
-    y = tl.maximum(z + offset * beta, LOWEST)
+def log_beyond(y, log):
+    """log(1 + y) - y from that logarithm, or its series where y is small, so that no digit is lost."""
     series = y * (1.0 / 13) - 1.0 / 12
     series = series * y + 1.0 / 11
     series = series * y - 1.0 / 10
@@ -83,8 +78,19 @@ def free_energy_gap(mu, z, beta, centre, shifted):
     series = series * y - 1.0 / 4
     series = series * y + 1.0 / 3
     series = series * y - 1.0 / 2
+    return tl.where(tl.abs(y) < 0.25, y * y * series, log - y)
+
+
+@triton.jit
+def free_energy_gap(mu, z, beta, centre, shifted):
+    """(F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta, c and kappa = 1 where shifted; y has meaning only there.
+
+    One logarithm and no division for an element.
+    """
+    offset = mu - centre
+    y = tl.maximum(z + offset * beta, LOWEST)
     log = tl.log(tl.where(shifted, 1.0 + y, z))
-    beyond = tl.where(tl.abs(y) < 0.25, y * y * series, log - y) + z
+    beyond = log_beyond(y, log) + z
     width = 1.0 / beta
     return tl.maximum(tl.where(shifted, beyond * width, log * width - offset), 0.0), offset, y
 
@@ -174,29 +180,28 @@ def _epilogue_backward_kernel(
 
 @triton.jit
 def _row_term_kernel(
-    d_out, out, row_term, heads, tq, d_out_b, d_out_h, d_out_t, out_b, out_h, out_t, N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr
+    d_out, out, share, row_term, heads, tokens, d_out_b, d_out_h, d_out_t, out_b, out_h, out_t,
+    N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Without an epilogue: the softmax's row term, the sum of do o over a row."""
-    blocks = tl.cdiv(tq, ROWS)
-    block = tl.program_id(0) % blocks
-    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = head_of_all // heads, head_of_all % heads
-    start = (block * ROWS).to(tl.int64)
-    left = tq - block * ROWS
-    d_o = load_tile(d_out + b * d_out_b + h * d_out_h + start * d_out_t, d_out_t, left, ROWS, N, BN).to(tl.float32)
-    o = load_tile(out + b * out_b + h * out_h + start * out_t, out_t, left, ROWS, N, BN).to(tl.float32)
-    row = tl.arange(0, ROWS)
-    tl.store(row_term + head_of_all * tq + start + row, tl.sum(d_o * o, 1), mask=row < left)
+    b, h, head_of_all, start = place(heads, tokens, ROWS)
+    left, row = tokens - start, tl.arange(0, ROWS)
+    d_o = load_tile(of_head(d_out, b, h, d_out_b, d_out_h, start, d_out_t), d_out_t, left, ROWS, N, BN).to(tl.float32)
+    term = tl.sum(d_o * load_tile(of_head(out, b, h, out_b, out_h, start, out_t), out_t, left, ROWS, N, BN).to(tl.float32), 1)
+    at = head_of_all * tokens + start + row
+    if share is not None:
+        term = tl.where(tl.load(share + at, mask=row < left, other=0.0) != 0, -term, 0.0)
+    tl.store(row_term + at, term, mask=row < left)
 
 
-def row_term(d_out: Tensor, out: Tensor) -> Tensor:
-    """The sum of do o over each row [b, h, tq], float32, of do and o [b, h, tq, n], rows contiguous."""
-    b, h, tq, n = out.shape
-    sizes = _term_constants(n)
-    term = torch.empty(b, h, tq, dtype=torch.float32, device=out.device)
-    _row_term_kernel[b * h * triton.cdiv(tq, sizes["ROWS"]),](d_out, out, term, h, tq, *strides_of(d_out, out), **sizes, num_warps=4)
+def row_term(d_out: Tensor, out: Tensor, share: Tensor | None = None) -> Tensor:
+    """The sum of do o over each row [b, h, t], float32, of do and o [b, h, t, n], rows contiguous.
+
+    share [b h, t], where it is given: minus that sum, and 0 where share is 0.
+    """
+    b, h, tokens, n = out.shape
+    rows = 16 if interpreted() else max(4, 1024 // padded(n))
+    term = torch.empty(b, h, tokens, dtype=torch.float32, device=out.device)
+    _row_term_kernel[b * h * triton.cdiv(tokens, rows),](
+        d_out, out, share, term, h, tokens, *strides_of(d_out, out), n, padded(n), rows, num_warps=4
+    )  # fmt: skip
     return term
-
-
-def _term_constants(width: int) -> dict[str, int]:
-    return {"N": width, "BN": padded(width), "ROWS": 16 if interpreted() else max(4, 1024 // padded(width))}

@@ -259,25 +259,4 @@ def read_kernel(
     tl.store(to, read.to(out.dtype.element_ty), mask=here[:, None] & (j < DV)[None, :])
 
 
-@triton.jit
-def row_terms_kernel(
-    y, dy, share, terms, T, N, H, y_b, y_h, y_t, dy_b, dy_h, dy_t, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """terms [b h, t] float32: minus y . dy, the gradient of a row's mass times that mass; 0 where share is 0."""
-    bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
-    row = tl.arange(0, C)
-    here = n * C + row < T
-    y += (bh // H) * y_b + (bh % H) * y_h + n * C * y_t
-    dy += (bh // H) * dy_b + (bh % H) * dy_h + n * C * dy_t
-    term = tl.zeros((C,), tl.float32)
-    for vb in range(0, DV, BV):
-        j = vb + tl.arange(0, BV)
-        inside = here[:, None] & (j < DV)[None, :]
-        one = tl.load(y + row[:, None] * y_t + j[None, :], mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(dy + row[:, None] * dy_t + j[None, :], mask=inside, other=0.0).to(tl.float32)
-        term += tl.sum(one * other, axis=1)
-    shares = tl.load(share + bh * T + n * C + row, mask=here, other=0.0)
-    tl.store(terms + bh * T + n * C + row, tl.where(shares != 0, -term, 0.0), mask=here)
-
-
 MATRIX = (states_kernel, read_kernel, pairs_kernel)  # their products are wgmma on sm_90

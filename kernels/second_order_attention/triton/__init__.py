@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kernels.fem_attention.triton.epilogue import row_term
 from kernels.implementations import interpreted
 from kernels.second_order_attention.reference import in_own_frame, residual, rotated, solve_gram
 from kernels.second_order_attention.triton.forward import PLAIN, launch, means, second
@@ -106,18 +107,14 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
 
     g in q's type, contiguous; read, centre: the forward's results; the others as there. du is float32, dT [h] float32.
     """
-    b, h, t, d = q.shape
+    t, d = q.shape[2:]
     is_second = u is not None
     d_q, d_k = empty_as(q), empty_as(k)
     d_u = torch.empty_like(mean) if is_second else None
     blocks = queries_blocks(q.dtype, d, is_second, valid is not None)
     lse, average = levels
-    heats, g_centre, g_read = torch.empty(3, b, h, t, dtype=torch.float32, device=q.device)
-    g_read = g_read if is_second else None
-    rows = terms_blocks(d)
-    _terms_kernel[(triton.cdiv(b * h * t, rows.rows),)](
-        g, mean, read, g_centre, g_read, b * h * t, WIDTH=d, PADDED=padded(d), ROWS=rows.rows, num_warps=rows.warps
-    )
+    heats, g_centre = torch.empty_like(lse), row_term(g, mean)
+    g_read = None if read is None else row_term(g, read)
     launch(
         _queries_kernel, blocks, t, q, k, valid, causal,
         q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, *d_q.stride()[:3],
@@ -127,19 +124,6 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
         q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, *d_k.stride()[:3],
     )  # fmt: skip
     return d_q, d_k, d_u, heats.sum((0, 2))
-
-
-@triton.jit
-def _terms_kernel(g, mean, read, g_centre, g_read, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """g.kbar and g.C u of ``count`` tokens; read None: the first alone."""
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    row = start + tl.arange(0, ROWS)
-    gradient = load_tile(g + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED).to(tl.float32)
-    middle = load_tile(mean + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED)
-    tl.store(g_centre + row, tl.sum(gradient * middle, 1), mask=row < count)
-    if read is not None:
-        found = load_tile(read + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED)
-        tl.store(g_read + row, tl.sum(gradient * found, 1), mask=row < count)
 
 
 @triton.jit
@@ -281,11 +265,6 @@ def keys_blocks(dtype, width, is_second, padding):
     if padded(width) <= 128:
         return Blocks(128, 32, 8, 2)
     return Blocks(64, 32, 8, 1)
-
-
-def terms_blocks(width):
-    """Tokens at once, and warps, of the kernel for rows' terms."""
-    return Blocks(max(1, 8192 // padded(width)), 0, 4, 1)
 
 
 MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90
