@@ -41,7 +41,7 @@ def padded(width: int) -> int:
 
 def rows_of(t: Tensor) -> Tensor:
     """t with its last dimension contiguous, as the kernels read it."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def strides_of(*tensors: Tensor | None) -> list[int]:
@@ -57,11 +57,23 @@ def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None =
 
 
 @triton.jit
-def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr = True):
-    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on (where RAGGED) and from column WIDTH on."""
+def _multiple(offset, ALIGN: tl.constexpr):
+    if ALIGN > 1:
+        offset = tl.multiple_of(offset, ALIGN)
+    return offset
+
+
+@triton.jit
+def load_tile(
+    base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr = True, ALIGN: tl.constexpr = 1
+):  # fmt: skip
+    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on (where RAGGED) and from column WIDTH on.
+
+    ALIGN: divides the stride. Head widths as 84 are no multiple of 16, so Triton cannot tell by itself how wide a load may be.
+    """
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
-    at = base + row * stride + column
+    at = base + _multiple(tl.arange(0, ROWS) * stride, ALIGN)[:, None] + column
     if WIDTH < PADDED:
         inside = (row < count) & (column < WIDTH) if RAGGED else column < WIDTH
         tile = tl.load(at, mask=inside, other=0.0)
@@ -73,11 +85,12 @@ def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADD
 
 
 @triton.jit
-def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr = 1):
     """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns before WIDTH."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
-    tl.store(base + row * stride + column, tile.to(base.dtype.element_ty), mask=(row < count) & (column < WIDTH))
+    at = base + _multiple(tl.arange(0, ROWS) * stride, ALIGN)[:, None] + column
+    tl.store(at, tile.to(base.dtype.element_ty), mask=(row < count) & (column < WIDTH))
 
 
 @triton.jit
@@ -92,10 +105,10 @@ def place(heads, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def of_head(x, b, h, x_b, x_h, start=0, x_t=0):
-    """Where row ``start`` of a head of x [b, h, ...] begins; None where there is no x."""
+def of_head(x, b, h, x_b, x_h, start=0, x_t=0, ALIGN: tl.constexpr = 1):
+    """Where row ``start`` of a head of x [b, h, ...] begins; None where there is no x. ALIGN: as `load_tile` has it, of all strides."""
     if x is not None:
-        x += b * x_b + h * x_h + start * x_t
+        x += _multiple(b * x_b + h * x_h + start * x_t, ALIGN)
     return x
 
 

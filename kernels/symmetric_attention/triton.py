@@ -150,16 +150,21 @@ def _masked(scores, row, key, t, good, valid):
 
 
 @triton.jit
+def _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """(sequence, head, head of all, first row; where z and valid of that head begin; rows, which are no padding, z of them)."""
+    b, h, head_of_all, start = place(heads, t, ROWS)
+    z, valid = of_head(z, b, h, z_b, z_h), of_head(valid, b, 0, valid_b, 0)
+    row = start + tl.arange(0, ROWS)
+    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
+    return b, h, head_of_all, start, z, valid, row, good_at(valid, row[:, None], t), own
+
+
+@triton.jit
 def _log_sum_kernel(
     z, valid, lse, factor, heads, t, z_b, z_h, z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
+    _b, _h, head_of_all, _start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for n in range(0, t, KEYS):
@@ -181,13 +186,8 @@ def _bisoftmax_kernel(
     z, valid, lse, out, factor, heads, t, z_b, z_h, z_t, out_b, out_h, out_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
+    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     lse += head_of_all * t
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
     level = tl.load(lse + row, mask=row < t, other=0.0)
     read = tl.zeros([ROWS, PADDED], tl.float32)
     for n in range(0, t, KEYS):
@@ -206,13 +206,8 @@ def _terms_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """D_i = sum_j P_ij (g_i.z_j + z_i.g_j)."""
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
+    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     d_out += b * d_out_b + h * d_out_h
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
     own_d = load_tile(d_out + start.to(tl.int64) * d_out_t, d_out_t, t - start, ROWS, WIDTH, PADDED)
     level = tl.load(lse + head_of_all * t + row, mask=row < t, other=0.0)
     term = tl.zeros([ROWS], tl.float32)
@@ -232,15 +227,10 @@ def _bisoftmax_gradient_kernel(
     z, valid, lse, d_out, terms, d_z, scale, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t, d_z_b, d_z_h, d_z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
+    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     d_out += b * d_out_b + h * d_out_h
     lse += head_of_all * t
     terms += head_of_all * t
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
     own_d = load_tile(d_out + start.to(tl.int64) * d_out_t, d_out_t, t - start, ROWS, WIDTH, PADDED)
     level = tl.load(lse + row, mask=row < t, other=0.0)
     term = tl.load(terms + row, mask=row < t, other=0.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.aft_read.triton.forward import NOTHING, exponents, exponents_from, load, place
+from kernels.aft_read.triton.forward import NOTHING, _greater, exponents, exponents_from, load, place
 from kernels.fem_attention.triton.prep import excess
 from kernels.implementations import interpreted
 
@@ -55,11 +55,6 @@ def exponent(delta, v, beta):
     """z = log(delta) + beta v where a token is read, as its rounding and what that left."""
     read = delta > 0.0
     return exponents(tl.log(tl.where(read, delta, 1.0)), v, beta, read)
-
-
-@triton.jit
-def _greater(a, b):
-    return tl.maximum(a, b)
 
 
 @triton.jit
