@@ -12,7 +12,7 @@ from fem_common.cli import Parser, run
 from fem_common.errors import UserError
 from fem_common.exits import Exit
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
-from tools.kernel_gate.gate import ARCHITECTURES, build_all, covering, page
+from tools.kernel_gate.gate import ARCHITECTURES, build_all, covering, kernels_under, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sm", type=int, choices=ARCHITECTURES, help="this architecture alone")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
-    parser.add_argument("--few", action="store_true", help="only so many builds that every constant's every value occurs")
+    parser.add_argument("--few", action="store_true", help="only so many builds that every form and type occurs, not every size")
     asked = parser.parse_args(argv)
     return run("tools.kernel_gate", lambda: _judge(asked))
 
@@ -49,7 +49,7 @@ def _judge(asked: argparse.Namespace) -> int:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    built = build_all(covering(builds) if asked.few else builds, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
+    built = build_all(covering(builds, sizes=False) if asked.few else builds, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
     for one in built:
         for report in one.reports.values():
             said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]
@@ -57,7 +57,9 @@ def _judge(asked: argparse.Namespace) -> int:
             said += [f"{report.spilled} B spilled"] if report.spilled else []
             said += [f"ptxas {code}" for code in report.warnings]
             print(f"{one.name}: sm_{report.arch}: {', '.join(said)}")
-    faults = [f"{one.name}: {fault}" for one in built for fault in one.faults()]
+    unseen = kernels_under(asked.prefix) - {(build.module, build.kernel) for build in builds}
+    faults = [f"{module}: {kernel}: no layer and no operation's case launches it" for module, kernel in sorted(unseen)]
+    faults += [f"{one.name}: {fault}" for one in built for fault in one.faults()]
     for fault in faults:
         print(f"kernel_gate: {fault}", file=sys.stderr)
     text = page(built, importlib.metadata.version("triton")) if whole else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -16,6 +17,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import kernels
 
 ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
@@ -61,6 +64,7 @@ class Report:
     spilled: int = 0  # bytes: stores and loads on sm_90, the stack elsewhere
     shared: int = 0  # bytes a block
     local: int = 0  # on sm_90, as all that follows: instructions that touch local memory
+    rows: int = 0  # of its narrowest product of bfloat16; wgmma multiplies 64 at least
     matrix: int = 0  # wgmma
     slow_matrix: int = 0  # the older kind of matrix instruction
     warnings: tuple[str, ...] = ()
@@ -78,7 +82,7 @@ class Report:
             found.append(f"{self.local} instructions on local memory")
         if self.shared > SHARED_LIMIT[self.arch]:
             found.append(f"{self.shared} bytes of shared memory, over {SHARED_LIMIT[self.arch]}")
-        if build.matrix and self.arch == ARCHITECTURES[0]:
+        if build.matrix and self.arch == ARCHITECTURES[0] and self.rows >= 64:
             found += [] if self.matrix else ["no HGMMA"]
             found += [f"{self.slow_matrix} HMMA beside wgmma"] if self.slow_matrix else []
         found += [f"ptxas warns {code}" for code in self.warnings if code not in ALLOWED]
@@ -120,6 +124,7 @@ def report(build: Build, arch: int) -> Report:
         found,
         spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        rows=min((int(rows) for rows in re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xbf16> \*", made.asm["ttir"])), default=0),
         matrix=len(re.findall(r"\bHGMMA\b", code)),
         slow_matrix=len(re.findall(r"\bHMMA\b", code)),
         warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),
@@ -179,11 +184,24 @@ class Built:
         return against + [f"sm_{other.arch}: does not compile: {other.failed}" for other in others if other.failed]
 
 
-def covering(builds: Sequence[Build]) -> list[Build]:
-    """Each kernel's first, and the few in which every value of all its constants and types occurs."""
+def kernels_under(prefix: str) -> set[tuple[str, str]]:
+    """(module, name) of the Triton kernels of the modules under ``prefix``: functions that end in ``_kernel``."""
+    found = set()
+    for module in (each.name for each in pkgutil.walk_packages(kernels.__path__, "kernels.")):
+        if ".triton" in module and f"{module}.".startswith(f"{prefix.rstrip('.')}."):
+            names = (
+                name for name, value in vars(importlib.import_module(module)).items() if name.endswith("_kernel") and hasattr(value, "fn")
+            )
+            found |= {(module, name) for name in names if getattr(importlib.import_module(module), name).fn.__module__ == module}
+    return found
+
+
+def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
+    """Each kernel's first, and the few in which every value of all its constants and types occurs; sizes False: but for numbers."""
     values: dict[tuple[str, str], dict[int, set[tuple[str, str]]]] = {}
     for n, build in enumerate(builds):
-        values.setdefault((build.module, build.kernel), {})[n] = {(key, repr(value)) for key, value in (*build.constants, *build.types)}
+        held = (each for each in (*build.constants, *build.types) if sizes or not isinstance(each[1], int) or isinstance(each[1], bool))
+        values.setdefault((build.module, build.kernel), {})[n] = {(key, repr(value)) for key, value in held}
     chosen = set[int]()
     for of in values.values():
         best, missing = next(iter(of)), set[tuple[str, str]]().union(*of.values())
@@ -234,7 +252,9 @@ def page(built: list[Built], triton_version: str) -> str:
         ]
         for kernel, builds in kernels_.items():
             first = [one.reports[ARCHITECTURES[0]] for one in builds]
-            products = [one.reports[ARCHITECTURES[0]].matrix for one in builds if one.build.matrix]
+            products = [
+                one.reports[ARCHITECTURES[0]].matrix for one in builds if one.build.matrix and one.reports[ARCHITECTURES[0]].rows >= 64
+            ]
             cells = (
                 str(len(builds)),
                 str(max(report.registers for report in first)),

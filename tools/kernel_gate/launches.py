@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fem_common.config import load
 from fem_megatron.block import Block
@@ -25,9 +26,9 @@ from fem_megatron.documents import Documents
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
-from kernels.check import Suite, suites
+from kernels.check import Inputs, Suite, suites
 from tools.bench.traffic.trace import run_on_paper
-from tools.kernel_gate.gate import Build
+from tools.kernel_gate.gate import Build, covering
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
 TOKENS, BATCH = 4096, 2
@@ -40,14 +41,17 @@ POINTERS = {
 }  # fmt: skip
 
 
+Launches = Sequence[tuple[Any, Mapping[str, Any]]]
+
+
 def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
     """What Triton compiles for a launch with these arguments and options, by name."""
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     aligned: list[str] = []
-    for parameter in kernel.params:
-        name, value = parameter.name, given.get(parameter.name)
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+    for name in kernel.arg_names:
+        value = given.get(name)
+        if name in _constexprs(kernel) or value is None or (isinstance(value, int) and value == 1):
             constants[name] = value
         elif isinstance(value, Tensor):
             types[name] = POINTERS[value.dtype]
@@ -62,20 +66,39 @@ def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
 
 
 def recorded() -> list[Build]:
-    """The builds of all launches, each once, by module and kernel."""
-    found: dict[Build, Build] = {}
-    for label, launches in _labelled():
+    """The builds by module and kernel: all of the layers; of the operations' cases so many that each value of each constant occurs."""
+    of_layers, of_cases = _alike(_layers()), _alike(_cases())
+    found = dict.fromkeys((*of_layers, *covering([*of_layers, *of_cases])))
+    return sorted(found, key=lambda build: (build.module, build.function.fn.__code__.co_firstlineno))
+
+
+def _alike(labelled: Iterator[tuple[str, Launches]]) -> list[Build]:
+    """The builds of launches: of those alike but for what is known of numbers, the first, and one of which the least is known."""
+    first: dict[tuple[Any, ...], Build] = {}
+    least: dict[tuple[Any, ...], Build] = {}
+    for label, launches in labelled:
         for kernel, given in launches:
             if kernel.fn.__module__.startswith("kernels."):
                 build = build_of(label, kernel, given)
-                found.setdefault(replace(build, label=""), build)
-    return sorted(found.values(), key=lambda build: (build.module, build.function.fn.__code__.co_firstlineno))
+                kind = _kind(kernel, build)
+                first.setdefault(kind, build)
+                known = least.setdefault(kind, build)
+                if (len(build.aligned), -len(build.types)) < (len(known.aligned), -len(known.types)):
+                    least[kind] = build
+    return [*dict.fromkeys((*first.values(), *least.values()))]
 
 
-Launches = Sequence[tuple[Any, Mapping[str, Any]]]
+def _constexprs(kernel: Any) -> set[str]:
+    return {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
 
 
-def _labelled() -> Iterator[tuple[str, Launches]]:
+def _kind(kernel: Any, build: Build) -> tuple[Any, ...]:
+    """What makes the kernel another one: its constants, which pointers there are, and their types."""
+    constants = tuple(each for each in build.constants if each[1] is None or each[0] in _constexprs(kernel))
+    return build.module, build.kernel, constants, tuple(each for each in build.types if each[1].startswith("*")), build.warps, build.stages
+
+
+def _layers() -> Iterator[tuple[str, Launches]]:
     for label, model in models().items():
         for n, shape in enumerate(dict.fromkeys(model.blocks())):
             name = label if n == 0 else f"{label}, layer kind {n + 1}"
@@ -83,12 +106,15 @@ def _labelled() -> Iterator[tuple[str, Launches]]:
             if model.mixer == "fem_softmax":
                 yield f"{name}, own attention", _layer(shape, model, "triton")
                 yield f"{name}, own attention, documents", _layer(shape, model, "triton", documents=True)
+
+
+def _cases() -> Iterator[tuple[str, Launches]]:
     for op, suite in suites().items():
         for implementation in () if op in OTHERS else IMPLEMENTATIONS.get(op, ("triton",)):
             for case, make in suite.cases.items():
                 for dtype in TYPES:
                     try:
-                        launches = _case(suite, make(suite.real), implementation, dtype)
+                        launches = _case(suite, make, implementation, dtype)
                     except ValueError:  # a case that the implementation refuses
                         continue
                     yield f"{op}: {case}, {implementation}, {str(dtype).removeprefix('torch.')}", launches
@@ -132,17 +158,23 @@ def _documents() -> Documents:
     return replace(made, **places, valid=tuple(each.to("meta") for each in made.valid))
 
 
-def _case(suite: Suite, x: Mapping[str, Any], implementation: str, dtype: torch.dtype) -> Launches:
+class _Unnumbered(TorchFunctionMode):
+    """Random numbers are drawn of no generator: where tensors have no numbers there is none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "generator"})
+
+
+def _case(suite: Suite, draw: Callable[[Mapping[str, int]], Inputs], implementation: str, dtype: torch.dtype) -> Launches:
     trains = implementation != "decode"
 
-    def on_paper(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        floats = value.is_floating_point()
-        return value.to("meta", dtype if floats else value.dtype).requires_grad_(floats and trains)
+    def made(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().to(dtype).requires_grad_(trains) if floats else value
 
     def make(_: OneProcess) -> tuple[Callable[[], Tensor], list[Tensor]]:
-        given = {name: on_paper(value) for name, value in x.items()}
+        with _Unnumbered():
+            given = {name: made(value) for name, value in draw(suite.real).items()}
 
         def call() -> Tensor:
             outputs = suite.call(given, implementation)
