@@ -17,7 +17,7 @@ from kernels.second_order_attention.reference import step
 
 __all__ = ["OP", "second_order_attention"]
 
-WIDEST = 256  # of a head, that the kernels keep in registers
+WIDEST = 128  # of a head: wider ones would not fit the registers
 
 OP = Op(
     "second_order_attention",

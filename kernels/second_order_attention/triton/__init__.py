@@ -250,10 +250,8 @@ def queries_blocks(dtype, width, is_second, padding):
         return PLAIN
     if padded(width) <= 64:
         return Blocks(128, 32 if is_second and padding else 64, 8, 2)
-    if padded(width) <= 128:
-        # With a second stage C u's two sums would not fit the registers.
-        return Blocks(128, 32, 8, 1 if is_second else 3)
-    return Blocks(64, 16, 8, 1) if is_second else Blocks(64, 32, 8, 2)
+    # With a second stage C u's two sums would not fit the registers.
+    return Blocks(128, 32, 8, 1 if is_second else 3)
 
 
 def keys_blocks(dtype, width, is_second, padding):
@@ -262,9 +260,7 @@ def keys_blocks(dtype, width, is_second, padding):
         return PLAIN
     if padded(width) <= 64:
         return Blocks(128, 64, 8, 2)
-    if padded(width) <= 128:
-        return Blocks(128, 32, 8, 2)
-    return Blocks(64, 32, 8, 1)
+    return Blocks(128, 32, 8, 2)
 
 
 MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90
