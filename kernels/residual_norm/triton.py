@@ -14,7 +14,6 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build
 
 NUMBERS = 2048  # of a block, at most, as long as it has several tokens
 PROGRAMS = 264  # two for each of an H100's multiprocessors, which is what its registers hold
@@ -132,18 +131,3 @@ def _backward_kernel(
     tl.store(d_weights + to, of_weight, mask=n < size)
     if d_seconds is not None:
         tl.store(d_seconds + to, of_second, mask=n < size)
-
-
-def _builds():
-    for size in (1024, 2048, 4096):
-        for both in (True, False):
-            constants = _constants(size) | ({} if both else dict.fromkeys(("second", "u", "d_u", "d_seconds")))
-            for name, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel)):
-                tile = {key: n for key, n in constants.items() if key in kernel.arg_names}
-                yield build(
-                    f"{name}, {size} channels" + (", and a LayerNorm" if both else ""), kernel, tile, constants["num_warps"], 1,
-                    bf16="x weight second h u d_on d_h d_u d_x", fp32="d_weights d_seconds", even="size",
-                )  # fmt: skip
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())

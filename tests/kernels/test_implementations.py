@@ -117,6 +117,7 @@ LEFT: list[tuple[str, str, str, Any]] = [
     ("symmetric_attention", "sigmoid: normal", "kind softmax", lambda x: x | {"kind": "softmax"}),
     ("symmetric_attention", "bisoftmax: normal", "bisoftmax with keys of their own", lambda x: x | {"keys": x["z"].clone()}),
     ("conditioner_features", "normal", "4097 channels are over 4096", lambda x: wide("conditioner_features", "normal", 4097)),
+    ("residual_norm", "normal", "4097 channels are over 4096", lambda x: wide("residual_norm", "normal", 4097)),
     ("fem_projection", "normal", "slices of 257 channels are over 256", lambda x: slices(dv=257)),
     (
         "fem_projection",

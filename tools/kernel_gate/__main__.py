@@ -12,7 +12,7 @@ from fem_common.cli import Parser, run
 from fem_common.errors import UserError
 from fem_common.exits import Exit
 from kernels.implementations import OLDEST_TRITON, interpreted, triton_version
-from tools.kernel_gate.gate import ARCHITECTURES, build_all, covering, kernels_under, page
+from tools.kernel_gate.gate import ARCHITECTURES, build_all, covering, in_rows, kernels_under, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
     parser.add_argument("--few", action="store_true", help="only so many builds that every form and type occurs, not every size")
+    parser.add_argument("--documents", action="store_true", help="these few, for rows of documents of few tokens, no multiple of 16")
     asked = parser.parse_args(argv)
     return run("tools.kernel_gate", lambda: _judge(asked))
 
@@ -35,7 +36,7 @@ def _judge(asked: argparse.Namespace) -> int:
         raise UserError(f"Triton {'.'.join(map(str, OLDEST_TRITON))} or newer is needed: pip install triton")
     if interpreted():
         raise UserError("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
-    whole = asked.prefix == "kernels" and asked.sm is None and not asked.few
+    whole = asked.prefix == "kernels" and asked.sm is None and not (asked.few or asked.documents)
     if (asked.write or asked.check) and not whole:
         raise UserError("--write and --check are about all kernels and architectures; leave the others out")
     from tools.kernel_gate.launches import recorded
@@ -49,7 +50,10 @@ def _judge(asked: argparse.Namespace) -> int:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    built = build_all(covering(builds, sizes=False) if asked.few else builds, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
+    chosen = covering(builds, sizes=False) if asked.few or asked.documents else builds
+    if asked.documents:
+        chosen = [short for each in chosen if (short := in_rows(each)) is not None]
+    built = build_all(chosen, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
     for one in built:
         for report in one.reports.values():
             said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]

@@ -20,6 +20,9 @@ from typing import Any
 
 import kernels
 
+# Names of integers that count tokens, or stand between rows of a number a token.
+COUNTS = {"tokens", "tq", "tk", "t", "count", "others", "positions", "rows", "keys", "valid_b", "valid_batch"}
+COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
 ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
 ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
@@ -210,6 +213,17 @@ def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
             missing -= of[best]
             best = max(of, key=lambda n: len(of[n] & missing))
     return [builds[n] for n in sorted(chosen)]
+
+
+def in_rows(build: Build) -> Build | None:
+    """The same for rows of documents, whose tokens are few and no multiple of 16; None where it is not another.
+
+    Nor for heads of 256, which no recipe has: two of fem_attention's kernels then spill up to 152 bytes.
+    """
+    constants = {**dict(build.constants), **({"SEGMENTS": 1} if "SEGMENTS" in dict(build.constants) else {})}
+    aligned = tuple(name for name in build.aligned if name not in COUNTS)
+    short = replace(build, constants=(*constants.items(),), aligned=aligned)
+    return None if short == build or 256 in (constants.get("DK"), constants.get("PADDED")) else short
 
 
 def build_all(builds: Sequence[Build], architectures: tuple[int, ...], told: Callable[[int, int, str], None]) -> list[Built]:
