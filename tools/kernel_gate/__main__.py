@@ -39,11 +39,12 @@ def _judge(asked: argparse.Namespace) -> int:
     whole = asked.prefix == "kernels" and asked.sm is None and not (asked.few or asked.documents)
     if (asked.write or asked.check) and not whole:
         raise UserError("--write and --check are about all kernels and architectures; leave the others out")
+    known = kernels_under(asked.prefix)
+    if not known:
+        raise UserError(f"no module under {asked.prefix!r} has kernels; kernels.<operation> does")
     from tools.kernel_gate.launches import recorded
 
-    builds = [each for each in recorded() if f"{each.module}.".startswith(f"{asked.prefix.rstrip('.')}.")]
-    if not builds:
-        raise UserError(f"no module under {asked.prefix!r} has builds; kernels.<operation> does")
+    builds = [each for each in recorded() if (each.module, each.kernel) in known]
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:
@@ -61,7 +62,7 @@ def _judge(asked: argparse.Namespace) -> int:
             said += [f"{report.spilled} B spilled"] if report.spilled else []
             said += [f"ptxas {code}" for code in report.warnings]
             print(f"{one.name}: sm_{report.arch}: {', '.join(said)}")
-    unseen = kernels_under(asked.prefix) - {(build.module, build.kernel) for build in builds}
+    unseen = known - {(build.module, build.kernel) for build in builds}
     faults = [f"{module}: {kernel}: no layer and no operation's case launches it" for module, kernel in sorted(unseen)]
     faults += [f"{one.name}: {fault}" for one in built for fault in one.faults()]
     for fault in faults:
