@@ -160,7 +160,7 @@ def test_few_builds_have_each_form_and_type() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kernels.nothing"], "no module under 'kernels.nothing' has builds"),
+        (["kernels.nothing"], "no module under 'kernels.nothing' has kernels"),
         (["kernels.cem_attention", "--write"], "--write and --check are about all"),
     ],
 )

@@ -25,9 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} (needs all kernels and architectures)")
     parser.add_argument("--check", action="store_true", help=f"compare {PAGE.name} with what was built")
     parser.add_argument("--few", action="store_true", help="only so many builds that every form and type occurs, not every size")
-    parser.add_argument(
-        "--documents", action="store_true", help="so many that every size occurs, for rows of documents: few tokens, no multiple of 16"
-    )
+    parser.add_argument("--documents", action="store_true", help="these few, for rows of documents of few tokens, no multiple of 16")
     asked = parser.parse_args(argv)
     return run("tools.kernel_gate", lambda: _judge(asked))
 
@@ -41,21 +39,22 @@ def _judge(asked: argparse.Namespace) -> int:
     whole = asked.prefix == "kernels" and asked.sm is None and not (asked.few or asked.documents)
     if (asked.write or asked.check) and not whole:
         raise UserError("--write and --check are about all kernels and architectures; leave the others out")
+    known = kernels_under(asked.prefix)
+    if not known:
+        raise UserError(f"no module under {asked.prefix!r} has kernels; kernels.<operation> does")
     from tools.kernel_gate.launches import recorded
 
-    builds = [each for each in recorded() if f"{each.module}.".startswith(f"{asked.prefix.rstrip('.')}.")]
-    if not builds:
-        raise UserError(f"no module under {asked.prefix!r} has builds; kernels.<operation> does")
+    builds = [each for each in recorded() if (each.module, each.kernel) in known]
     start = time.monotonic()
 
     def told(done: int, of: int, name: str) -> None:
         left = (time.monotonic() - start) / done * (of - done)
         print(f"[{done}/{of}, {left:.0f} s left] {name}", flush=True)
 
-    seen = {(build.module, build.kernel) for build in builds}
-    builds = covering(builds, sizes=asked.documents) if asked.few or asked.documents else builds
-    builds = [short for build in builds if (short := in_rows(build))] if asked.documents else builds
-    built = build_all(builds, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
+    chosen = covering(builds, sizes=False) if asked.few or asked.documents else builds
+    if asked.documents:
+        chosen = [short for each in chosen if (short := in_rows(each)) is not None]
+    built = build_all(chosen, ARCHITECTURES if asked.sm is None else (asked.sm,), told)
     for one in built:
         for report in one.reports.values():
             said = [f"{report.registers} registers", f"{report.shared} B shared"] if not report.failed else [f"failed: {report.failed}"]
@@ -63,7 +62,7 @@ def _judge(asked: argparse.Namespace) -> int:
             said += [f"{report.spilled} B spilled"] if report.spilled else []
             said += [f"ptxas {code}" for code in report.warnings]
             print(f"{one.name}: sm_{report.arch}: {', '.join(said)}")
-    unseen = kernels_under(asked.prefix) - seen
+    unseen = known - {(build.module, build.kernel) for build in builds}
     faults = [f"{module}: {kernel}: no layer and no operation's case launches it" for module, kernel in sorted(unseen)]
     faults += [f"{one.name}: {fault}" for one in built for fault in one.faults()]
     for fault in faults:

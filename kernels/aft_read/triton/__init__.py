@@ -86,7 +86,8 @@ class _Read(torch.autograd.Function):
 def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
     """(dk, dv, dbeta, dlam, dgate, dquery), None where there is no such input; they lie in memory as [t, b, h, d]."""
     batch, heads, tokens, width = v.shape
-    launch = Launch(*v.shape)
+    # With padding or a query a block of all channels would not fit the registers.
+    launch = Launch(*v.shape, narrow=query is not None or valid is not None)
 
     def like(x):
         made = None if x is None else torch.empty(tokens, batch, heads, width, dtype=x.dtype, device=x.device)
@@ -97,7 +98,7 @@ def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
     d_beta = None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
     summary = torch.empty(*per_program[:3], 6, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
     shared = (*strides_of(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
-    options = launch.options | {"num_warps": 8 if query is None and valid is None else 16}  # so many numbers, and more, are held
+    options = launch.options | {"num_warps": 8}
     if summary is not None:
         _backward_kernel[launch.grid](
             d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, *(None,) * 6, *shared, SEGMENTS=1,

@@ -41,9 +41,9 @@ NOTHING = tl.constexpr(-1.0e38)
 class Launch:
     """Grid and block sizes for [batch, heads, tokens, width]: one program a block of channels and segment of chunks."""
 
-    def __init__(self, batch, heads, tokens, width):
+    def __init__(self, batch, heads, tokens, width, narrow=False):
         block_t, block_c, programs = (8, 4, 4) if interpreted() else (32, 32, PROGRAMS)
-        block_c = min(block_c, triton.next_power_of_2(width))
+        block_c = min(block_c // 2 if narrow else block_c, triton.next_power_of_2(width))
         self.columns, self.chunks = triton.cdiv(width, block_c), triton.cdiv(tokens, block_t)
         wanted = min(MOST_SEGMENTS, self.chunks, max(1, programs // (batch * heads * self.columns)))
         each = triton.cdiv(self.chunks, wanted)

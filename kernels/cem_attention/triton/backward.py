@@ -122,6 +122,7 @@ def _dq_kernel(
         if edge:
             d_own += tl.sum(tl.where(own[:, None] == at, d_scores, 0.0), 1)
         total = tl.dot(d_scores.to(key_tile.dtype), key_tile, total, input_precision="ieee")
+    tl.debug_barrier()  # other threads load them than store them
     tl.store(row_terms + row, row_term + missing, mask=there)
     program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + block
     tl.store(d_alone + program, tl.sum(d_own - tl.load(p_own + row, mask=there, other=0.0) * missing, 0))
