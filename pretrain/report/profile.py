@@ -13,7 +13,6 @@ from pretrain.config import ProfileConfig
 from pretrain.signals import Received
 
 FOLDER = "profile"
-_EVENTS = 100_000  # of the memory's history, the newest
 
 
 class Profiler:
@@ -36,7 +35,7 @@ class Profiler:
             yield told
             return
         name = self.folder / f"step_{step:08}_rank_{rank:05}"
-        with _memory_history(name.with_suffix(".pickle")), torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
+        with platform.memory_history(name.with_suffix(".pickle")), torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
             yield told
         try:
             self.folder.mkdir(exist_ok=True)
@@ -44,18 +43,3 @@ class Profiler:
             told.append(f"step {step}: traced: {name}.json.gz")
         except OSError as error:  # a trace is no reason to end a run
             told.append(f"step {step}: no trace: {error}")
-
-
-@contextmanager
-def _memory_history(path: Path) -> Iterator[None]:
-    """On a GPU: the allocator's events meanwhile, with their stacks, and what is allocated at the end."""
-    if not platform.has_cuda():
-        yield
-        return
-    path.parent.mkdir(exist_ok=True)
-    torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
-    try:
-        yield
-        torch.cuda.memory._dump_snapshot(str(path))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
