@@ -9,14 +9,16 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from fem_common.errors import ConfigError
 from fem_common.text import gib, si
 from pretrain.checkpoint.folder import Progress
 from pretrain.config import RunConfig, Stage
-from pretrain.data.facts import DataFacts
+from pretrain.data.facts import DataFacts, check_data
 from pretrain.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -148,6 +150,33 @@ def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
             f"{gib(plan.peak_memory)}; {blend}"
         )
     return "\n".join(lines)
+
+
+def check_stages_data(config: RunConfig) -> DataFacts:
+    """What the data of every stage say, as `check_data`: each source once.
+
+    Raises:
+        ConfigError, StorageError: see there; of a stage's data with the stage's name.
+    """
+    told = list[DataFacts]()
+    for part in parts_of(config):
+        with _of_stage(part):
+            told.append(check_data(part.config))
+            if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
+                raise ConfigError("data: another tokenizer than the first stage's; all sources of a run need the same one")
+    sources = {(source.split, source.prefix): source for facts in reversed(told) for source in reversed(facts.sources)}
+    return replace(told[0], sources=tuple(reversed(sources.values())))
+
+
+@contextmanager
+def _of_stage(part: Part) -> Iterator[None]:
+    """Says in which stage a mistake is."""
+    try:
+        yield
+    except ConfigError as error:
+        if not part.name:
+            raise
+        raise ConfigError(f"stages.{part.number} ({part.name}): {error}") from None
 
 
 def drawn_by(parts: Sequence[Part], contents: Mapping[str, str]) -> str:
