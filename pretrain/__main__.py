@@ -22,10 +22,10 @@ from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, en
 from fem_megatron.catalogue import table
 from pretrain import signals
 from pretrain.config import RunConfig, load_run
-from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render, render_stages
+from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render
 from pretrain.reference_page import section_text
 from pretrain.run_directory import resolved, run_directory
-from pretrain.stages import facts_of, parts_of
+from pretrain.stages import facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
 USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--fork NEW_RUN] [--plan] [--check] [--resolve | --index]

@@ -8,15 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fem_common.errors import ConfigError
+from fem_common.text import gib, si
 from pretrain.checkpoint.folder import Progress
 from pretrain.config import RunConfig, Stage
-from pretrain.data.facts import DataFacts
+from pretrain.data.facts import DataFacts, check_data
 from pretrain.schedule import Schedule
+
+if TYPE_CHECKING:
+    from pretrain.plan.run_plan import Plan
 
 _RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_steps")
 
@@ -72,7 +78,7 @@ class Part:
     def entered(self, progress: Progress, length: int, drawn: str) -> Progress:
         """The start of the stage from the end of the one before, whose sequences had ``length`` tokens; ``drawn``: see `Progress`."""
         consumed = -(-progress.consumed_samples * length // self.config.data.seq_length)
-        begin = {"begin_step": progress.step, "begin_samples": consumed, "order_begin": consumed}
+        begin: dict[str, Any] = {"begin_step": progress.step, "begin_samples": consumed, "order_begin": consumed}
         return replace(progress, consumed_samples=consumed, order_samples=self.samples, stage=self.number, drawn=drawn, **begin)
 
     def needs(self) -> dict[str, int]:
@@ -107,6 +113,70 @@ def facts_of(part: Part, facts: DataFacts) -> DataFacts:
     train = {source.prefix: source for source in facts.sources if source.split == "train"}
     own = [replace(train[source.prefix], key=f"stages.{part.number}: {source.prefix}") for source in part.config.data.train]
     return replace(facts, sources=(*own, *(source for source in facts.sources if source.split != "train")))
+
+
+def check_stages(config: RunConfig) -> Iterator[str]:
+    """What is wrong with the list of stages itself."""
+    for key in ("steps", "tokens"):
+        if (value := getattr(config.train, key)) is not None:
+            yield f"train.{key} = {value}, but stages say how long the run is; set train.{key}=null"
+    if config.checkpoint.fork is not None:
+        yield f"checkpoint.fork = {config.checkpoint.fork} and stages are both given: a fork has none; set stages=[]"
+    if config.optimizer.from_step:
+        yield f"optimizer.from_step = {config.optimizer.from_step} is a fork's; a stage has a schedule of its own with stages.N.schedule"
+    for number, stage in enumerate(config.stages):
+        if (stage.steps is None) == (stage.tokens is None):
+            state = "neither is given" if stage.steps is None else "both are given"
+            yield f"stages.{number}.steps and stages.{number}.tokens say how long {stage.name} is, and {state}: give one"
+        if stage.name in [other.name for other in config.stages[:number]]:
+            yield f"stages.{number}.name = {stage.name} is an earlier stage's, too; choose another"
+        prefixes = [source.prefix for source in stage.data or config.data.train]
+        if twice := next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None):
+            yield f"stages.{number} ({stage.name}) has {twice} twice in its blend; name it once, with the sum of the weights"
+
+
+def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
+    """What the stages of a run are, a line each, with their own plans."""
+    lines = [f"stages: {plans[-1][0].end_step:,} steps, {plans[0][0].run[1]:,} tokens"]
+    for part, plan in plans:
+        data, optimizer, schedule = part.config.data, part.config.optimizer, part.own
+        tokens = schedule.steps * schedule.step_tokens
+        whole = sum(source.weight for source in data.train)
+        blend = ", ".join(f"{source.weight / whole:.0%} {source.prefix}" for source in data.train)
+        rates = f"{optimizer.schedule} {optimizer.lr:g} to {optimizer.min_lr:g}" if part.own_rates else "the run's schedule"
+        lines.append(
+            f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} tokens, batches of {schedule.batch_samples} x "
+            f"{schedule.sample_tokens}, {rates}, documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
+            f"{gib(plan.peak_memory)}; {blend}"
+        )
+    return "\n".join(lines)
+
+
+def check_stages_data(config: RunConfig) -> DataFacts:
+    """What the data of every stage say, as `check_data`: each source once.
+
+    Raises:
+        ConfigError, StorageError: see there; of a stage's data with the stage's name.
+    """
+    told = list[DataFacts]()
+    for part in parts_of(config):
+        with _of_stage(part):
+            told.append(check_data(part.config))
+            if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
+                raise ConfigError("data: another tokenizer than the first stage's; all sources of a run need the same one")
+    sources = {(source.split, source.prefix): source for facts in reversed(told) for source in reversed(facts.sources)}
+    return replace(told[0], sources=tuple(reversed(sources.values())))
+
+
+@contextmanager
+def _of_stage(part: Part) -> Iterator[None]:
+    """Says in which stage a mistake is."""
+    try:
+        yield
+    except ConfigError as error:
+        if not part.name:
+            raise
+        raise ConfigError(f"stages.{part.number} ({part.name}): {error}") from None
 
 
 def drawn_by(parts: Sequence[Part], contents: Mapping[str, str]) -> str:

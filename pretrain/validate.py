@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fem_common import secrets
@@ -20,12 +19,12 @@ from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
 from pretrain.config import OptimizerConfig, RunConfig
-from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, check_data, fill_from_data
+from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
-from pretrain.stages import Part, parts_of
+from pretrain.stages import check_stages, check_stages_data, parts_of
 
 _CONSTANT = OptimizerConfig(schedule="constant")  # of a stage in the run's schedule, which is checked as a whole
 
@@ -57,7 +56,7 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False,
     without_data = plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
     if not without_data and not _wrong(mistakes, "data model"):
         with noted(mistakes, "data"), files_told():
-            facts = _check_data(config)
+            facts = check_stages_data(config)
     if mistakes:
         raise ConfigErrors(mistakes)
     if facts is None:
@@ -95,62 +94,19 @@ def validate(config: RunConfig, world_size: int) -> None:
         raise ConfigErrors(mistakes)
 
 
-def _check_data(config: RunConfig) -> DataFacts:
-    """What the data of every stage say, as `check_data`: each source once."""
-    told = list[DataFacts]()
-    for part in parts_of(config):
-        with _of_stage(part):
-            told.append(check_data(part.config))
-            if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
-                raise ConfigError("data: another tokenizer than the first stage's; all sources of a run need the same one")
-    sources = {(source.split, source.prefix): source for facts in reversed(told) for source in reversed(facts.sources)}
-    return replace(told[0], sources=tuple(reversed(sources.values())))
-
-
-@contextmanager
-def _of_stage(part: Part) -> Iterator[None]:
-    """Says in which stage a mistake is."""
-    try:
-        yield
-    except ConfigError as error:
-        if not part.name:
-            raise
-        raise ConfigError(f"stages.{part.number} ({part.name}): {error}") from None
-
-
 def _staged_mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake]) -> list[Mistake]:
     """As `_mistakes`, of a run of stages: what is wrong with their list, else with each of them; what is in all of them is told once."""
-    wrong = list(_check_stages(config))
-    if wrong or before:
+    if (wrong := list(check_stages(config))) or before:
         return [("stages", ConfigError(text)) for text in wrong]
     mistakes, parts = list[Mistake](), parts_of(config)
     whole = replace(config, stages=(), train=replace(config.train, steps=parts[0].run[0]))
-    for text in _check_lengths(whole, world_size):
+    for text in [] if all(part.own_rates for part in parts) else _check_lengths(whole, world_size):
         mistakes.append(("optimizer", ConfigError(text)))
     for part in parts:
         optimizer = part.config.optimizer if part.own_rates else _CONSTANT
         found = _mistakes(replace(part.config, stages=(), optimizer=optimizer), world_size)
         mistakes += [(name, ConfigError(f"stages.{part.number} ({part.name}): {error}")) for name, error in found]
     return mistakes
-
-
-def _check_stages(config: RunConfig) -> Iterator[str]:
-    for key in ("steps", "tokens"):
-        if (value := getattr(config.train, key)) is not None:
-            yield f"train.{key} = {value}, but stages say how long the run is; set train.{key}=null"
-    if config.checkpoint.fork is not None:
-        yield f"checkpoint.fork = {config.checkpoint.fork} and stages are both given: a fork has none; set stages=[]"
-    if config.optimizer.from_step:
-        yield f"optimizer.from_step = {config.optimizer.from_step} is a fork's; a stage has a schedule of its own with stages.N.schedule"
-    for number, stage in enumerate(config.stages):
-        if (stage.steps is None) == (stage.tokens is None):
-            state = "neither is given" if stage.steps is None else "both are given"
-            yield f"stages.{number}.steps and stages.{number}.tokens say how long {stage.name} is, and {state}: give one"
-        if stage.name in [other.name for other in config.stages[:number]]:
-            yield f"stages.{number}.name = {stage.name} is an earlier stage's, too; choose another"
-        prefixes = [source.prefix for source in stage.data or config.data.train]
-        if twice := next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None):
-            yield f"stages.{number} ({stage.name}) has {twice} twice in its blend; name it once, with the sum of the weights"
 
 
 def _mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake] = ()) -> list[Mistake]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fem_common.errors import ConfigError
 from fem_common.files import sha256
@@ -109,7 +110,7 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
             f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step {schedule.steps}, and checkpoint.fork = "
             f"{found.path} is at step {parent.step}: steps and tokens count the parent's; give more"
         )
-    begin = {"begin_step": parent.step, "begin_samples": consumed, "stage": 0, "drawn": ""}
+    begin: dict[str, Any] = {"begin_step": parent.step, "begin_samples": consumed, "stage": 0, "drawn": ""}
     progress = replace(parent, consumed_samples=consumed, **begin)
     if found.manifest["data"] == contents.key and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
         order = max(parent.order_samples, schedule.total_samples - parent.order_begin)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ from pretrain.schedule import Schedule
 if TYPE_CHECKING:
     from pretrain.data.facts import DataFacts
     from pretrain.data.pieces import Pieces
-    from pretrain.stages import Part
 
 COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
 
@@ -253,23 +252,6 @@ def stored_bytes(config: RunConfig) -> int:
 def render(plan: Plan) -> str:
     """The plan as text for a console."""
     return "\n".join(line for part in (_model_lines, _cost_lines, _layout_lines, _memory_lines) for line in part(plan))
-
-
-def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
-    """What the stages of a run are, a line each, with their own plans."""
-    lines = [f"stages: {plans[-1][0].end_step:,} steps, {plans[0][0].run[1]:,} tokens"]
-    for part, plan in plans:
-        data, optimizer, schedule = part.config.data, part.config.optimizer, part.own
-        tokens = schedule.steps * schedule.step_tokens
-        whole = sum(source.weight for source in data.train)
-        blend = ", ".join(f"{source.weight / whole:.0%} {source.prefix}" for source in data.train)
-        rates = f"{optimizer.schedule} {optimizer.lr:g} to {optimizer.min_lr:g}" if part.own_rates else "the run's schedule"
-        lines.append(
-            f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} tokens, batches of {schedule.batch_samples} x "
-            f"{schedule.sample_tokens}, {rates}, documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
-            f"{gib(plan.peak_memory)}; {blend}"
-        )
-    return "\n".join(lines)
 
 
 def memory_excess(plan: Plan) -> str | None:

@@ -59,7 +59,7 @@ def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def test_every_key_of_the_optimizer_is_changed_here() -> None:
-    otherwise_told = {"name", "warmup_tokens", "warmup_fraction", "decay_tokens"}
+    otherwise_told = {"name", "warmup_tokens", "warmup_fraction", "decay_tokens", "from_step"}  # the last: test_fork
     assert {*CHANGED, *otherwise_told} == {field.name for field in fields(OptimizerConfig)}
     assert all(value != getattr(OptimizerConfig(), key) for key, value in CHANGED.items())
 

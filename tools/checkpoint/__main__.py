@@ -7,6 +7,7 @@ import math
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fem_common.cli import Parser, run
 from fem_common.errors import ConfigError
@@ -43,25 +44,7 @@ def _parser() -> Parser:
         "--out", required=True, type=Path, metavar="RUN_DIR", help="run directory of the run that continues; not the source's"
     )
     verb.set_defaults(run=_convert)
-    verb = verbs.add_parser(
-        "merge",
-        help="write the average of checkpoints' weights",
-        description="Writes DIR/step_NNNNNNNN with the average of checkpoints of one model, of any layouts and engines: weights alone, to "
-        "evaluate, to export, and to start from with checkpoint.load.",
-    )
-    verb.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=CHECKPOINT)
-    verb.add_argument("--last", type=_whole, metavar="N", help="the newest N good checkpoints of a run, instead of named ones")
-    verb.add_argument("--of", type=Path, metavar="RUN_DIR", help="whose")
-    shares = verb.add_mutually_exclusive_group()
-    shares.add_argument("--weights", type=_share, nargs="+", metavar="SHARE", help="a share for each checkpoint, as named (default: equal)")
-    shares.add_argument(
-        "--ema",
-        type=_share,
-        metavar="DECAY",
-        help="an exponential window: of two neighbours the older one has DECAY times the share, below 1",
-    )
-    verb.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that is not there yet, or is empty")
-    verb.set_defaults(run=_merge)
+    _add_merge(verbs)
     verb = verbs.add_parser(
         "show",
         help="what a checkpoint holds, and whether it is undamaged",
@@ -96,6 +79,28 @@ def _parser() -> Parser:
     verb.add_argument("--damaged", action="append", default=[], metavar="STEP", help="a step_NNNNNNNN of the run that is no good")
     verb.set_defaults(run=_fetch)
     return parser
+
+
+def _add_merge(verbs: Any) -> None:
+    verb = verbs.add_parser(
+        "merge",
+        help="write the average of checkpoints' weights",
+        description="Writes DIR/step_NNNNNNNN with the average of checkpoints of one model, of any layouts and engines: weights alone, to "
+        "evaluate, to export, and to start from with checkpoint.load.",
+    )
+    verb.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=CHECKPOINT)
+    verb.add_argument("--last", type=_whole, metavar="N", help="the newest N good checkpoints of a run, instead of named ones")
+    verb.add_argument("--of", type=Path, metavar="RUN_DIR", help="whose")
+    shares = verb.add_mutually_exclusive_group()
+    shares.add_argument("--weights", type=_share, nargs="+", metavar="SHARE", help="a share for each checkpoint, as named (default: equal)")
+    shares.add_argument(
+        "--ema",
+        type=_share,
+        metavar="DECAY",
+        help="an exponential window: of two neighbours the older one has DECAY times the share, below 1",
+    )
+    verb.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that is not there yet, or is empty")
+    verb.set_defaults(run=_merge)
 
 
 def _add_places(verb: argparse.ArgumentParser) -> None:
