@@ -144,11 +144,16 @@ def best_rate(experiment: Experiment, results: Results, case: str, row: str, siz
     return size.rates[found.index(min(found) if experiment.falls else max(found))]
 
 
-def chosen(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> list[dict[str, Any]]:
-    """The records of the best rate, a seed each, in the seeds' order; those that diverged are left out."""
+def by_seed(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> dict[int, dict[str, Any]]:
+    """The records of the best rate, in the seeds' order; those that diverged are left out."""
     rate = best_rate(experiment, results, case, row, size)
-    records = [] if rate is None else [results.get(Trial(case, row, rate, seed, size.key())) for seed in range(size.seeds)]
-    return [record for record in records if record is not None and record["validation"] is not None]
+    records = {} if rate is None else {seed: results.get(Trial(case, row, rate, seed, size.key())) for seed in range(size.seeds)}
+    return {seed: record for seed, record in records.items() if record is not None and record["validation"] is not None}
+
+
+def chosen(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> list[dict[str, Any]]:
+    """`by_seed`'s records."""
+    return list(by_seed(experiment, results, case, row, size).values())
 
 
 # Student's t at 97.5% for 1, 2, .. degrees of freedom.

@@ -154,8 +154,10 @@ HYPERSET_IMAGES = Experiment(
     curves={"attention_energy": "attention energy", "feed_forward_energy": "feed-forward energy", "mean_angle": "mean angle, radians"},
     published={(case, row): value for case, values in PUBLISHED.items() for row, value in zip(HYPERSET, values, strict=False)},
     told="Accuracy in percent. Digits are scikit-learn's, 8 x 8, 1,200 to learn from, divided anew for each seed; six iterations. "
-    "Places are learned: the paper's sinusoids are larger than the patches here, Hyper-SET normalises no token, and 300 steps are "
-    "too few then (38 to 78 over three seeds at rate 0.01; of these the one with 78 has 94 with learned places).",
+    "Places are learned. With the paper's sinusoids, larger than the patches here, while Hyper-SET normalises no token, it had 38 "
+    "to 78 at rate 0.01 over three seeds, the Transformer 82 to 96, linear attention no more than guessing. The feed-forward "
+    "energy falls in training's iterations at the better rate, attention's rises before it falls: more iterations and steps than "
+    "here are the paper's.",
     claims=tuple(Claim("Hyper-SET", row) for row in tuple(HYPERSET)[:8] if row != "Hyper-SET"),
     chance=lambda case, size: 1 / CASES[case][2],
 )

@@ -292,7 +292,7 @@ EXPERIMENT = Experiment(
     "softmax, training is short and data plentiful: no row overfits, and who learns faster is ahead. L helps, with C or without it; C, and "
     "G most of all, slow the start. With 4 heads and one seed: softmax 69.5, +LT 73.4, +LTG 55.5; T and G are paid for by narrower values, "
     "and of full width, with more parameters, +LTG has 67.6; after three times the steps FEM-SM has 87.2, softmax 90.4. From 800 sequences "
-    "every row fits 78 % of them and more, so that generalisation decides: +L is far above softmax, FEM-SM no longer below it.",
+    "every row fits 78 % of them and more, so that generalisation decides: +L is above softmax, FEM-SM no longer below it.",
     published={(case, row): value for row, values in PUBLISHED.items() for case, value in zip(CASES, values, strict=True)}
     | {(FEW, row): values[0] for row, values in PUBLISHED.items()},
     claims=(

@@ -19,7 +19,7 @@ from fem_common.files import make_folder, write_whole
 from fem_common.plot import COLOURS, QUIET, colour_of, new_figure, plain_axes, png
 from fem_common.text import count, counted
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
-from tools.papers.experiment import Claim, Experiment, Results, Size, chosen, gather, interval, line_of, read_results
+from tools.papers.experiment import Claim, Experiment, Results, Size, by_seed, chosen, gather, interval, line_of, read_results
 
 TITLE = "# The papers' experiments"
 ABOUT = (
@@ -151,12 +151,11 @@ def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
 
 def verdict(experiment: Experiment, size: Size, results: Results, claim: Claim, case: str) -> str | None:
     """One of VERDICTS, by the differences of the seeds that both rows have; None where they have fewer than two."""
-    above, below = (
-        [record[experiment.metric] for record in chosen(experiment, results, case, row, size)] for row in (claim.above, claim.below)
-    )
-    if min(len(above), len(below)) < 2 or len(above) != len(below):
+    above, below = (by_seed(experiment, results, case, row, size) for row in (claim.above, claim.below))
+    both = [(above[seed][experiment.metric], below[seed][experiment.metric]) for seed in above if seed in below]
+    if len(both) < 2:
         return None
-    mean, half = interval((low - high if experiment.falls else high - low) for high, low in zip(above, below, strict=True))
+    mean, half = interval((low - high if experiment.falls else high - low) for high, low in both)
     return VERDICTS[(0 if mean > half else 1) if mean > 0 else (3 if -mean > half else 2)]
 
 
