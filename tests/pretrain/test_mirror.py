@@ -233,7 +233,7 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
     before = content(step)
     for place in (tmp_path / "one/checkpoints", tmp_path):  # it would write over what it reads
-        assert main(["mirror", str(tmp_path / "one"), str(place)]) == main(["fetch", str(tmp_path / "one"), f"file://{place}"]) == 2
+        assert main(["mirror", str(tmp_path / "one"), str(place)]) == main(["fetch", str(tmp_path / "one"), place.as_uri()]) == 2
     assert content(step) == before
 
 
