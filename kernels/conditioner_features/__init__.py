@@ -8,6 +8,7 @@ from torch.nn.functional import layer_norm, softplus
 
 from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+from kernels.registered import registered
 
 __all__ = ["OP", "conditioner_features"]
 
@@ -23,6 +24,7 @@ OP = Op(
 )
 
 
+@registered(lambda logits, *_, **__: logits.new_empty(logits.shape))
 def conditioner_features(logits: Tensor, state: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto") -> Tensor:
     """r * LayerNorm(state) over the last dimension, with r = softplus(logits) sqrt(n) / max(||softplus(logits)||, eps).
 
