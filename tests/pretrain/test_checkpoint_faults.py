@@ -86,7 +86,7 @@ def test_no_flipped_bit_makes_another_tensor() -> None:
 def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(tmp_path: Path) -> None:
     """They are compared beside the reading: the first one's fault is told, too, and the last one's."""
     written = {f"weight_{number}": torch.full((300, 40), float(number)) for number in range(6)}
-    step = save_weights(tmp_path, written, RunConfig(), Progress(1, 1, 1), "")
+    step = save_weights(tmp_path, written.items(), RunConfig(), Progress(1, 1, 1), "")
     found = {name: torch.zeros(300, 40) for name in written}
     for place in read_metadata(step / ".metadata").storage_data.values():
         file, position = step / place.relative_path, place.offset + place.length // 2

@@ -107,7 +107,12 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
         poisoned = engine.train_step(micro_batches(32, math.nan), 16)
         assert poisoned.skipped and math.isnan(poisoned.loss)
         seen: list[float] = []
-        refused = engine.train_step(micro_batches(32), 16, unwanted=lambda *told: bool(seen.extend(told) or seen))
+
+        def unwanted(*told: float) -> bool:
+            seen.extend(told)
+            return True
+
+        refused = engine.train_step(micro_batches(32), 16, unwanted=unwanted)
         assert refused.skipped and [refused.loss, refused.grad_norm] == seen and math.isfinite(sum(seen))
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         assert not engine.train_step(micro_batches(32), 24).skipped

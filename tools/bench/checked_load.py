@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(config.model).items()}
-        step = save_weights(Path(folder), weights, config, Progress(0, 0, 0), "")
+        step = save_weights(Path(folder), weights.items(), config, Progress(0, 0, 0), "")
         size = sum(weight.nbytes for weight in weights.values())
         print(f"{size / 4e9:.2f}B parameters, {gib(size)}\n")
         print("| from | load, s | longer by comparing, s | share | comparing, s of a core |\n|---|---|---|---|---|")

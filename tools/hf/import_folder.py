@@ -280,7 +280,7 @@ def _all_in(ids: Any, entries: range) -> bool:
 class Kept:
     """What an export keeps of the training besides its configuration; of a model that is new, that nothing was trained."""
 
-    progress: dict[str, int] = field(default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0})
+    progress: dict[str, Any] = field(default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0})
     data: str = ""
     heldout_loss: float | None = None
 
