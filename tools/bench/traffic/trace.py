@@ -9,6 +9,8 @@ operation's implementation, an attention's engine, a type) is an H100's. What th
 - others' fused kernels (`stand_in`): what they read, write and keep for the backward pass.
 
 Not counted: what a kernel reads twice because the L2 cache lost it, small products inside a pointwise kernel, and collectives.
+
+Long, because all that is counted stands in one place: what one kind of call counts no other may.
 """
 
 from __future__ import annotations
