@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from pretrain.checkpoint.folder import HASHES, MANIFEST, damage, hash_of
-from tests.pretrain.conftest import SMALL, Command
+from tests.pretrain.conftest import DEMO, SMALL, Command
 from tests.pretrain.stores import ROOT, SECRET, Store, refused
-from tests.ranks import losses
+from tests.pretrain.test_store_data import trained
+from tests.ranks import forked, losses, wait_until
 from tools.checkpoint.__main__ import main
 from tools.checkpoint.mirror import Mirror
 
@@ -118,6 +120,62 @@ def test_kills_in_the_middle_leave_nothing_that_counts(tmp_path: Path, store: St
     assert store.run("fetch", tmp_path / "new", store.url)[0] == 0
     assert content(tmp_path / "new/checkpoints" / newest.name) == content(newest)
     assert not list((tmp_path / "checkpoints").glob(".mirroring*"))
+
+
+@pytest.mark.slow
+def test_twenty_kills_while_it_saves_and_sends_cost_no_bit(
+    tiny_data: Path, tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rank and of its sender, in turn amid a save and amid an upload, over a store that fails, and folders that come to harm.
+
+    No attempt ever goes on from what came to harm: it would end with other losses, or be refused.
+    """
+    for name, value in store.environ.items():
+        monkeypatch.setenv(name, value)
+    dice, sending, attempts = random.Random(20), threading.Event(), list[str]()
+    data = [f"data.{split}.0.prefix={tiny_data / split}" for split in ("train", "valid")]
+    settings = [*data, "data.test=[]", *SMALL, "train.steps=60", "checkpoint.interval=1", "checkpoint.keep_last=3"]
+    mirrored = [*settings, f"run_dir={tmp_path / 'run'}", f"checkpoint.mirror={store.url}", "checkpoint.mirror_keep_last=3"]
+
+    def failing(client: socket.socket, data: bytes) -> bytes | None:
+        if len(data) > 20_000:
+            sending.set()
+            fault = dice.choice([flipped, cut, refused, *[lambda client, data: data] * 9])
+            changed: bytes | None = fault(client, data)
+            return changed
+        return data
+
+    store.proxy.fault = failing
+    folder = tmp_path / "run/checkpoints"
+    for number in range(20):
+        how = f"checkpoint.async_save={str(number % 4 < 2).lower()}"
+        begun = set(folder.glob("*"))
+        with forked(1, trained, store.environ, 600.0, [DEMO, *mirrored, how], output=tmp_path / f"said{number}") as ranks:
+            sending.clear()
+            wait_until(lambda: bool({*folder.glob("step_*")} - begun), ranks)  # noqa: B023
+            if number % 2:
+                wait_until(lambda: any(folder.glob(".writing_*")), ranks, nap=0.0)
+            else:
+                wait_until(sending.is_set, ranks, nap=0.0)
+            for child in psutil.Process(ranks[0].pid).children(recursive=True):
+                child.kill()
+            ranks[0].kill()
+        attempts.append((tmp_path / f"said{number}.0").read_text())
+        if number % 5 == 1:  # a byte of the newest is another one; of all that is there, or in the store alone
+            file = max(folder.glob("step_*")) / "__0_0.distcp"
+            content = bytearray(file.read_bytes())
+            content[dice.randrange(len(content))] ^= 1
+            file.write_bytes(content)
+        elif number % 5 == 3 and any(name.endswith(MANIFEST) for name in store.names()):
+            shutil.rmtree(folder)
+    store.proxy.fault = lambda client, data: data
+    pretrain = Command(mirrored, capsys)
+    assert pretrain() == 0, pretrain.err
+    assert "Traceback" not in "".join(attempts) and sum("resumed from" in said for said in attempts) >= 15
+    assert any("is damaged" in said for said in attempts) and any("brought from" in said for said in attempts)
+    assert pretrain(*settings, f"run_dir={tmp_path / 'whole'}", "checkpoint.mirror=null") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert store.run("verify", store.url)[0] == 0 and main(["verify", str(tmp_path / "run")]) == 0
 
 
 def flipped(client: socket.socket, data: bytes) -> bytes:
