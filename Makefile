@@ -54,11 +54,13 @@ test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in five minute
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m 'slurm and not slow' tests/slurm
 
-test-all: lint  ## the night's: the slow tests too, a real Slurm, and whether the tests notice ten of the mutants
+test-all: lint  ## the night's: the slow tests too, a real Slurm, ten of the mutants, and the kernels' machine code by Triton 3.6
 	bash tests/slurm/install.sh
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m slurm tests/slurm
 	$(PYTHON) -m tests.mutants --sample 10 --seed 1
+	$(PYTHON) -m pip install --disable-pip-version-check --no-compile --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
+	PYTHONPATH=build/triton-3.6 $(PYTHON) -m tools.kernel_gate --sm 90
 
 lint: $(ENVIRONMENT)  ## ruff (rules and format) and mypy
 	$(PYTHON) -m ruff check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,31 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def open_store(place: str) -> tuple[Any, str, str]:
-    """(fsspec's file system, the place's path in it, the place's URL) of a URL or a folder's path.
+def refusal(place: str, folder: Path | None) -> str | None:
+    """What the name of a place tells that nothing can be kept there, or no copy of what is in ``folder``; None: nothing."""
+    kind, mark, rest = place.partition("://")
+    if secrets.hides_a_password(place):
+        return "has a password in it, which would stand in files; give credentials in the environment"
+    if re.match(r"[a-z0-9+]+:/(?!/)", place) or (mark and not rest.strip("/")):
+        return f"= {place} names no bucket and folder; as in s3://BUCKET/FOLDER"
+    if folder is None or (mark and kind != "file"):
+        return None
+    there, here = Path(rest if mark else place).resolve(), folder.resolve()
+    if there.is_relative_to(here) or here.is_relative_to(there):
+        return f"= {place} and the folder {folder} lie one in the other, and files would be written over: choose another place"
+    return None
+
+
+def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:
+    """(fsspec's file system, the place's path in it, the place's URL) of a URL or a folder's path; for copies of what is in ``folder``.
 
     Raises:
-        ConfigError: no such kind of place, its package is not installed, or a password in its URL.
+        ConfigError: no such kind of place, its package is not installed, or see `refusal`.
     """
     import fsspec
 
-    if secrets.hides_a_password(place):
-        raise ConfigError("the URL has a password in it, which would stand in files: give credentials in the environment")
+    if wrong := refusal(place, folder):
+        raise ConfigError(f"URL {wrong}")
     url = place if is_url(place) else Path(place).absolute().as_uri()
     try:
         store, root = fsspec.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(url.partition(":")[0], {}))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fem_megatron.parallel import Parallel
 from fem_megatron.shape import BlockShape, SwiGluShape, located
 from fem_megatron.state import Context
-from fem_megatron.update import Update, rms_norm
+from fem_megatron.update import Update, normed
 
 
 class Block(nn.Module):
@@ -44,6 +44,6 @@ class SwiGlu(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        h = rms_norm(x, self.norm.weight, self.eps)
+        x, h = normed(x, self.norm.weight, self.eps)
         packed = self.parallel.project(h, self.gate_up.flatten(0, 1))
         return x + self.parallel.leave(self.down(self.parallel.swiglu(packed)))

@@ -57,6 +57,11 @@ class ModelConfig:
     )
     rope: bool = setting(True, "Rotary position embedding on queries and keys, of the mixers that have them.")
     rope_base: int = setting(10000, "Base of the rotary frequencies.", least=1)
+    qk_norm: bool = setting(
+        False,
+        "RMS norm, with weights, of each head's queries and keys before RoPE (Qwen3): transformer, differential, fem_softmax; what the "
+        "others compare is what their energies are made of, and hyperset norms its own.",
+    )
     norm_eps: float = setting(1e-6, "Epsilon of every norm.", above=0)
     init_std: float = setting(0.02, "Standard deviation of the normal initialisation of every matrix.", above=0)
     parametrization: str = setting(

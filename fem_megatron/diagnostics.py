@@ -1,8 +1,8 @@
 """What every layer's update does to a sample of tokens: step norm, energies, entropies. No trainer, no logger and no file may come in.
 
 Each mixer's quantities are a function beside it, which its class names; the energies themselves are the layers' and kernels' own. The
-sample is the beginning of the first sequence, taken as a sequence of its own: of a causal model its energies are those of the whole
-sequence's first tokens.
+sample is the beginning of the first sequence, or of its longest document where they are read apart, taken as a sequence of its own: of a
+causal model its energies are those of these tokens in the whole.
 """
 
 from __future__ import annotations
@@ -80,26 +80,33 @@ def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: 
     """The quantities of one update that made ``after`` of the slice x. The context must be one without a state."""
     parallel = update.parallel
     whole = [parallel.enter(t.detach()[:, :1].contiguous()) for t in (x, after)]
-    alone = len(whole[0]) if context.documents is None else context.documents.first
+    start, alone = (0, len(whole[0])) if context.documents is None else context.documents.longest
     length = min(tokens, alone)
-    if len(whole[0]) > len(x):
+    split = len(whole[0]) > len(x)
+    if split:
         length -= length % parallel.size
-    sliced = [t[:length].chunk(parallel.size)[parallel.rank] if len(t) > len(x) else t[:length] for t in whole]
-    positions = context.positions
+    if not length:  # documents of fewer tokens than there are ranks
+        return {"step_norm": _step_norm(*whole)}
+    whole = [t[start : start + length] for t in whole]
+    sliced = [t.chunk(parallel.size)[parallel.rank] if split else t for t in whole]
+    positions = None if context.positions is None else context.positions[start : start + length]
     here = Context(
-        positions=positions if positions is None else positions[:length] if positions.ndim == 1 else positions[:length, :1],
+        positions=positions if positions is None or positions.ndim == 1 else positions[:, :1],
         valid=None if context.valid is None else context.valid[:1, :length],
         causal=context.causal,
         iteration=context.iteration,
     )
     sample = Sample(sliced[0], sliced[1], here, torch.arange(length, device=x.device))
-    before, later = (t[:length] for t in whole)
-    generic = {"step_norm": (size(wide(later) - wide(before)) / size(before)).mean()}
+    generic = {"step_norm": _step_norm(*whole)}
     # Eigenvalues of what is not finite would end the run, which knows what to do with such a step.
-    if update.diagnostics is None or not later.isfinite().all():
+    if update.diagnostics is None or not whole[1].isfinite().all():
         return generic
     more: Quantities = located(update.diagnostics)(update, sample)
     return generic | more
+
+
+def _step_norm(before: Tensor, after: Tensor) -> Tensor:
+    return (size(wide(after) - wide(before)) / size(before)).mean()
 
 
 def energies(name: str, before: Tensor, after: Tensor) -> Quantities:

@@ -23,14 +23,14 @@ _LEAST = 4  # tokens of the shortest row
 class Documents:
     """Where the documents of a micro-batch [b, s] lie.
 
-    positions [s, b] int64: of each token in its document, from 0. first: tokens of the first one. rows: (documents, tokens of a row) of
-    each length. batch, time [all rows' tokens] int64: which token stands there; past a document's end its last one. kept [b * s] int64:
-    where each token, sequence after sequence, stands among the rows' tokens. valid: of each length [documents, tokens of a row] bool,
-    False past a document's end.
+    positions [s, b] int64: of each token in its document, from 0. longest: of the first sequence, its first token, and its tokens. rows:
+    (documents, tokens of a row) of each length. batch, time [all rows' tokens] int64: which token stands there; past a document's end its
+    last one. kept [b * s] int64: where each token, sequence after sequence, stands among the rows' tokens. valid: of each length
+    [documents, tokens of a row] bool, False past a document's end.
     """
 
     positions: Tensor
-    first: int
+    longest: tuple[int, int]
     rows: tuple[tuple[int, int], ...]
     batch: Tensor
     time: Tensor
@@ -59,14 +59,16 @@ class Documents:
             tokens.append(token.flatten())
             valid.append(inside)
         every = torch.cat(tokens)
+        most = int(sizes[first < length].argmax())
         begun = torch.where(begins, torch.arange(length), 0).cummax(1).values
-        return cls((torch.arange(length) - begun).T, int(sizes[0]), tuple(rows), every // length, every % length, kept, tuple(valid))
+        positions, longest = (torch.arange(length) - begun).T, (int(first[most]), int(sizes[most]))
+        return cls(positions, longest, tuple(rows), every // length, every % length, kept, tuple(valid))
 
     def to(self, device: torch.device) -> Documents:
         """The same on a device."""
         moved = [t.to(device, non_blocking=True) for t in (self.positions, self.batch, self.time, self.kept)]
         valid = tuple(t.to(device, non_blocking=True) for t in self.valid)
-        return Documents(moved[0], self.first, self.rows, moved[1], moved[2], moved[3], valid)
+        return Documents(moved[0], self.longest, self.rows, moved[1], moved[2], moved[3], valid)
 
     def apart(self, read: Callable[..., Tensor], tensors: Sequence[Tensor | None], *, batch: int, time: int, causal: bool) -> Tensor:
         """``read(valid, *tensors)`` of every document by itself, its tokens the ``time`` dimension, documents the ``batch`` dimension.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Weight, Weights
+from fem_megatron.shape import FIXED, HIDDEN, OUTPUT, Normal, Shape, Weight, Weights
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -62,6 +62,20 @@ def decay_factor(model: ModelConfig, weight: Weight) -> float:
     return 1.0 / lr_factor(model, weight)
 
 
+def update_scale(model: ModelConfig, weight: Weight, rows: int) -> float:
+    """What Muon multiplies a map's orthogonal update by, of ``rows`` rows of the weight, besides the rate.
+
+    0.2 sqrt(max(rows, columns)) gives its numbers the size of AdamW's (arXiv 2502.16982, 2.2), so that both share rate and decay. muP keeps
+    to the base's and lets the update's spectral norm follow sqrt(rows / columns) (arXiv 2310.17813, condition 1; the rate's power of m is
+    in it): constant for a map of the width into itself, m^(-1/2) for one of it into a head, of which a wider model has more.
+    """
+    m, columns = width_ratio(model), weight.shape[-1]
+    outward = weight.scaling in (HIDDEN, FIXED) and (not weight.maps or model.mup.base_head_size is not None)
+    inward = weight.scaling != FIXED
+    base = max(rows / m**outward, columns / m**inward)
+    return float(0.2 * base**0.5 * m ** ((outward - inward) / 2))
+
+
 def score_scale(model: ModelConfig, width: int) -> float | None:
     """What the scores of heads whose queries are ``width`` wide are multiplied by; None: 1 / sqrt(width), as everywhere.
 
@@ -75,10 +89,10 @@ def outer_weights(model: ModelConfig) -> Weights:
     """Name -> weight of what is in no block: the embedding, the final norm and, unless tied, the output layer."""
     shape = (model.padded_vocab_size(), model.hidden_size)
     weights = {
-        "embedding.word_embeddings.weight": Weight(shape, split=0, mup=FIXED),
+        "embedding.word_embeddings.weight": Weight(shape, split=0, mup=FIXED, maps=None),
         "decoder.final_layernorm.weight": Weight((model.hidden_size,), init=1.0, per_token=True),
     }
-    return weights if model.tie_embeddings else weights | {"output_layer.weight": Weight(shape, split=0, mup=OUTPUT)}
+    return weights if model.tie_embeddings else weights | {"output_layer.weight": Weight(shape, split=0, mup=OUTPUT, maps=None)}
 
 
 def check_model(model: ModelConfig) -> None:

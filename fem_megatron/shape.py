@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ class Weight:
     to a rank's slice of the sequence (norms), so that under sequence parallelism its gradient is summed over the ranks. bare: a matrix
     that is used in another way than in one product with a token (read forth and back, squared), so that it is no linear module, which
     adapters or quantisation might replace by something else. mup: how it follows the width, where that is not its shape's (``scaling``).
-    vectors: its rows are vectors of their own, stored together, so that none of them is decayed.
+    vectors: its rows are vectors of their own, stored together, so that none of them is decayed. maps: rows of each linear map of one
+    vector that lies packed in a matrix, in order, and again from the first (a head's slices); (): it is one, or each of its leading indices
+    is; None: it holds none (an embedding's rows, filters, one number a head, low-rank factors). Muon makes each orthogonal by itself.
     """
 
     shape: tuple[int, ...]
@@ -52,6 +56,24 @@ class Weight:
     bare: bool = False
     mup: Scaling | None = None
     vectors: bool = False
+    maps: tuple[int, ...] | None = ()
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether it consists of linear maps, which Muon updates where it is the optimizer."""
+        return len(self.shape) > 1 and not self.vectors and self.maps is not None
+
+    def linear_maps(self) -> Iterator[tuple[int, int]]:
+        """(first row, rows) of each linear map, of the weight as a matrix of shape[-1] columns.
+
+        Raises ValueError: ``maps`` do not fill it.
+        """
+        rows, sizes = self.shape[-2], self.maps or self.shape[-2:-1]
+        if rows % sum(sizes):
+            raise ValueError(f"maps of {sizes} rows do not fill {self.shape}")
+        starts = list(accumulate(sizes, initial=0))
+        for first in range(0, self.size // self.shape[-1], starts.pop()):
+            yield from ((first + start, size) for start, size in zip(starts, sizes, strict=True))
 
     @property
     def decayed(self) -> bool:
@@ -206,6 +228,17 @@ def head_width(model: ModelConfig) -> int:
 def keys_seen(length: int, whole_square: bool) -> float:
     """Keys that a causal token sees on average, or all of them."""
     return float(length) if whole_square else (length + 1) / 2
+
+
+def qk_norms(head: int, wanted: bool) -> Weights:
+    """The weights of model.qk_norm, which all heads share; {} where it is off."""
+    return {f"{part}_norm.weight": Weight((head,), init=1.0) for part in "qk"} if wanted else {}
+
+
+def qk_norms_keep(training: Training, head: int, heads: int) -> float:
+    """Bytes a token that norms of ``heads`` heads keep besides their inputs: a number a head; on a CPU x / rms, and x in fp32."""
+    copies = 0 if training.cuda else 1 if training.element == WIDE else 2
+    return WIDE * heads * (copies * head + 1)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from fem_megatron.parallel import Parallel, add_weights
 from fem_megatron.shape import Shape
 from fem_megatron.state import Context
 from kernels.fem_projection import turned
+from kernels.residual_norm import residual_norm
 
 
 class Layer(nn.Module):
@@ -86,9 +87,20 @@ def product_type(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
 
 
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream x, to be gone on with, and `rms_norm` of it: on a GPU the gradients of both come in one pass."""
+    x, h, _ = residual_norm(x, weight, eps)
+    return x, h
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, times the weight if there is one."""
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def head_norms(owner: Layer, parallel: Parallel, q: Tensor, k: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """q and k [s, b, heads, d], each RMS-normalised over d, times ``owner``'s q_norm and k_norm [d], which all heads share (qk_norm)."""
+    return rms_norm(q, parallel.share(owner.q_norm.weight), eps), rms_norm(k, parallel.share(owner.k_norm.weight), eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -27,7 +27,7 @@ BFLOAT16_ROUNDING = 2.0**-9  # of one rounding of the result: half a unit in its
 BFLOAT16_MOST = 0.25  # whatever the definition's own error: where that is noise (small beta, wide ranges) it would bound nothing
 WITHOUT_GRADIENTS = ("decode",)  # implementations that are not for training
 # What others wrote need not give the same bits twice on a GPU: some of their backward passes add up in any order.
-OTHERS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "efficient", "sdpa", "fused", "fla")
+OTHERS = ("cudnn", "flash", "flash_attn_2", "flash_attn_3", "flash_attn_4", "efficient", "sdpa", "fused", "fla")
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ class Op:
                 continue
             # Triton's interpreter is for tests, which ask for it.
             reason = "no GPU" if device.type == "cpu" and implementation.lacks is lacks_triton else implementation.lacks(device)
+            if torch.compiler.is_compiling() and implementation.lacks is lacks_triton:
+                reason = "torch.compile sees through the definition"  # what is registered chooses when it runs
             reason = reason or unfit(implementation.name)
             if reason is None:
                 return implementation.name, against

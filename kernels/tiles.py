@@ -1,15 +1,13 @@
-"""What the Triton kernels of several operations share: tiles of memory, which pairs of a tile count, and what the compile gate builds.
+"""What the Triton kernels of several operations share: tiles of memory, and which pairs of a tile count.
 
-A module of kernels ends with ``BUILDS``, a tuple of `Build`, made with the same functions that its wrappers take block sizes, warps and
-stages from. `python -m tools.kernel_gate` finds them and compiles them without a GPU. Pairs count as `kernels.pairs.allowed_pairs` has it.
+A module whose kernels multiply on a GPU's tensor cores ends with ``MATRIX``, those kernels. `python -m tools.kernel_gate` compiles what
+layers and operations launch, without a GPU. Pairs count as `kernels.pairs.allowed_pairs` has it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,27 +20,6 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Build:
-    """One kernel at one production shape.
-
-    label: what docs/kernels.md calls it, as "forward, d_k 128, d_v 64, causal". kernel: the ``@triton.jit`` function. types: the Triton
-    type of every argument that is not a constexpr, in any order ("*bf16", "*fp32", "*i32", "*i1", "i32", "fp32"). constants: every
-    constexpr argument, and pointers that are None. aligned: names of integer arguments that are multiples of 16 (pointers always are).
-    matrix: its products must be wgmma on sm_90. allowed: ptxas warning, as "C7515" -> why it is accepted.
-    """
-
-    label: str
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    warps: int
-    stages: int
-    matrix: bool = False
-    aligned: tuple[str, ...] = ()
-    allowed: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Blocks:
     """A program's own rows, the others it takes at once, warps, and stages of its pipeline."""
 
@@ -50,28 +27,6 @@ class Blocks:
     keys: int
     warps: int
     stages: int
-
-
-# What arguments of these names are in every kernel.
-_KINDS = dict.fromkeys(("scale", "factor", "unit", "eps"), "fp32") | dict.fromkeys(("valid", "shifted", "wild"), "*i1")
-
-
-def build(
-    label: str, kernel: Any, constants: Mapping[str, Any], warps: int, stages: int, *, bf16: str = "", fp32: str = "",
-    kinds: Mapping[str, str] | None = None, even: str = "", odd: str = "", matrix: bool = False, allowed: Mapping[str, str] | None = None,
-) -> Build:  # fmt: skip
-    """The `Build` of a kernel by its arguments' names: pointers to ``bf16`` and to ``fp32``, others in ``kinds``; the rest are integers.
-
-    Multiples of 16 are the strides (names in _b, _h, _t, or short ones in b, h, t) but for those in ``odd``, and the integers in ``even``.
-    Constants that the kernel has not are left out.
-    """
-    names = [name for name in kernel.arg_names if name not in constants]
-    known = _KINDS | dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(fp32.split(), "*fp32") | dict(kinds or {})
-    types = {name: known.get(name, "i32") for name in names}
-    strides = {name for name in names if name.endswith(("_b", "_h", "_t")) or (len(name) < 4 and name[-1] in "bht")}
-    aligned = {name for name in (*strides.difference(odd.split()), *even.split()) if types.get(name) == "i32"}
-    given = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    return Build(label, kernel, types, given, warps, stages, matrix, tuple(sorted(aligned)), allowed or {})
 
 
 def fitting(dtype: torch.dtype, small: Blocks, float32: Blocks, bfloat16: Blocks) -> Blocks:
@@ -86,7 +41,7 @@ def padded(width: int) -> int:
 
 def rows_of(t: Tensor) -> Tensor:
     """t with its last dimension contiguous, as the kernels read it."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def strides_of(*tensors: Tensor | None) -> list[int]:
@@ -102,11 +57,23 @@ def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None =
 
 
 @triton.jit
-def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr = True):
-    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on (where RAGGED) and from column WIDTH on."""
+def _multiple(offset, ALIGN: tl.constexpr):
+    if ALIGN > 1:
+        offset = tl.multiple_of(offset, ALIGN)
+    return offset
+
+
+@triton.jit
+def load_tile(
+    base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr = True, ALIGN: tl.constexpr = 1
+):  # fmt: skip
+    """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on (where RAGGED) and from column WIDTH on.
+
+    ALIGN: divides the stride. Head widths as 84 are no multiple of 16, so Triton cannot tell by itself how wide a load may be.
+    """
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
-    at = base + row * stride + column
+    at = base + _multiple(tl.arange(0, ROWS) * stride, ALIGN)[:, None] + column
     if WIDTH < PADDED:
         inside = (row < count) & (column < WIDTH) if RAGGED else column < WIDTH
         tile = tl.load(at, mask=inside, other=0.0)
@@ -118,11 +85,12 @@ def load_tile(base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADD
 
 
 @triton.jit
-def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr = 1):
     """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns before WIDTH."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
-    tl.store(base + row * stride + column, tile.to(base.dtype.element_ty), mask=(row < count) & (column < WIDTH))
+    at = base + _multiple(tl.arange(0, ROWS) * stride, ALIGN)[:, None] + column
+    tl.store(at, tile.to(base.dtype.element_ty), mask=(row < count) & (column < WIDTH))
 
 
 @triton.jit
@@ -137,10 +105,10 @@ def place(heads, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def of_head(x, b, h, x_b, x_h, start=0, x_t=0):
-    """Where row ``start`` of a head of x [b, h, ...] begins; None where there is no x."""
+def of_head(x, b, h, x_b, x_h, start=0, x_t=0, ALIGN: tl.constexpr = 1):
+    """Where row ``start`` of a head of x [b, h, ...] begins; None where there is no x. ALIGN: as `load_tile` has it, of all strides."""
     if x is not None:
-        x += b * x_b + h * x_h + start * x_t
+        x += _multiple(b * x_b + h * x_h + start * x_t, ALIGN)
     return x
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from fem_common.errors import MISTAKES, CommandError, ConfigError, UserError, en
 from fem_megatron.catalogue import table
 from pretrain import signals
 from pretrain.config import RunConfig, load_run
-from pretrain.plan.run_plan import make_plan, memory_excess, render
+from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render
 from pretrain.reference_page import section_text
 from pretrain.run_directory import resolved, run_directory
+from pretrain.stages import facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
-USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--plan] [--check] [--resolve | --index]
+USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--fork NEW_RUN] [--plan] [--check] [--resolve | --index]
        pretrain --help [SECTION] | --list-mixers"""
 EXAMPLES = """examples:
   pretrain configs/run/demo.yaml --plan                   what the run needs; nothing is started
@@ -35,6 +36,7 @@ EXAMPLES = """examples:
   pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
   torchrun --nproc-per-node 2 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2
   pretrain configs/run/demo.yaml --plan --check log.device=H100      exit code 2 where its memory does not fit
+  pretrain configs/run/demo.yaml --fork runs/fork train.steps=420      goes on in another folder, with other settings
   pretrain --help optimizer                               the section's keys, their types, defaults and meanings
 """
 
@@ -83,6 +85,12 @@ def _parser() -> Parser:
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="a run, such as configs/run/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "--fork",
+        metavar="NEW_RUN",
+        help="a run directory to go on in from the newest checkpoint of CONFIG.yaml's run (a run directory or a step_NNNNNNNN may stand in "
+        "its place): weights, moments, step; settings may be others, such as data, batch and schedule",
+    )
     parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="print this, or the keys of SECTION, and stop")
     parser.add_argument("--list-mixers", action=_ListMixers, nargs=0, help="print the names that model.mixer may take, and stop")
     parser.add_argument("--plan", action="store_true", help="print parameters, FLOPs, memory, tokens and layout, and stop")
@@ -102,7 +110,7 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
         raise ConfigError(f"{'--resolve' if options.resolve else '--index'} stands alone, without --plan and --check")
     stops = options.plan or options.resolve or options.check or options.index  # whatever was launched
     try:
-        config = load_run(options.config, options.overrides)
+        config = load_run(options.config, options.overrides) if options.fork is None else _forked(options)
     except ConfigErrors as error:
         if error.config is not None:
             prepare(error.config, None if stops else launched or 1, plan_only=options.plan or options.resolve, before=error.mistakes)
@@ -119,16 +127,26 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
     return 0
 
 
+def _forked(options: argparse.Namespace) -> RunConfig:
+    """The configuration of the run in another folder that goes on where CONFIG.yaml's run is."""
+    given, new = Path(options.config), Path(options.fork)
+    folder = given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given  # a step's: its run's
+    config = load_run(folder / "config.yaml" if given.is_dir() else given, options.overrides)
+    parent = given if given.is_dir() else run_directory(config)
+    if new.resolve() in (folder.resolve(), parent.resolve()):
+        raise ConfigError(f"--fork {new} is the parent's run directory: choose another one")
+    name = config.name if any(text.startswith("name=") for text in options.overrides) else new.resolve().name
+    return replace(config, name=name, run_dir=str(new), checkpoint=replace(config.checkpoint, fork=str(parent)))
+
+
 def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     """Prints the plan, or what was checked and found right. Raises ConfigError where both are asked for and the memory does not fit."""
     config, facts = prepared.config, prepared.facts
-    needs = make_plan(config, prepared.world_size, facts) if plan else None
-    if needs:
-        print(render(needs), flush=True)
-        if facts and config.data.packing != "stream":
-            from pretrain.data.packing import told  # which imports numpy
+    needs = _planned(prepared) if plan else None
+    if needs and facts and config.data.packing != "stream" and not config.stages:
+        from pretrain.data.packing import told  # which imports numpy
 
-            print(told(config.data, facts), flush=True)
+        print(told(config.data, facts), flush=True)
     if not check or facts is None:
         return
     excess = memory_excess(needs) if needs else None
@@ -137,6 +155,20 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     data = ", ".join(f"{count:,} tokens of {split}" for split, count in facts.tokens.items() if count)
     fits = f"; it fits {config.log.device}" if config.log.device else "; its memory is compared with nothing: log.device is null"
     print(f"{config.name}: the configuration and the data are right ({data}), run_dir {run_directory(config)}{fits if needs else ''}")
+
+
+def _planned(prepared: Prepared) -> Plan:
+    """Prints the plan; of stages that of the one that needs most memory, and a line for each. Returns the one that is printed whole."""
+    plans = []
+    for part in parts_of(prepared.config):
+        facts = facts_of(part, prepared.facts) if prepared.facts else None
+        plans.append((part, make_plan(part.config, prepared.world_size, facts)))
+    part, needs = max(plans, key=lambda each: each[1].peak_memory)
+    if part.name:
+        print(f"stage {part.name}, which needs most memory\n{render(needs)}\n{render_stages(plans)}", flush=True)
+    else:
+        print(render(needs), flush=True)
+    return needs
 
 
 class _Help(argparse.Action):

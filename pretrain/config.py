@@ -133,22 +133,43 @@ class TrainConfig:
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
     recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
+    z_loss: float = setting(
+        0.0,
+        "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
+        least=0,
+    )
     seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
-    max_bad_steps: int = setting(10, "After this many steps in a row with a non-finite loss or gradient the run fails.", least=1)
+    max_bad_steps: int = setting(
+        10, "After this many steps in a row with a non-finite loss or gradient, or that were skipped as spikes, the run fails.", least=1
+    )
+    on_spike: str = setting(
+        "none",
+        "skip: a step whose loss or gradient norm (its logarithm) is far above the running mean of those before it updates nothing.",
+        ("none", "skip"),
+    )
+    spike_deviations: float = setting(6.0, "on_spike: how many running standard deviations above the mean are a spike.", above=0)
+    spike_window: int = setting(100, "on_spike: steps over which mean and deviation run; the first so many are never spikes.", least=2)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
+    """The optimizer and its learning-rate schedule. Norms, biases and other vectors are not decayed."""
 
+    name: str = setting(
+        "adamw",
+        "adamw; muon: linear maps are updated by their momentum made orthogonal, each head's q, k, v, ... by itself, and scaled so that lr "
+        "and weight_decay are AdamW's, which updates all else (embeddings, output layer, vectors, filters).",
+        ("adamw", "muon"),
+    )
     lr: float = setting(3e-4, "Peak learning rate.", above=0)
     min_lr: float = setting(0.0, "Learning rate at the end of the decay.", least=0)
     weight_decay: float = setting(0.1, "Decoupled weight decay of the matrices.", least=0)
     beta1: float = setting(0.9, "Adam's first moment.", least=0, below=1)
     beta2: float = setting(0.95, "Adam's second moment.", least=0, below=1)
     eps: float = setting(1e-8, "Adam's epsilon.", above=0)
+    momentum: float = setting(0.95, "muon: decay of its momentum (Nesterov's).", least=0, below=1)
     clip_grad: float = setting(1.0, "Largest global gradient norm; 0: no clipping.", least=0)
     schedule: str = setting("cosine", "Shape of the decay after warm-up.", ("cosine", "wsd", "linear", "constant"))
     warmup_steps: int | None = setting(None, "Steps of linear warm-up; or give warmup_tokens.", least=0)
@@ -158,6 +179,7 @@ class OptimizerConfig:
     )
     decay_steps: int | None = setting(None, "wsd: steps of the final decay; or give decay_tokens; default a tenth of the run.", least=1)
     decay_tokens: int | None = setting(None, "wsd: tokens of the final decay; or give decay_steps.", least=1)
+    from_step: int = setting(0, "Step after which the schedule begins, warm-up first: where a fork has a schedule of its own.", least=0)
 
 
 @dataclass(frozen=True)
@@ -193,6 +215,11 @@ class CheckpointConfig:
         ("auto", "none"),
     )
     load: str | None = setting(None, "Start from the weights of this checkpoint folder (model only) when the run has none of its own.")
+    fork: str | None = setting(
+        None,
+        "Start where this checkpoint is, with its weights, moments and step, when the run has none of its own: a step_NNNNNNNN, or a run "
+        "directory (its newest). Data, batch, length and schedule may be others.",
+    )
 
 
 @dataclass(frozen=True)
@@ -201,6 +228,14 @@ class WandbConfig:
 
     enabled: bool = setting(False, "Log to Weights & Biases.")
     project: str = setting("pretrain", "Project name.")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Steps that torch's profiler traces into profile/ in the run directory; SIGUSR2 has a rank's next step traced, too."""
+
+    steps: tuple[int, ...] = setting((), "The steps' numbers.", least=1)
+    ranks: tuple[int, ...] = setting((0,), "The ranks that trace them.", least=0)
 
 
 @dataclass(frozen=True)
@@ -221,9 +256,10 @@ class LogConfig:
         least=0,
     )
     straggler_ratio: float = setting(1.2, "How many times slower than the others a rank is when it is told on the console.", least=1)
+    profile: ProfileConfig = setting(ProfileConfig, "Traces.")
     device: str | None = setting(
         None,
-        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.run_plan.DEVICE_PEAK_TFLOPS); "
+        "Device whose peak FLOP/s the MFU refers to, and whose memory a plan is compared with (pretrain.plan.devices.DEVICE_PEAK_TFLOPS); "
         "null: found out on CUDA, no MFU on CPU; no comparison.",
     )
 
@@ -257,6 +293,25 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of the run; what it leaves out is the run's. Any of its last five keys gives it a schedule of its own, from its first step."""
+
+    name: str = setting(MISSING, "Name of the stage.", check=lambda text: None if text else "must not be empty")
+    steps: int | None = setting(None, "Optimizer steps of the stage; or give tokens.", least=1)
+    tokens: int | None = setting(None, "Tokens of the stage, rounded up to whole steps; or give steps.", least=1)
+    data: tuple[Source, ...] = setting((), "Training blend; empty: data.train.")
+    seq_length: int | None = setting(None, "As data.seq_length.", least=1)
+    documents: str | None = setting(None, "As data.documents.", ("joined", "separate"))
+    micro_batch_size: int | None = setting(None, "As train.micro_batch_size.", least=1)
+    global_batch_size: int | None = setting(None, "As train.global_batch_size.", least=1)
+    lr: float | None = setting(None, "As optimizer.lr.", above=0)
+    min_lr: float | None = setting(None, "As optimizer.min_lr.", least=0)
+    schedule: str | None = setting(None, "As optimizer.schedule.", ("cosine", "wsd", "linear", "constant"))
+    warmup_steps: int | None = setting(None, "As optimizer.warmup_steps; null: none in a schedule of its own.", least=0)
+    decay_steps: int | None = setting(None, "As optimizer.decay_steps.", least=1)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A complete run."""
 
@@ -277,6 +332,7 @@ class RunConfig:
     train: TrainConfig = setting(TrainConfig, "Length, batch, precision.")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "Optimizer and schedule.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
+    stages: tuple[Stage, ...] = setting((), "Stages, one after another, in place of train.steps and train.tokens; empty: one.")
     log: LogConfig = setting(LogConfig, "Logs.")
     evaluate: EvaluateConfig = setting(EvaluateConfig, "Evaluation while training.")
 

@@ -44,8 +44,9 @@ def page() -> str:
     for row in reference(RunConfig):
         name = row.key.partition(".")[0] if "." in row.key else ""
         if not row.section:
+            titles.setdefault(row.key, row.doc)  # of a list's entries
             default = "required" if row.default is None else f"`{row.default}`" if row.default else "empty"
-            sections[name].append(f"| `{row.key}` | {row.wanted} | {default} | {_cell(row.doc)} |")
+            sections.setdefault(name, []).append(f"| `{row.key}` | {row.wanted} | {default} | {_cell(row.doc)} |")
         elif not name:
             sections[row.key], titles[row.key] = [], row.doc
     lines = [_HEAD]
@@ -62,7 +63,7 @@ def section_text(section: str) -> str:
         ConfigError: there is no such section.
     """
     rows = {row.key: row for row in reference(RunConfig)}
-    if section not in rows or not rows[section].section:
+    if not any(key.startswith(f"{section}.") for key in rows):
         raise ConfigError(f"--help {section}: no such section; {', '.join(key for key, row in rows.items() if row.section)}")
     lines = [f"{section}: {rows[section].doc}\n"]
     for key, row in rows.items():

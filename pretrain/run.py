@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 from megatron.core import parallel_state
 
 from fem_common.errors import MISTAKES, CommandError, ConfigError, InUse, StorageError, reason
-from fem_common.files import remove_leftovers
+from fem_common.files import remove_leftovers, sha256
 from fem_common.text import si
 from fem_megatron import catalogue
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.folder import newest_good
+from pretrain.checkpoint.folder import MANIFEST, Progress, newest_good
 from pretrain.checkpoint.reader import DamagedCheckpoint
-from pretrain.checkpoint.resume import TOLD
-from pretrain.checkpoint.starting import Start, find_start
+from pretrain.checkpoint.resume import FREE, TOLD
+from pretrain.checkpoint.starting import Start, contents_of, find_start, fork_start
 from pretrain.checkpoint.store import Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Datasets, build_datasets
@@ -28,23 +29,27 @@ from pretrain.data.store_reader import StoreReader
 from pretrain.engines import Engine
 from pretrain.engines.building import initialize_model_parallel
 from pretrain.engines.deepspeed_ops import check_ops
-from pretrain.plan.run_plan import make_plan, peak_tflops
+from pretrain.plan.devices import peak_tflops
+from pretrain.plan.run_plan import make_plan
 from pretrain.ranks import from_rank_0
 from pretrain.report.evaluations import Evaluations, check_suite
 from pretrain.report.loggers import Callback, Console, Say, kernels_told, make_callbacks
 from pretrain.report.metrics import Meter
 from pretrain.report.observer import Observer
+from pretrain.report.profile import Profiler
 from pretrain.report.progress_file import ProgressFile, read_progress
 from pretrain.report.stragglers import Stragglers
-from pretrain.run_directory import claimed, describe, run_directory
+from pretrain.run_directory import claimed, describe, record_fork, run_directory
 from pretrain.schedule import Schedule
+from pretrain.signals import Received
+from pretrain.stages import Part, facts_of, parts_of
 from pretrain.trainer import Outcome, Trainer
 from pretrain.validate import Prepared
 
 _LONG_TO_READ = 10**8  # bytes; tenths of a second from a local disk, many seconds from a busy network's
 
 
-def train(prepared: Prepared, received: list[int]) -> Outcome:
+def train(prepared: Prepared, received: Received) -> Outcome:
     """One attempt of the run, from its newest good checkpoint or from the start; ``received`` has the stop signals as they come.
 
     Raises:
@@ -82,17 +87,19 @@ def build_index(prepared: Prepared) -> None:
     started = time.monotonic()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        run = Run(prepared, [])
+        run = Run(prepared, Received())
         last = from_rank_0(lambda: newest_good(run.folder / "checkpoints", {}, run.say))
-        data = run.data(max(run.schedule.total_samples, last.progress.order_samples if last else 0))
+        for part in run.parts:
+            run.enter(part)
+            data = run.data(run.samples_to_order(last.progress if last else None))
+            valid = f" and {len(data.valid):,} of validation" if data.valid is not None else ""
+            run.say(
+                f"index cache {data.cache}: {'' if data.built else 'unchanged, '}{len(data.train):,} samples of training{valid}, "
+                f"{run.config.data.seq_length} tokens each; {time.monotonic() - started:.1f} s, {time.process_time():.1f} CPU s with the "
+                f"start, {platform.peak_resident_bytes() / 2**30:.2f} GiB of memory at most"
+            )
     finally:
         torch.distributed.destroy_process_group()
-    valid = f" and {len(data.valid):,} of validation" if data.valid is not None else ""
-    run.say(
-        f"index cache {data.cache}: {'' if data.built else 'unchanged, '}{len(data.train):,} samples of training{valid}, "
-        f"{run.config.data.seq_length} tokens each; {time.monotonic() - started:.1f} s, {time.process_time():.1f} CPU s with the start, "
-        f"{platform.peak_resident_bytes() / 2**30:.2f} GiB of memory at most"
-    )
 
 
 def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: None) -> Engine:
@@ -119,13 +126,21 @@ def make_engine(config: RunConfig, schedule: Schedule, say: Say = lambda text: N
 class Run:
     """What all parts of an attempt are built from, on this rank; collective. ``first``: this rank prints and writes."""
 
-    def __init__(self, prepared: Prepared, received: list[int]) -> None:
+    def __init__(self, prepared: Prepared, received: Received) -> None:
         assert prepared.facts is not None
-        self.config, self.facts, self.received = prepared.config, prepared.facts, received
+        self.all_facts, self.received, self.whole = prepared.facts, received, prepared.config
         self.world_size, self.first = prepared.world_size, torch.distributed.get_rank() == 0
-        self.folder, self.schedule = run_directory(self.config), Schedule.of(self.config)
-        self.file = ProgressFile(self.folder if self.first else None, self.schedule, self.world_size)
-        self.contents, self.reader = self._read_contents(), StoreReader(self.config)
+        self.folder, self.parts = run_directory(self.whole), parts_of(self.whole)
+        self.file = ProgressFile(self.folder if self.first else None, self.parts[0].schedule(None), self.world_size)
+        self.all_contents = self._read_contents()
+        sources = {source.prefix: source for part in self.parts for source in part.config.data.train}
+        self.reader = StoreReader(replace(self.whole, data=replace(self.whole.data, train=tuple(sources.values()))))
+        self.enter(self.parts[0])
+
+    def enter(self, part: Part) -> None:
+        """From here on ``config`` and all that follows from it are this stage's."""
+        self.part, self.config, self.schedule = part, part.config, part.schedule(None)
+        self.facts, self.contents = facts_of(part, self.all_facts), contents_of(self.parts, part, self.all_contents)
 
     def say(self, text: str) -> None:
         """Prints on rank 0."""
@@ -133,8 +148,8 @@ class Run:
             print(text, flush=True)
 
     def attempt(self) -> Outcome:
-        """Everything after the run directory is this process's own."""
-        config, file = self.config, self.file
+        """Everything after the run directory is this process's own: one stage after another, each from a checkpoint of the one before."""
+        config, file = self.whole, self.file
         before = from_rank_0(lambda: read_progress(self.folder))
         if self.first:
             remove_leftovers(self.folder)
@@ -148,30 +163,56 @@ class Run:
         file.tell("starting")
         if self.first:
             describe(config, self.folder, self.world_size, {change.key: (change.old, change.new) for change in start.changed})
-        told = ", ".join(str(change) for change in start.changed if change.rule == TOLD)
+            if start.forked and start.found:
+                progress, hashed = start.progress, sha256(start.found.path / MANIFEST)
+                record_fork(self.folder, start.found.path, progress.step, progress.order_begin, hashed)
+        told = ", ".join(str(change) for change in start.changed if change.rule == TOLD or (start.forked and change.rule != FREE))
         if told:
-            self.say(f"changed since the last attempt: {told}")
-        step, steps = start.progress.step, self.schedule.steps
+            self.say(f"{'other than the parent' if start.forked else 'changed since the last attempt'}: {told}")
+        step, steps = start.progress.step, self.schedule.last_step
         complete = before is not None and (before.get("state"), before.get("step")) == ("complete", step)  # its last validation done
         if start.own and (step > steps or (step == steps and complete)):
             return self._nothing_left(checkpoints, start)
-        engine, callbacks = make_engine(config, self.schedule, self.say), list[Callback]()
         try:
-            start = self._load(engine, checkpoints, start)
-            trainer = self._trainer(engine, checkpoints, start)
-            callbacks = trainer.callbacks
-            if checkpoints.mirror:
-                checkpoints.mirror.start(start.progress.step)
-            outcome = trainer.run()
+            outcome = self._stage(checkpoints, start)
+            while outcome is None or (outcome.stopped_by is None and outcome.progress.step < steps):
+                outcome = self._stage(checkpoints, self._start(checkpoints))
             if checkpoints.mirror:
                 checkpoints.mirror.close(stopped=outcome.stopped_by is not None)
             return outcome
         finally:
             if checkpoints.mirror:
                 checkpoints.mirror.end()
+
+    def _stage(self, checkpoints: Checkpoints, start: Start) -> Outcome | None:
+        """Trains to the end of the stage; None: what it was to begin at is damaged, and an earlier stage has to go on."""
+        part, callbacks = self.part, list[Callback]()
+        checkpoints.enter(self.config)
+        if part.name:
+            self.say(f"stage {part.name} ({part.number + 1} of {len(self.parts)}): steps {part.begin_step + 1} to {part.end_step}")
+        engine = make_engine(self.config, self.schedule, self.say)
+        try:
+            start = self._load(engine, checkpoints, start)
+            if self.part is not part:
+                return None
+            trainer = self._trainer(engine, checkpoints, start)
+            callbacks = trainer.callbacks
+            if checkpoints.mirror and checkpoints.mirror.process is None:
+                checkpoints.mirror.start(start.progress.step)
+            return trainer.run()
+        finally:
             engine.close()
             for callback in callbacks:
                 callback.on_end()
+
+    def samples_to_order(self, progress: Progress | None) -> int:
+        """Samples that the order of training is drawn for, of a run that has come so far (None: it has no checkpoint)."""
+        if self.part.name:
+            return self.part.samples
+        if progress is None and self.config.checkpoint.fork:
+            return fork_start(self.config, self.facts, self.contents, self.folder).progress.order_samples
+        end = self.part.schedule(progress).total_samples
+        return max(progress.order_samples, end - progress.order_begin) if progress else end
 
     def data(self, samples: int) -> Datasets:
         """The datasets, their order drawn for so many training samples."""
@@ -187,17 +228,20 @@ class Run:
             default_cache=self.folder / "index_cache",
             say=self.say,
             reader=self.reader,
+            needs=[part.needs() for part in self.parts[: self.part.number + 1]] if self.part.name else [],
         )
 
     def _read_contents(self) -> Contents:
         """What the data holds, read and compared with the manifests by one rank."""
-        size = from_rank_0(lambda: index_bytes(self.facts))
+        size = from_rank_0(lambda: index_bytes(self.all_facts))
         if size > _LONG_TO_READ:
             self.say(f"data: reading {size / 1e9:.1f} GB of .idx files to compare them with their manifests")
-        return from_rank_0(lambda: check_contents(self.facts))
+        return from_rank_0(lambda: check_contents(self.all_facts))
 
     def _start(self, checkpoints: Checkpoints) -> Start:
-        start = find_start(self.config, self.facts, self.contents, checkpoints)
+        start, part = find_start(self.parts, self.all_facts, self.all_contents, checkpoints)
+        self.enter(part)
+        self.schedule = self.file.schedule = part.schedule(start.progress)
         self.file.at(start.progress.step, start.progress.consumed_samples, checkpoints.last)
         return start
 
@@ -205,15 +249,19 @@ class Run:
         """Reads the start's checkpoint, or where its tensors are damaged an older one of the run's; what was read."""
         while start.found is not None:
             try:
-                checkpoints.load(engine, start.found, model_only=not start.own)
-                at = f" at step {start.progress.step}" if start.own else ""
-                self.say(f"{'resumed' if start.own else 'weights taken'} from {start.found.path}{at}")
+                checkpoints.load(engine, start.found, model_only=not (start.own or start.forked))
+                at = f" at step {start.progress.step}" if start.own or start.forked else ""
+                self.say(f"{'resumed' if start.own else 'forked' if start.forked else 'weights taken'} from {start.found.path}{at}")
+                if start.forked and start.progress.order_begin == start.progress.consumed_samples:
+                    self.say("its data are others than the parent's: their order begins at its first sample")
                 break
             except DamagedCheckpoint as error:
                 if not start.own:
                     raise
                 checkpoints.pass_over(start.found, error)
-            start = self._start(checkpoints)
+            part, start = self.part, self._start(checkpoints)
+            if self.part is not part:
+                break
         return start
 
     def _trainer(self, engine: Engine, checkpoints: Checkpoints, start: Start) -> Trainer:
@@ -222,7 +270,7 @@ class Run:
         plan = from_rank_0(lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda()))
         data = self.data(start.progress.order_samples)
         self.say(
-            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.schedule.steps} steps of {self.schedule.step_tokens} "
+            f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.part.own.steps} steps of {self.schedule.step_tokens} "
             f"tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
             f"PP {layout.pipeline_model_parallel_size}, DP {plan.data_parallel}, {config.train.precision})"
         )
@@ -249,6 +297,7 @@ class Run:
             progress=start.progress,
             content_key=self.contents.key,
             watch=Observer(engine.models, self._diagnostics_interval()),
+            profiler=Profiler(config.log.profile, self.folder, self.received),
             stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, self.file.folder),
             progress_file=self.file,
             received=self.received,
@@ -263,11 +312,11 @@ class Run:
         return interval
 
     def _callbacks(self, checkpoints: Checkpoints, step: int) -> list[Callback]:
-        loggers = make_callbacks(self.config, self.folder, self.schedule.steps)
+        loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
         return [self._evaluations(checkpoints, loggers, step), *loggers] if self.config.evaluate.wanted else loggers
 
     def _evaluations(self, checkpoints: Checkpoints, loggers: list[Callback], step: int) -> Evaluations:
-        return Evaluations(self.config.evaluate, self.folder, self.schedule.steps, checkpoints, loggers, self.received, step)
+        return Evaluations(self.config.evaluate, self.folder, self.schedule.last_step, checkpoints, loggers, self.received, step)
 
     def _nothing_left(self, checkpoints: Checkpoints, start: Start) -> Outcome:
         """The run is complete; what may be left is an evaluation that a signal ended while the end of training waited for it."""
@@ -278,9 +327,9 @@ class Run:
         )
         self.file.tell("complete")
         if self.first and self.config.evaluate.wanted:
-            late = self._evaluations(checkpoints, [Console(self.config.log.interval, self.schedule.steps)], step)
+            late = self._evaluations(checkpoints, [Console(self.config.log.interval, self.schedule.last_step)], step)
             if late.running is not None:  # else no logger opens anything
-                late.loggers = make_callbacks(self.config, self.folder, self.schedule.steps)
+                late.loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)
                 for callback in (late, *late.loggers):
                     callback.on_end()
         return Outcome(start.progress, None, start.found.path if start.found else None)

@@ -18,9 +18,10 @@ from typing import Any
 
 from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError, InUse
-from fem_common.files import locked
+from fem_common.files import locked, write_whole
 from pretrain.config import RunConfig
 
+FORK = "fork.json"
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
 
 
@@ -84,6 +85,24 @@ def describe(config: RunConfig, folder: Path, world_size: int, changed: Mapping[
     with (folder / "attempts.jsonl").open("a") as file:
         attempt = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid(), "world_size": world_size}
         file.write(json.dumps({**attempt, **({"changed": changed} if changed else {})}) + "\n")
+
+
+def record_fork(folder: Path, found: Path, step: int, order_begin: int, sha256: str) -> None:
+    """Write fork.json: the parent's run directory, its checkpoint, and that one's step and manifest's hash.
+
+    order_begin: samples consumed before the first of the fork's own order of data; 0: it goes on in its parent's.
+    """
+    in_a_run = found.parent.name == "checkpoints"
+    parent = found.parent.parent if in_a_run else found.parent
+    told = {"step": step, "order_begin": order_begin, "manifest_sha256": sha256}
+    record = {"parent": str(parent.resolve()), "checkpoint": str(found.resolve()), **told}
+    write_whole(folder / FORK, json.dumps(record, indent=1) + "\n")
+
+
+def read_fork(folder: Path) -> dict[str, Any] | None:
+    """What fork.json says; None where there is none."""
+    file = folder / FORK
+    return dict(json.loads(file.read_text())) if file.is_file() else None
 
 
 def relaunch_command(world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""The signals of a training process: four ask it to save and stop, SIGUSR2 makes it show where it is. No torch."""
+"""The signals of a training process: four ask it to save and stop, SIGUSR2 makes it show where it is, and trace a step. No torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ _STDERR = 2
 _HEARD = b"pretrain: interrupted: saving after this step; once more ends it at once, without saving\n"
 
 
+class Received(list[int]):
+    """The stop signals' numbers, as they come. profile: SIGUSR2 came since a step was traced last."""
+
+    profile = False
+
+
 @contextmanager
-def noted() -> Iterator[list[int]]:
+def noted() -> Iterator[Received]:
     """The signals of ``STOP`` are noted in the list, not obeyed; a process that blocks them gets them from here on.
 
     However often they come, but for SIGINT (Ctrl-C): the second one ends the process at once. SIGHUP stays ignored under nohup. On SIGUSR2
-    all threads' Python stacks go to stderr and the process goes on, also while it waits inside a collective.
+    all threads' Python stacks go to stderr and the process goes on, also while it waits inside a collective; its next step is traced.
     """
-    received: list[int] = []
+    received = Received()
     owner = os.getpid()  # a forked checkpoint writer has the same handlers
 
     def note(number: int, _: object) -> None:
@@ -32,9 +38,12 @@ def noted() -> Iterator[list[int]]:
             if os.environ.get("RANK", "0") == "0":
                 os.write(_STDERR, _HEARD)
 
-    with taken(STOP, note):
+    def note_profile(number: int, _: object) -> None:
+        received.profile = True
+
+    with taken(STOP, note), taken([signal.SIGUSR2], note_profile):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
-        faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True, chain=False)
+        faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True, chain=True)
         yield received
 
 

@@ -21,14 +21,16 @@ from pretrain.engines import Engine, StepTimes
 from pretrain.ranks import sum_over_ranks
 from pretrain.report.loggers import Callback, Watch
 from pretrain.report.metrics import Meter, StepRecord
+from pretrain.report.profile import Profiler
 from pretrain.report.progress_file import ProgressFile
 from pretrain.report.stragglers import Stragglers
 from pretrain.schedule import Schedule
 from pretrain.signals import STOP
+from pretrain.spikes import Spikes
 
 
 class TooManyBadSteps(CommandError):
-    """The loss or the gradient was not finite for too many steps in a row."""
+    """The loss or the gradient was not finite, or a spike, for too many steps in a row."""
 
     code = Exit.DIVERGED
 
@@ -56,6 +58,7 @@ class Trainer:
     progress: Progress
     content_key: str
     watch: Watch
+    profiler: Profiler
     stragglers: Stragglers
     progress_file: ProgressFile
     received: list[int]  # numbers of the signals that asked this process to stop, so far
@@ -67,13 +70,13 @@ class Trainer:
             TooManyBadSteps: without a checkpoint, so that every attempt starts again from the same one.
             ConfigError, StorageError: a checkpoint cannot be written.
         """
-        stream = self._stream(self.data.train, self.progress.consumed_samples)
+        stream = self._stream(self.data.train, self.progress.consumed_samples - self.progress.order_begin)
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
-            with self.watch(self.progress.step + 1) as seen:
+            with self.profiler(self.progress.step + 1) as traced, self.watch(self.progress.step + 1) as seen:
                 record, sums = self._step(stream)
-            self._tell_step(record, seen)
+            self._tell_step(record, seen, traced)
             if self._due(self.config.train.eval_interval):
                 self._evaluate()
             stopped_by = self._asked_to_stop(sums)
@@ -93,21 +96,34 @@ class Trainer:
             self._tell_progress()
             self._evaluate()
         self._note_progress()
-        self.progress_file.tell("stopped" if stopped_by else "complete", signal=stopped_by)
+        done = "complete" if self.schedule.steps >= self.schedule.last_step else "running"
+        self.progress_file.tell("stopped" if stopped_by else done, signal=stopped_by)
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
     def _step(self, stream: Iterator[Any]) -> tuple[StepRecord, list[float]]:
         """What it did, and the ranks' sums of `_beside`."""
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
-        result = self.engine.train_step(stream, consumed, timed=self.stragglers.due(before.step + 1), beside=self._beside)
+        spikes, found = Spikes.of(self.config.train), list[str]()
+
+        def unwanted(loss: float, grad_norm: float) -> bool:
+            assert spikes is not None
+            spike = spikes.found(before.recent, loss, grad_norm)
+            found.extend([] if spike is None else [spike])
+            return bool(found)
+
+        timed = self.stragglers.due(before.step + 1)
+        result = self.engine.train_step(stream, consumed, timed=timed, beside=self._beside, unwanted=unwanted if spikes else None)
         self.progress = replace(
             before,
             step=before.step + 1,
             consumed_samples=consumed,
             skipped_steps=before.skipped_steps + result.skipped,
             bad_steps_in_a_row=before.bad_steps_in_a_row + 1 if result.skipped else 0,
+            recent=spikes.learned(before.recent, result.loss, result.grad_norm) if spikes and not result.skipped else before.recent,
         )
+        for spike in found:
+            self._tell_spike(spike)
         record = StepRecord(
             step=self.progress.step,
             consumed_tokens=consumed * self.schedule.sample_tokens,
@@ -116,12 +132,20 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             peak_memory_bytes=int(max(result.beside[len(STOP) :])),
-            **self.meter.measure(self.schedule.steps - self.progress.step, self._pauses_left()),
+            **self.meter.measure(self.schedule.last_step - self.progress.step, self._pauses_left()),
         )
         self._note_progress()
         if result.times is not None:
             self._compare_ranks(result.times)
         return record, result.beside
+
+    def _tell_spike(self, spike: str) -> None:
+        step, last = self.progress.step, self.progress.consumed_samples - 1
+        text = (
+            f"step {step} skipped, a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to {last}, its documents: "
+            f"python -m tools.tokens {self.progress_file.folder} --step {step}"
+        )
+        self._tell(lambda callback: callback.on_message(text))
 
     def _compare_ranks(self, times: StepTimes) -> None:
         slowest = self.stragglers.compare(self.progress.step, times)
@@ -181,10 +205,14 @@ class Trainer:
         before, last = self.progress.step - 1, self.schedule.steps - 1
         return {kind: 1 + (last // every - before // every if every else 0) for kind, every in intervals.items()}
 
-    def _tell_step(self, record: StepRecord, seen: dict[str, float]) -> None:
+    def _tell_step(self, record: StepRecord, seen: dict[str, float], traced: list[str]) -> None:
         self._tell(lambda callback: callback.on_step(record))
         if seen:
             self._tell(lambda callback: callback.on_values(record.step, seen))
+        for callback in self.callbacks:
+            for text in traced:
+                callback.on_message(text)
+        if seen or traced:
             self.meter.restart()
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
@@ -192,14 +220,16 @@ class Trainer:
             what(callback)
 
     def _hopeless_message(self, record: StepRecord) -> str:
-        what, bad = "loss" if not math.isfinite(record.loss) else "gradient norm", self.progress.bad_steps_in_a_row
+        bad = self.progress.bad_steps_in_a_row
+        what = "loss was not finite" if not math.isfinite(record.loss) else "gradient norm was not finite"
+        what = "loss or the gradient norm was a spike, or not finite," if math.isfinite(record.grad_norm) else what
         good, last = self.checkpoints.newest_before_bad_steps(), self.checkpoints.last
         back = f"go back to checkpoint {good}, the newest from before them" if good else "no checkpoint is from before them: start anew"
         if last is not None and last != good:
             there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
             back += f" (remove the later ones, up to {last}{there})"
-        first = self.progress.consumed_samples - bad * self.schedule.batch_samples
+        first = self.progress.consumed_samples - self.progress.order_begin - bad * self.schedule.batch_samples
         return (
-            f"the {what} was not finite for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
+            f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
             f"look at the data from sample {max(first, 0)} on"
         )

@@ -11,18 +11,22 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fem_common import secrets
 from fem_common.config import ConfigErrors, Mistake, noted
 from fem_common.errors import ConfigError, files_told
-from fem_common.secrets import hides_a_password
+from fem_common.stores import is_url, refusal
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
-from pretrain.config import RunConfig
-from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, check_data, fill_from_data
+from pretrain.config import OptimizerConfig, RunConfig
+from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
-from pretrain.plan.run_plan import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
+from pretrain.stages import check_stages, check_stages_data, parts_of
+
+_CONSTANT = OptimizerConfig(schedule="constant")  # of a stage in the run's schedule, which is checked as a whole
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False,
     without_data = plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
     if not without_data and not _wrong(mistakes, "data model"):
         with noted(mistakes, "data"), files_told():
-            facts = check_data(config)
+            facts = check_stages_data(config)
     if mistakes:
         raise ConfigErrors(mistakes)
     if facts is None:
@@ -90,8 +94,25 @@ def validate(config: RunConfig, world_size: int) -> None:
         raise ConfigErrors(mistakes)
 
 
+def _staged_mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake]) -> list[Mistake]:
+    """As `_mistakes`, of a run of stages: what is wrong with their list, else with each of them; what is in all of them is told once."""
+    if (wrong := list(check_stages(config))) or before:
+        return [("stages", ConfigError(text)) for text in wrong]
+    mistakes, parts = list[Mistake](), parts_of(config)
+    whole = replace(config, stages=(), train=replace(config.train, steps=parts[0].run[0]))
+    for text in [] if all(part.own_rates for part in parts) else _check_lengths(whole, world_size):
+        mistakes.append(("optimizer", ConfigError(text)))
+    for part in parts:
+        optimizer = part.config.optimizer if part.own_rates else _CONSTANT
+        found = _mistakes(replace(part.config, stages=(), optimizer=optimizer), world_size)
+        mistakes += [(name, ConfigError(f"stages.{part.number} ({part.name}): {error}")) for name, error in found]
+    return mistakes
+
+
 def _mistakes(config: RunConfig, world_size: int, before: Sequence[Mistake] = ()) -> list[Mistake]:
     """What is wrong, of all checks but those of sections where something else is: they would name what follows from that."""
+    if config.stages:
+        return _staged_mistakes(config, world_size, before)
     mistakes: list[Mistake] = []
     for check, sections in _CHECKS:
         if _wrong([*before, *mistakes], sections):
@@ -112,6 +133,17 @@ def _check_device(config: RunConfig, world_size: int) -> Iterator[str]:
     if device is not None and peak_tflops(device) is None:
         known = list(DEVICE_PEAK_TFLOPS)
         yield f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})"
+
+
+def _check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.train.on_spike != "none" and config.engine.name == "deepspeed":
+        yield "train.on_spike = skip: DeepSpeed tells the gradient's norm after the update; set engine.name=megatron, or on_spike=none"
+
+
+def _check_profile(config: RunConfig, world_size: int) -> Iterator[str]:
+    for rank in config.log.profile.ranks:
+        if rank >= world_size:
+            yield f"log.profile.ranks has rank {rank}, and the run has ranks 0 to {world_size - 1}"
 
 
 def _check_model(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -266,11 +298,15 @@ def _check_lengths(config: RunConfig, world_size: int) -> Iterator[str]:
     if not one_length or doubled or idle:
         return
     schedule = Schedule.of(config)
+    room = schedule.steps - optimizer.from_step
+    if room < 1:
+        yield f"optimizer.from_step = {optimizer.from_step} leaves no step of a run of {schedule.steps}; at most {schedule.steps - 1}"
+        return
     warmup, decay = schedule.warmup_samples // schedule.batch_samples, schedule.decay_samples // schedule.batch_samples
-    if warmup >= schedule.steps and warmup:
-        yield _too_long("warmup", warmup, schedule.steps - 1, optimizer.warmup_tokens, schedule)
-    if optimizer.schedule == "wsd" and warmup + decay > schedule.steps:
-        yield _too_long("decay", decay, schedule.steps - warmup, optimizer.decay_tokens, schedule)
+    if warmup >= room and warmup:
+        yield _too_long("warmup", warmup, room - 1, optimizer.warmup_tokens, schedule)
+    if optimizer.schedule == "wsd" and warmup + decay > room:
+        yield _too_long("decay", decay, room - warmup, optimizer.decay_tokens, schedule)
 
 
 def _too_long(name: str, steps: int, room: int, tokens: int | None, schedule: Schedule) -> str:
@@ -301,15 +337,23 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "evaluate.suite is empty: name a suite, such as quick, or the path of its YAML"
 
 
+def _check_fork(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.checkpoint.fork is not None and config.checkpoint.load is not None:
+        yield f"checkpoint.fork = {config.checkpoint.fork} and checkpoint.load are both given: keep one (load takes weights alone)"
+
+
 def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is said of a mirror must have one, and no password may stand in a file."""
+    """What is said of a mirror must have one, which is elsewhere and may be behind by a checkpoint."""
     given = config.checkpoint
+    apart, most = max(given.interval, given.mirror_interval), given.max_unsaved_steps
     if given.mirror is None:
         if given.mirror_keep_last is not None:
             keep = f"checkpoint.mirror_keep_last = {given.mirror_keep_last}"
             yield f"{keep} is about a mirror; name one, as in checkpoint.mirror=s3://BUCKET/FOLDER"
-    elif hides_a_password(given.mirror):
-        yield "checkpoint.mirror has a password in it, which would stand in files; give credentials in the environment"
+    elif wrong := refusal(given.mirror, run_directory(config)):
+        yield f"checkpoint.mirror {wrong}"
+    elif most is not None and most < apart:
+        yield f"checkpoint.max_unsaved_steps = {most} ends every run: the mirror's checkpoints are {apart} steps apart; at least {apart}"
     elif given.interval and given.mirror_interval > 1 and given.mirror_interval % given.interval:
         near = max(1, round(given.mirror_interval / given.interval)) * given.interval
         yield (
@@ -319,11 +363,17 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sources in stores: no password may stand in a file, and a pair lies in a folder."""
+    """Sources in stores: no password may stand in a file, and a pair lies in a folder. What is no source is none in a store."""
+    for key, place, way in (
+        ("run_dir", config.run_dir, "a run writes in a folder, and checkpoint.mirror=URL sends it there"),
+        ("checkpoint.load", config.checkpoint.load, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
+    ):
+        if place and is_url(place):
+            yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"
     for split in SPLITS:
         for number, source in enumerate(getattr(config.data, split)):
             key, (kind, mark, place) = f"data.{split}.{number}.prefix", source.prefix.partition("://")
-            if hides_a_password(source.prefix):
+            if secrets.hides_a_password(source.prefix):
                 yield f"{key} has a password in it, which would stand in files; give credentials in the environment"
             elif mark and not all(place.rpartition("/")[::2]):
                 yield f"{key} = {source.prefix} names no pair in a folder; as in {kind}://BUCKET/FOLDER/train"
@@ -332,7 +382,9 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
 # Each with the sections that it reads.
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
-    (check_engine, "engine parallel train model"),
+    (_check_profile, "log"),
+    (_check_spikes, "train engine"),
+    (check_engine, "engine parallel train model optimizer"),
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),
@@ -341,6 +393,7 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_batches, "train parallel"),
     (_check_lengths, "train optimizer data"),
     (_check_evaluation, "evaluate checkpoint"),
-    (_check_mirror, "checkpoint"),
-    (_check_urls, "data"),
+    (_check_fork, "checkpoint"),
+    (_check_mirror, "checkpoint run_dir name model"),
+    (_check_urls, "data checkpoint run_dir"),
 )

@@ -40,7 +40,7 @@ ASKS_THE_ROOMS = "launch/node/machine.py"  # what training needs here: in a proc
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
 PROSE_COLUMNS = 100
-GENERATED_PAGES = ("docs/configuration.md", "docs/kernels.md", "docs/studies/", "docs/benchmarks/paper.md")
+GENERATED_PAGES = ("docs/configuration.md", "docs/kernels.md", "docs/papers.md", "docs/studies/", "docs/benchmarks/paper.md")
 LONG = re.compile(r"\b[Ll]ong(er)?\b[^.]*\b(because|so that)\b")
 SETTINGS = {"torch.utils.deterministic.fill_uninitialized_memory"}  # the way to set it, by torch's documentation
 ADDRESSES = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
@@ -366,7 +366,7 @@ def test_constraints_pin_what_the_project_asks_for() -> None:
 
 def test_every_third_party_import_is_declared() -> None:
     distribution = {"yaml": "pyyaml", "megatron": "megatron-core", "huggingface_hub": "huggingface-hub", "lm_eval": "lm-eval"}
-    distribution["fla"] = "flash-linear-attention"
+    distribution |= {"fla": "flash-linear-attention", "sklearn": "scikit-learn"}
     known = {*sys.stdlib_module_names, *ROOMS}
     used = {module.split(".")[0] for name, text in of_rooms().items() for _, module in imported(name, text)} - known
     declared = set(requirements("gpu", "deepspeed", "eval"))

@@ -3,7 +3,8 @@
 SwiGLU: ``megatron.core.fusions.fused_bias_swiglu``, compiled by torch; it keeps its input alone for the backward pass.
 Cross-entropy over the split vocabulary: ``TransformerConfig.cross_entropy_loss_fusion``, Megatron's own form, compiled by torch.
 RoPE: flash-attn's kernel where that package is installed, which Megatron calls in ``rope_utils``.
-RMSNorm is ``torch.nn.functional.rms_norm`` everywhere, one kernel on a GPU; Megatron-core 0.16.1 has no fused linear + cross-entropy.
+A layer's RMSNorm is `kernels.residual_norm`, others are torch's, one kernel on a GPU.
+Megatron-core 0.16.1 has no fused linear + cross-entropy.
 On a CPU nothing of this runs. TORCH_COMPILE_DISABLE=1, torch's own switch, makes the compiled ones plain again.
 """
 

@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fusions, platform
+from fem_megatron.megatron.loss import add_z_loss
 from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
 from fem_megatron.shape import Normal
@@ -29,6 +30,7 @@ class Layout:
     sequence_parallel: bool = False
     params_dtype: torch.dtype = torch.float32
     recompute: bool = False
+    z_loss: float = 0.0
 
     @property
     def overlap_p2p(self) -> bool:
@@ -101,6 +103,8 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
         if chunk.post_process:
             assert model.vocab_size is not None
             leave_out_padding(chunk.output_layer, model.vocab_size)
+            if layout.z_loss:
+                add_z_loss(chunk, layout.z_loss)
         chunks.append(chunk)
     return chunks
 

@@ -223,6 +223,21 @@ def reset_peak_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+@contextlib.contextmanager
+def memory_history(path: Path, events: int = 100_000) -> Iterator[None]:
+    """On a GPU, into ``path``: the newest of the allocator's events meanwhile, with their stacks, and what is allocated at the end."""
+    if not has_cuda():
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=events)
+    try:
+        yield
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def device_memory_bytes() -> int:
     """Memory of the device, in bytes: of the GPU, or of the machine."""
     if has_cuda():

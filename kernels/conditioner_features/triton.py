@@ -14,7 +14,6 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build
 from kernels.time_decay_scan.triton import LOG2_E, softplus
 
 NUMBERS = 2048  # of a block, at most, as long as it has several tokens
@@ -119,16 +118,3 @@ def _backward_kernel(
         ds = inverse[:, None] * (dz - (tl.sum(dz, 1) / size)[:, None] - z * (tl.sum(dz * z, 1) / size)[:, None])
         tl.store(d_state + at, ds, mask=mask)
     tl.store(d_weights + tl.program_id(0) * size + n, d_weight, mask=n < size)
-
-
-def _build(name, kernel, size):
-    constants = _constants(size)
-    return build(
-        f"{name}, {size} channels", kernel, constants | {"ssn": 1}, constants["num_warps"], constants["num_stages"], even="size tokens",
-        bf16="logits weight out d_out d_logits", fp32="state d_state d_weights",
-    )  # fmt: skip
-
-
-BUILDS: tuple[Build, ...] = tuple(
-    _build(name, kernel, size) for size in (128, 2048) for name, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel))
-)

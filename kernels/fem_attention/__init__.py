@@ -20,6 +20,7 @@ from kernels.fem_attention.table import order
 from kernels.free_energy import MAX_RANGE, value_centre_and_range
 from kernels.implementations import Implementation, Op, lacks_triton
 from kernels.pairs import document_bounds
+from kernels.registered import registered
 
 __all__ = ["OP", "fem_attention"]
 
@@ -37,6 +38,12 @@ OP = Op(
 )
 
 
+def _traceable(q: Tensor, *_: Any, **__: Any) -> bool:
+    """A step of decoding: the definition, which asks nothing of the range."""
+    return q.shape[2] == 1 and not torch.is_grad_enabled()
+
+
+@registered(lambda q, k, v, *_, **__: q.new_empty(*q.shape[:3], v.shape[3]), _traceable)
 def fem_attention(
     q: Tensor,
     k: Tensor,
@@ -79,7 +86,8 @@ def fem_attention(
     def unfit(name: str) -> str | None:
         return _unfit(name, call, torch.get_deterministic_debug_mode()) if name == "decode" or name in ENGINES else None
 
-    chosen = _in_order(("decode", *order(call), *last)).choose(implementation, q.device, unfit)
+    engines = ENGINES if torch.compiler.is_compiling() else order(call)  # torch.compile reads no file
+    chosen = _in_order(("decode", *engines, *last)).choose(implementation, q.device, unfit)
     if chosen == "decode":
         from kernels.fem_attention.triton.decode import decode
 

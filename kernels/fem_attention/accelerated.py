@@ -161,21 +161,14 @@ def _place(t: Tensor | None, needed: bool) -> Tensor | None:
 
 def _inside(places: list[Tensor | None], constants: Any, reading: Reading, choice: Choice) -> Tensor:
     """o from its parts, each of which autograd knows; right where a head is not wild, and finite values elsewhere."""
+    from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams
 
     q, k, v, beta, lam, gate = places
     assert q is not None and k is not None
-    centre, shifted = constants.centre, constants.shifted
-    values = ValueStreams.apply(v, beta, centre, shifted)
-    if choice.engine == "triton":
-        from kernels.fem_attention.triton import attend_read
-
-        o = attend_read(q, k, values, beta, centre, shifted, constants.wild, lam, gate, **reading.masks())
-    else:
-        from kernels.fem_attention.triton.epilogue import GatedRead
-
-        reads = ENGINES[choice.engine].read(q, k, values, reading, choice.call)
-        o = GatedRead.apply(reads, beta, centre, shifted, constants.wild, lam, gate)
+    values = ValueStreams.apply(v, beta, constants.centre, constants.shifted)
+    reads = ENGINES[choice.engine].read(q, k, values, reading, choice.call)
+    o = GatedRead.apply(reads, beta, constants.centre, constants.shifted, constants.wild, lam, gate)
     assert isinstance(o, Tensor)
     return o
 

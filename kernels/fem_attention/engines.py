@@ -1,7 +1,7 @@
 """The attention engines that can read [v | U]: what each cannot take, and how it is called. Which one runs is chosen elsewhere.
 
-Only public functions are called: torch's scaled_dot_product_attention with one backend, the packages flash-attn (FlashAttention-2 and -3),
-and this room's own Triton kernels. An engine that wants queries and values equally wide gets them padded, or reads v and U one after the
+Only public functions are called: torch's scaled_dot_product_attention with one backend, the packages of FlashAttention-2, -3 and -4, and
+this room's own Triton kernels. An engine that wants queries and values equally wide gets them padded, or reads v and U one after the
 other, which costs the same products where d_v = d_k and works where 2 d_v is wider than the engine can.
 """
 
@@ -169,7 +169,7 @@ def _torch_takes(backend: SDPBackend, groups: bool, call: Call, widths: tuple[in
 
 
 def _flash_package(package: str) -> Attend:
-    """FlashAttention-2 (``flash_attn``) or -3 (``flash_attn_interface``); documents by its variable-length form."""
+    """FlashAttention-2 (``flash_attn``), -3 (``flash_attn_interface``), -4 (``flash_attn.cute``); documents by its variable-length form."""
 
     def attend(q: Tensor, k: Tensor, values: Tensor, reading: Reading) -> Tensor:
         functions = import_module(package)
@@ -180,9 +180,10 @@ def _flash_package(package: str) -> Attend:
         else:
             # The longest document is at most all tokens; to know it exactly the host would have to wait.
             starts, longest = reading.cu_seqlens.int(), q.shape[1]
-            out = functions.flash_attn_varlen_func(q[0], k[0], values[0], starts, starts, longest, longest, **kinds)
+            lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            out = functions.flash_attn_varlen_func(q[0], k[0], values[0], **lengths, **kinds)
             out = (out[0] if isinstance(out, tuple) else out)[None]
-        # Early versions of FlashAttention-3 give the log-sum-exp too.
+        # FlashAttention-4 and early versions of -3 give the log-sum-exp too.
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return attend
@@ -193,7 +194,7 @@ def _lacks_package(package: str, distribution: str, oldest: int, newest: int) ->
 
     @functools.cache
     def broken() -> str | None:
-        if find_spec(package) is None:
+        if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
             return f"the package {distribution} is not installed"
         try:
             module = import_module(package)
@@ -252,9 +253,9 @@ def _torch_engine(name: str, what: str, backend: SDPBackend, groups: bool = True
     return Engine(name, what, _lacks_gpu, _sdpa(backend, groups), fits, **more)
 
 
-def _package_engine(name: str, what: str, package: str, distribution: str, oldest: int, newest: int) -> Engine:
+def _package_engine(name: str, what: str, package: str, distribution: str, oldest: int, newest: int, widest: int = 256) -> Engine:
     lacks = _lacks_package(package, distribution, oldest, newest)
-    return Engine(name, what, lacks, _flash_package(package), lambda call, widths: max(widths) <= 256, _refuses_padding, equal=True)
+    return Engine(name, what, lacks, _flash_package(package), lambda call, widths: max(widths) <= widest, _refuses_padding, equal=True)
 
 
 _LISTED = (
@@ -262,10 +263,11 @@ _LISTED = (
     _package_engine(
         "flash_attn_3", "FlashAttention-3, the package flash_attn_interface", "flash_attn_interface", "flash_attn_interface", 90, 90
     ),
+    _package_engine("flash_attn_4", "FlashAttention-4, the package flash_attn.cute", "flash_attn.cute", "flash-attn-4", 90, 119, 128),
     _torch_engine("flash", "FlashAttention-2, torch's own", SDPBackend.FLASH_ATTENTION, refuses=_refuses_masks, equal=True),
     _package_engine("flash_attn_2", "FlashAttention-2, the package flash-attn", "flash_attn", "flash-attn", 80, 129),
     Engine(
-        "triton", "this room's kernels, fused with the free energy", lacks_triton, _triton,
+        "triton", "this room's kernels", lacks_triton, _triton,
         lambda call, widths: widths[0] <= 256 and widths[1] <= 512,
     ),
     _torch_engine("efficient", "torch's memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, groups=False),

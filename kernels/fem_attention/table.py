@@ -20,12 +20,12 @@ from kernels.fem_attention.engines import Call
 
 TABLE = Path(__file__).with_name("table.json")
 
-# Before anything is measured: what is known of the engines on Hopper, and on what came before and after it.
-HOPPER = ("cudnn", "flash_attn_3", "flash", "flash_attn_2", "triton", "efficient", "sdpa")
-OTHERS = ("flash", "flash_attn_2", "cudnn", "triton", "efficient", "sdpa", "flash_attn_3")
+# Before anything is measured: what is known of the engines from Hopper on (sm_90, sm_100), and on what came before.
+HOPPER = ("cudnn", "flash_attn_3", "flash_attn_4", "flash", "flash_attn_2", "triton", "efficient", "sdpa")
+OTHERS = ("flash", "flash_attn_2", "cudnn", "triton", "efficient", "sdpa", "flash_attn_3", "flash_attn_4")
 # Engines that take documents as they are come before those that are given a mask of all pairs.
-MASKED = ("flash_attn_3", "flash_attn_2", "triton", "efficient", "cudnn", "sdpa", "flash")
-FLOAT32 = ("triton", "efficient", "sdpa", "cudnn", "flash_attn_3", "flash", "flash_attn_2")
+MASKED = ("flash_attn_3", "flash_attn_4", "flash_attn_2", "triton", "efficient", "cudnn", "sdpa", "flash")
+FLOAT32 = ("triton", "efficient", "sdpa", "cudnn", "flash_attn_3", "flash_attn_4", "flash", "flash_attn_2")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def order(call: Call, path: Path = TABLE) -> tuple[str, ...]:
     elif call.masked:
         usual = MASKED
     else:
-        usual = HOPPER if machine.architecture(call.device) == 90 else OTHERS
+        usual = HOPPER if 90 <= machine.architecture(call.device) < 120 else OTHERS  # sm_120 has an A100's kernels
     return usual if call.masked else measured_order(call, read(path).get(machine.name(call.device), ()), usual)
 
 

@@ -51,9 +51,9 @@ def _turn(x: Inputs, kind: torch.dtype) -> tuple[Tensor, Tensor] | None:
     if x["positions"] is None:
         return None
     half = x["widths"]["q"] // 2
-    speed = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = (x["positions"].cpu().double()[..., None] * speed).view(len(x["z"]), -1, 1, half)
-    return angles.cos().to(x["z"].device, kind), angles.sin().to(x["z"].device, kind)
+    speed = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x["z"].device) / half)
+    angles = (x["positions"].double()[..., None] * speed).view(len(x["z"]), -1, 1, half)
+    return angles.cos().to(kind), angles.sin().to(kind)
 
 
 def _definition(x: Inputs) -> Outputs:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build, padded, rows_of, strides_of
+from kernels.tiles import padded, rows_of, strides_of
 from kernels.time_decay_scan.triton import LOG2_E, softplus
 
 NUMBERS, UNEVEN, FLOAT32 = 4096, 2048, 1024  # of a tile, about; UNEVEN: where each number has an address of its own
@@ -232,31 +232,3 @@ def _backward_kernel(
         dx = tl.load(d_gate + t * gt + b * gb + head * gh + column, mask=there, other=0.0).to(tl.float32)
         dx = r * (dx - g * (tl.sum(dx * g, 1)[:, None] / GATE)) / (1.0 + tl.exp2(-value * scale * LOG2_E))
         _back(d_z, d_phi, 2 * TURNED + PLAIN + LAM + column, there, value, scale, dx)
-
-
-_ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
-
-
-def _builds():
-    """Of FEM over a softmax prior at 1.3B, 340M and the demo, switches on, and off but RoPE; budget (ii), GLA, AFT, Mamba at 1.3B."""
-    every = ((64, 128, 64, 64, 64), (32, 64, 32, 32, 32), (6, 32, 16, 16, 16), (256, 128, 64, 64, 64), (96, 85, 85, 85, 85))
-    scans = ((64, 128, 65, 64, 64), (96, 0, 255, 85, 85), (64, 0, 320, 64, 64))
-    plain = ((0, 128, 64, 64, 64), (0, 128, 128, 0, 0), (0, 64, 64, 0, 0))
-    for dtype, sizes in (*((torch.bfloat16, sizes) for sizes in (*every, *scans, *plain)), (torch.float32, every[0])):
-        constants = _constants(dtype, *sizes)
-        absent = {"features weight d_phi": sizes[0], "cos sin q k d_q d_k": sizes[1], "lam d_lam": sizes[3], "gate d_gate": sizes[4]}
-        tile = {name: n for name, n in constants.items() if name != "num_warps"}
-        tile |= dict.fromkeys(name for names, width in absent.items() if not width for name in names.split())
-        odd = "" if sizes[2] % 16 == 0 and sizes[3] % 16 == 0 else "qt qb qh kt kb kh pt pb ph lt lb lh gt gb gh"
-        label = f", conditioner {sizes[0]}, q and k {sizes[1]}, others {sizes[2]}, gates {sizes[3]}"
-        label += ", float32" if dtype == torch.float32 else ""
-        streams = "z features weight q k plain lam gate d_q d_k d_plain d_lam d_gate d_z d_phi"
-        kinds = {"bf16": streams, "fp32": "cos sin"} if dtype == torch.bfloat16 else {"fp32": f"{streams} cos sin"}
-        for name, kernel in (("forward", _forward_kernel), ("backward", _backward_kernel)):
-            yield build(
-                name + label, kernel, tile, constants["num_warps"], 3, **kinds, even="tokens heads", odd=odd,
-                allowed=_ALLOWED if sizes[0] else None,
-            )  # fmt: skip
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kernels.check import Draw, Inputs, Outputs, Suite
-from kernels.free_energy import free_energy_read
-from kernels.linear_attention import linear_attention, log_weights
+from kernels.free_energy.linear import linear_read
 from kernels.linear_attention.cases import weights_and_decays
 
 
@@ -89,18 +88,8 @@ def _call(x: Inputs, implementation: str) -> Outputs:
     wide = torch.promote_types(x["q"].dtype, torch.float32)
     q, k = x["q"].to(wide), x["k"].to(wide)
     decay = None if "log_decay" not in x else x["log_decay"].to(wide)
-    return (
-        free_energy_read(
-            x["v"],
-            x["beta"],
-            x["lam"],
-            x["gate"],
-            lambda streams: linear_attention(q, k, streams, decay, normalise=True, implementation=implementation)[0],
-            lambda start, stop: log_weights(q, k, decay, start, stop),
-            exact=x.get("exact", False),
-            implementation=implementation,
-        ),
-    )
+    read = (x["v"], decay, x["beta"], x["lam"], x["gate"])
+    return (linear_read(q, k, *read, exact=x.get("exact", False), implementation=implementation),)
 
 
 SUITE = Suite(

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, lacks_fla
+from kernels.registered import registered
 
 __all__ = ["OP", "gated_delta_rule"]
 
@@ -33,6 +34,12 @@ OP = Op(
 )
 
 
+def _shapes(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:2], q.shape[3], v.shape[3], dtype=wide)
+
+
+@registered(_shapes)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, lacks_fla, lacks_triton
+from kernels.registered import registered
 
 __all__ = ["OP", "linear_attention", "log_weights"]
 
@@ -35,6 +36,12 @@ OP = Op(
 )
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, normalise: bool, **__: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return v.new_empty(v.shape), v.new_empty(*k.shape[:2], k.shape[3], v.shape[3] + normalise, dtype=wide)
+
+
+@registered(_shapes, traceable=lambda *_, **__: not torch.is_grad_enabled())  # its backward asks for gradients
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, first_reason, lacks_triton
 from kernels.pairs import allowed_pairs
+from kernels.registered import registered
 from kernels.second_order_attention.reference import energy_linear_attention
 from kernels.symmetric_attention.reference import pairwise_attention
 
@@ -31,6 +32,7 @@ OP = Op(
 )
 
 
+@registered(lambda z, *_, **__: z.new_empty(z.shape))
 def symmetric_attention(
     z: Tensor,
     keys: Tensor | None = None,

@@ -21,7 +21,8 @@ BLOCK_TERMS_CPU, BLOCK_TERMS_DEVICE = 1 << 20, 1 << 26
 
 def pairwise_attention(z: Tensor, keys: Tensor, *, kind: str, causal: bool, valid: Tensor | None) -> Tensor:
     """As `symmetric_attention`, for every kind; the result in z's type, computed in float32 (float64 for float64)."""
-    found: Tensor = _Pairs.apply(z, keys, kind, causal, valid)
+    # torch.compile takes no tensor twice.
+    found: Tensor = _Pairs.apply(z, keys.view_as(keys) if keys is z else keys, kind, causal, valid)
     return found
 
 

@@ -25,8 +25,6 @@ from torch.autograd.function import once_differentiable
 from kernels.tiles import (
     LOG2E,
     Blocks,
-    Build,
-    build,
     empty_as,
     fitting,
     good_at,
@@ -152,16 +150,21 @@ def _masked(scores, row, key, t, good, valid):
 
 
 @triton.jit
+def _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """(sequence, head, head of all, first row; where z and valid of that head begin; rows, which are no padding, z of them)."""
+    b, h, head_of_all, start = place(heads, t, ROWS)
+    z, valid = of_head(z, b, h, z_b, z_h), of_head(valid, b, 0, valid_b, 0)
+    row = start + tl.arange(0, ROWS)
+    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
+    return b, h, head_of_all, start, z, valid, row, good_at(valid, row[:, None], t), own
+
+
+@triton.jit
 def _log_sum_kernel(
     z, valid, lse, factor, heads, t, z_b, z_h, z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
+    _b, _h, head_of_all, _start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for n in range(0, t, KEYS):
@@ -183,13 +186,8 @@ def _bisoftmax_kernel(
     z, valid, lse, out, factor, heads, t, z_b, z_h, z_t, out_b, out_h, out_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
+    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     lse += head_of_all * t
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
     level = tl.load(lse + row, mask=row < t, other=0.0)
     read = tl.zeros([ROWS, PADDED], tl.float32)
     for n in range(0, t, KEYS):
@@ -208,13 +206,8 @@ def _terms_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """D_i = sum_j P_ij (g_i.z_j + z_i.g_j)."""
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
+    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     d_out += b * d_out_b + h * d_out_h
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
     own_d = load_tile(d_out + start.to(tl.int64) * d_out_t, d_out_t, t - start, ROWS, WIDTH, PADDED)
     level = tl.load(lse + head_of_all * t + row, mask=row < t, other=0.0)
     term = tl.zeros([ROWS], tl.float32)
@@ -234,15 +227,10 @@ def _bisoftmax_gradient_kernel(
     z, valid, lse, d_out, terms, d_z, scale, factor, heads, t, z_b, z_h, z_t, d_out_b, d_out_h, d_out_t, d_z_b, d_z_h, d_z_t, valid_b,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    b, h, head_of_all, start = place(heads, t, ROWS)
-    z += b * z_b + h * z_h
+    b, h, head_of_all, start, z, valid, row, good, own = _own(z, valid, heads, t, z_b, z_h, z_t, valid_b, WIDTH, PADDED, ROWS)
     d_out += b * d_out_b + h * d_out_h
     lse += head_of_all * t
     terms += head_of_all * t
-    valid = of_head(valid, b, 0, valid_b, 0)
-    row = start + tl.arange(0, ROWS)
-    good = good_at(valid, row[:, None], t)
-    own = load_tile(z + start.to(tl.int64) * z_t, z_t, t - start, ROWS, WIDTH, PADDED)
     own_d = load_tile(d_out + start.to(tl.int64) * d_out_t, d_out_t, t - start, ROWS, WIDTH, PADDED)
     level = tl.load(lse + row, mask=row < t, other=0.0)
     term = tl.load(terms + row, mask=row < t, other=0.0)
@@ -354,35 +342,11 @@ def _sigmoid_gradient_kernel(
     store_tile(found + b * found_b + h * found_h + start.to(tl.int64) * found_t, found_t, count - start, sums, ROWS, WIDTH, PADDED)
 
 
-_ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
-
-
-def _build(label, kernel, width, valid=False, **more):
-    blocks = _blocks(kernel, torch.bfloat16, width)
-    constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows, "KEYS": blocks.keys} | ({} if valid else {"valid": None})
-    return build(
-        f"{label}, p {width}{', padding' if valid else ''}", kernel, constants | more, blocks.warps, blocks.stages, matrix=True,
-        bf16="z keys own other out d_out d_z", fp32="lse terms", kinds={"found": "*fp32" if more.get("CAUSAL") else "*bf16"},
-        even="t tk count others positions", allowed=_ALLOWED if "CAUSAL" in more else None,
-    )  # fmt: skip
-
-
-_BISOFTMAX = (
-    ("bisoftmax, log-sum-exp", _log_sum_kernel), ("bisoftmax", _bisoftmax_kernel), ("bisoftmax backward, row terms", _terms_kernel),
-    ("bisoftmax backward", _bisoftmax_gradient_kernel),
-)  # fmt: skip
-_ROLES = (("queries, causal", True, False, True), ("keys, causal", False, True, True), ("both, full", True, True, False))
-BUILDS: tuple[Build, ...] = (
-    *(_build(*given, width) for width in (64, 128) for given in _BISOFTMAX),
-    *(_build(*given, 64, True) for given in _BISOFTMAX),
-    *(
-        _build(f"sigmoid, {'causal' if causal else 'full'}", _sigmoid_kernel, width, CAUSAL=causal)
-        for width in (64, 128)
-        for causal in (True, False)
-    ),
-    *(
-        _build(f"sigmoid backward, {role}", _sigmoid_gradient_kernel, width, AS_QUERY=query, AS_KEY=key, CAUSAL=causal)
-        for width in (64, 128)
-        for role, query, key, causal in _ROLES
-    ),
-)
+MATRIX = (
+    _log_sum_kernel,
+    _bisoftmax_kernel,
+    _terms_kernel,
+    _bisoftmax_gradient_kernel,
+    _sigmoid_kernel,
+    _sigmoid_gradient_kernel,
+)  # their products are wgmma on sm_90

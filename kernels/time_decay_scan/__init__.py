@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, lacks_triton
+from kernels.registered import registered
 
 __all__ = ["OP", "time_decay_scan"]
 
@@ -27,6 +28,11 @@ OP = Op(
 )
 
 
+def _shape(x: Tensor, softplus: bool, **_: Any) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32) if softplus else x.dtype)
+
+
+@registered(_shape)
 def time_decay_scan(a: Tensor, x: Tensor, initial: Tensor | None = None, *, softplus: bool = False, implementation: str = "auto") -> Tensor:
     """First-order scan s_t = exp(a_t) s_{t-1} + x_t along the first dimension, with s_{-1} = initial (zero when None).
 

@@ -1,7 +1,7 @@
 """The time-decay scan in Triton, forward and backward: associative scans over chunks, the state carried between them. No autotuning.
 
-The channels are blocks and the sequence is cut into segments, so many that the device is full even where channels are few. A first kernel
-gives each segment's summary (the sum of its log-decays, its last state from a zero state); the main kernel joins the summaries before its
+The channels are blocks and the sequence is cut into segments, so many that the device is full even where channels are few. A first launch
+gives each segment's summary (the sum of its log-decays, its last state from a zero state); the main one joins the summaries before its
 segment, again by an associative scan, and goes through it chunk by chunk. One segment needs no summary. Log-decays are kept as powers of
 two and only their sums are exponentiated. A masked step is the identity, (0, 0). The backward is the same scan from the end:
 dx_t = ds_t + exp(a_{t+1}) dx_{t+1}, da_t = dx_t exp(a_t) s_{t-1}.
@@ -15,7 +15,6 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.implementations import interpreted
-from kernels.tiles import build
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 528  # four for each of an H100's multiprocessors
@@ -39,7 +38,8 @@ class _Scan(torch.autograd.Function):
         launch = _Launch(*x.shape, softplus)
         summary = launch.summary(a, x, reverse=False)
         _forward_kernel[launch.grid](
-            a, x, initial, summary, states, *a.stride(), *x.stride(), *launch.sizes, SEGMENTS=launch.padded, **launch.constants
+            a, x, initial, summary, states, *a.stride(), *x.stride(), *launch.sizes, SEGMENTS=launch.padded, REVERSE=False,
+            **launch.constants,
         )  # fmt: skip
         ctx.save_for_backward(a, initial, states)
         ctx.softplus, ctx.x_dtype = softplus, x.dtype
@@ -80,7 +80,9 @@ class _Launch:
         if self.segments == 1:
             return None
         made = torch.empty(self.segments, 2, self.sizes[1], dtype=torch.float32, device=x.device)
-        _summary_kernel[self.grid](a, x, made, *a.stride(), *x.stride(), *self.sizes, REVERSE=reverse, **self.constants)
+        _forward_kernel[self.grid](
+            a, x, None, made, None, *a.stride(), *x.stride(), *self.sizes, SEGMENTS=1, REVERSE=reverse, **self.constants
+        )  # fmt: skip
         return made
 
 
@@ -137,42 +139,30 @@ def _carried(summary, start, c, channels, segment, BC: tl.constexpr, SEGMENTS: t
 
 
 @triton.jit
-def _summary_kernel(
-    a, x, summary, sat, sac, sxt, sxc, steps, channels, each,
-    REVERSE: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    c, segment = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1)
-    total, carry = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    for chunk in range(segment * each, segment * each + each):
-        t = chunk * BT + tl.arange(0, BT)
-        t = steps - 1 - t if REVERSE else t
-        decay, value, _ = _chunk(a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS, REVERSE)
-        decay, value = tl.associative_scan((decay, value), 0, _join)
-        decay = _last(decay, BT)
-        carry = tl.exp2(decay) * carry + _last(value, BT)
-        total += decay
-    at = summary + segment * 2 * channels + c
-    tl.store(at, total, mask=c < channels)
-    tl.store(at + channels, carry, mask=c < channels)
-
-
-@triton.jit
 def _forward_kernel(
     a, x, initial, summary, states, sat, sac, sxt, sxc, steps, channels, each,
-    SEGMENTS: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """The states of a segment; states None: its summary, without those before it."""
     c, segment = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1)
-    carry = tl.zeros((BC,), tl.float32)
+    carry, total = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     if initial is not None:
         carry = tl.load(initial + c, mask=c < channels, other=0.0)
     carry = _carried(summary, carry, c, channels, segment, BC, SEGMENTS)
     for chunk in range(segment * each, segment * each + each):
         t = chunk * BT + tl.arange(0, BT)
-        decay, value, mask = _chunk(a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS, False)
+        t = steps - 1 - t if REVERSE else t
+        decay, value, mask = _chunk(a, x, sat, sac, sxt, sxc, t, c, steps, channels, SOFTPLUS, REVERSE)
         decay, value = tl.associative_scan((decay, value), 0, _join)
         value += tl.exp2(decay) * carry[None, :]
-        tl.store(states + t.to(tl.int64)[:, None] * channels + c[None, :], value, mask=mask)
+        if states is not None:
+            tl.store(states + t.to(tl.int64)[:, None] * channels + c[None, :], value, mask=mask)
         carry = _last(value, BT)
+        total += _last(decay, BT)
+    if states is None:
+        at = summary + segment * 2 * channels + c
+        tl.store(at, total, mask=c < channels)
+        tl.store(at + channels, carry, mask=c < channels)
 
 
 @triton.jit
@@ -203,25 +193,3 @@ def _backward_kernel(
             d_own = -d_own / (1.0 + tl.exp2(-own * LOG2_E))
         tl.store(da + at, d_own.to(da.dtype.element_ty), mask=mask)
         tl.store(dx + at, value.to(dx.dtype.element_ty), mask=mask)
-
-
-def _builds():
-    """A packed bfloat16 projection's logits (stride 3) over 4096 steps of 4 x 128 channels, and float32 decays."""
-    launch = _Launch(4096, 512, True)
-    constants = {name: value for name, value in launch.constants.items() if name.isupper()}
-    found = []
-    for label, kind, logits in (("logits, bfloat16", "*bf16", True), ("decays, float32", "*fp32", False)):
-        kinds = dict.fromkeys(("a", "x", "da", "dx"), kind)
-        shared = constants | {"sgc": 1, "SOFTPLUS": logits} | ({} if logits else {"sac": 1, "sxc": 1})
-        for name, kernel, more in (
-            ("summary", _summary_kernel, {"REVERSE": False}),
-            ("summary, backward", _summary_kernel, {"REVERSE": True}),
-            ("forward", _forward_kernel, {"SEGMENTS": launch.padded, "initial": None}),
-            ("backward", _backward_kernel, {"SEGMENTS": launch.padded, "initial": None, "d_initial": None}),
-        ):
-            fp32 = "d_states summary states initial d_initial"
-            found.append(build(f"{name}, {label}", kernel, shared | more, WARPS, STAGES, fp32=fp32, kinds=kinds, even="channels"))
-    return tuple(found)
-
-
-BUILDS = _builds()

@@ -31,13 +31,23 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Progress:
-    """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change."""
+    """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change.
+
+    recent: of ``pretrain.spikes``, how the steps before went.
+    A fork of other data, sequence length or batch size counts in samples of its own length from where it begins.
+    """
 
     step: int
     consumed_samples: int
     order_samples: int  # number of samples the training order was drawn for
     skipped_steps: int = 0
     bad_steps_in_a_row: int = 0
+    recent: tuple[float, ...] = ()
+    begin_step: int = 0  # where the run begins: the step of a fork's parent
+    begin_samples: int = 0  # consumed until then
+    order_begin: int = 0  # consumed before the first sample of the order
+    stage: int = 0  # from 0 on
+    drawn: str = ""  # a hash of what decides the stage's samples; empty: no stages
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,8 @@ class Found:
     @property
     def progress(self) -> Progress:
         """The trainer's memory."""
-        return Progress(**self.manifest["progress"])
+        told = self.manifest["progress"]
+        return Progress(**told | {"recent": tuple(told.get("recent", ()))})
 
     @property
     def inherited(self) -> Inherited:

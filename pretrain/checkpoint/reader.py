@@ -13,6 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +24,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
 from fem_common.errors import ConfigError, StorageError, reason, told
 from fem_megatron.config import ModelConfig
@@ -121,6 +121,20 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
     Raises:
         DamagedCheckpoint: its bytes are not as they were written. OSError: a file system fails.
     """
+    part, checksum = _unchecked_part(file, place)
+    compare(part, checksum, place)
+    return part
+
+
+def compare(part: Tensor, checksum: int, place: Any) -> None:
+    """Raises DamagedCheckpoint: a tensor's bytes, to the end of its storage, do not match the checksum stored with them."""
+    content: Any = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()
+    if zlib.crc32(content) != checksum:
+        raise DamagedCheckpoint(f"{place.relative_path}: the bytes do not match their checksum")
+
+
+def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
+    """As `read_part`; the tensor's checksum is not compared yet."""
     stretch = cast(IO[bytes], _Stretch(file, place.offset, place.length))
     try:
         with zipfile.ZipFile(stretch) as archive:
@@ -130,14 +144,10 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
                     archive.read(member)
         stretch.seek(0)
         part = torch.load(stretch, map_location="cpu", weights_only=True)
-        content: Any = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()
-        intact = zlib.crc32(content) == tensor.CRC
     except _DAMAGE as error:
         why = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
         raise DamagedCheckpoint(f"{place.relative_path}: {why}") from None
-    if not intact:
-        raise DamagedCheckpoint(f"{place.relative_path}: the bytes do not match their checksum")
-    return part.detach()
+    return part.detach(), tensor.CRC
 
 
 def _position(place: Any) -> tuple[str, int]:
@@ -172,26 +182,40 @@ class CheckedReader(FileSystemReader):
         """Read once. Raises ConfigError (see `read_metadata`)."""
         return self._metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """What this rank needs, each file from its front to its end.
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """What this rank needs, each file from its front to its end; a thread compares a part while the next ones are read.
 
         Raises:
             DamagedCheckpoint: bytes are not as they were written. OSError: a file system fails.
         """
+        with ThreadPoolExecutor(1) as beside:
+            compared = list[Future[None]]()
+            for part, checksum, place in self._read(plan, planner):
+                if len(compared) > 1:
+                    compared.pop(0).result()
+                compared.append(beside.submit(self.compare, part, checksum, place))
+            for last in compared:
+                last.result()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    compare = staticmethod(compare)
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[tuple[Tensor, int, Any]]:
+        """Every part that is needed, its checksum and its place, when it is read and on its way to where it belongs."""
         items = sorted(((self.storage_data[item.storage_index], item) for item in plan.items), key=lambda entry: _position(entry[0]))
         for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
             with (Path(self.path) / name).open("rb", buffering=0) as file:
                 for _, wanted in groupby(entries, key=lambda entry: entry[0].offset):  # often several stretches of one part
-                    part = None
-                    for place, item in wanted:
-                        part = read_part(file, place) if part is None else part
+                    places = list(wanted)
+                    part, checksum = _unchecked_part(file, places[0][0])
+                    yield part, checksum, places[0][0]
+                    for _, item in places:
                         stretches = zip(item.storage_offsets, item.lengths, strict=True)
                         target = planner.resolve_tensor(item).detach()
                         target.copy_(part[tuple(slice(start, start + length) for start, length in stretches)])
                         planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], ModelConfig, dict[str, Any]]:

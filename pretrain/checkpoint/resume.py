@@ -50,7 +50,9 @@ RULES: dict[str, str] = {
     "train.precision": "stores its weights in it: " + _ANEW,
     "train.seed": _ORDER,
     "optimizer": TOLD,
+    "optimizer.name": "keeps that optimizer's moments: " + _ANEW,
     "checkpoint": FREE,
+    "stages": TOLD,  # what those up to a checkpoint's own have read is compared apart
     "log": FREE,
     "evaluate": FREE,
 }

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fem_common.errors import ConfigError
-from pretrain.checkpoint.folder import Found, Progress, find
+from fem_common.files import sha256
+from pretrain.checkpoint.folder import MANIFEST, Found, Progress, find
 from pretrain.checkpoint.resume import Change, changes, check, check_model
 from pretrain.checkpoint.store import WEIGHTS_ALONE, Checkpoints
 from pretrain.config import RunConfig
 from pretrain.data.facts import Contents, DataFacts
+from pretrain.data.store_cache import identity
 from pretrain.ranks import from_rank_0
+from pretrain.run_directory import FORK, read_fork
 from pretrain.schedule import Schedule
+from pretrain.stages import Part, drawn_by, facts_of
+
+_BOUND = ("model.", "train.precision", "parallel.use_distributed_optimizer")  # what a fork keeps of its parent's configuration
+_ORDER = re.compile(r"data\.(train\..*weight|seq_length|packing)$|train\.seed$")  # what decides an order of samples beside its data
 
 
 @dataclass(frozen=True)
@@ -22,27 +32,104 @@ class Start:
     progress: Progress
     found: Found | None = None
     own: bool = False  # of this run: its optimizer and random states are read too
+    forked: bool = False  # of another run, and they are read as well
     changed: list[Change] = field(default_factory=list)  # in the configuration since
 
 
-def find_start(config: RunConfig, facts: DataFacts, contents: Contents, checkpoints: Checkpoints) -> Start:
-    """The start of an attempt; asked again after `Checkpoints.pass_over`, the next one.
+def find_start(parts: Sequence[Part], facts: DataFacts, contents: Contents, checkpoints: Checkpoints) -> tuple[Start, Part]:
+    """The start of an attempt, and the stage that it is in; asked again after `Checkpoints.pass_over`, the next one.
+
+    facts, contents: of the data of all stages.
 
     Raises:
         ConfigError: the configuration does not fit the checkpoint. StorageError: there are checkpoints, and none is good.
     """
-    schedule, own = Schedule.of(config), checkpoints.newest()
+    own = checkpoints.newest()
+    part = parts[min(own.progress.stage, len(parts) - 1) if own else 0]
+    config = part.config
+    if own is None and config.checkpoint.fork is not None:
+        return fork_start(config, facts, contents, checkpoints.folder.parent), part
+    schedule = part.schedule(own.progress if own else None)
     if own is not None:
         _check_is_wanted(config, own)
         changed = changes(own.manifest["config"], config)
-        _check_resumable(own, changed, config, facts, contents, schedule)
-        order = max(own.progress.order_samples, schedule.total_samples)
-        return Start(replace(own.progress, order_samples=order), own, True, changed)
+        _check_stages(own, parts, part, contents)
+        _check_resumable(own, changed, config, facts_of(part, facts), contents_of(parts, part, contents), schedule)
+        if part.name and own.progress.step >= part.end_step and part is not parts[-1]:
+            following = parts[part.number + 1]
+            return Start(following.entered(own.progress, config.data.seq_length, _drawn(parts, following, contents)), own, True), following
+        order = max(own.progress.order_samples, schedule.total_samples - own.progress.order_begin)
+        return Start(replace(own.progress, order_samples=order), own, True, changed=changed), part
     load = config.checkpoint.load
     found = from_rank_0(lambda: find(Path(load))) if load else None
     if found is not None:
         check_model(found.path, found.manifest["config"], config)
-    return Start(Progress(0, 0, schedule.total_samples), found)
+    return Start(Progress(0, 0, schedule.total_samples, drawn=_drawn(parts, part, contents)), found), part
+
+
+def contents_of(parts: Sequence[Part], part: Part, contents: Contents) -> Contents:
+    """What the data of the stages up to this one hold."""
+    if not part.name:
+        return contents
+    used = {identity(source.prefix) for earlier in parts[: part.number + 1] for source in earlier.config.data.train}
+    return Contents(tuple(source for source in contents.sources if source.split != "train" or source.prefix in used))
+
+
+def _drawn(parts: Sequence[Part], part: Part, contents: Contents) -> str:
+    held = {source.prefix: source.idx_sha256 for source in contents.sources if source.split == "train"}
+    prefixes = {source.prefix for each in parts for source in each.config.data.train}
+    return drawn_by(parts[: part.number + 1], {prefix: held[identity(prefix)] for prefix in prefixes})
+
+
+def _check_stages(own: Found, parts: Sequence[Part], part: Part, contents: Contents) -> None:
+    """Raises ConfigError where stages up to the checkpoint's own, which decide what it has read, are others now."""
+    if own.progress.stage < len(parts) and own.progress.drawn == _drawn(parts, part, contents):
+        return
+    raise ConfigError(
+        f"checkpoint {own.path} is in stage {own.progress.stage} of a run whose stages up to it had other lengths, batches or data; "
+        "restore them (later ones may change), or start a new run (another run_dir) with --fork and stages=[]"
+    )
+
+
+def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir: Path) -> Start:
+    """The start of a run that goes on from another's checkpoint: in its order of samples, or in one of its own where the data are others.
+
+    Raises:
+        ConfigError: there is no such checkpoint, the configuration does not fit it, or nothing is left to do.
+    """
+    found = from_rank_0(lambda: _parent(config, run_dir))
+    if found.manifest.get("contents") == WEIGHTS_ALONE:
+        raise ConfigError(f"checkpoint.fork = {found.path} holds weights alone: start from them with checkpoint.load={found.path}")
+    changed = changes(found.manifest["config"], config)
+    check(found.path, [change for change in changed if change.key.startswith(_BOUND)], config)
+    parent, before, length = found.progress, found.manifest["config"]["data"]["seq_length"], config.data.seq_length
+    consumed = -(-parent.consumed_samples * before // length)
+    schedule = Schedule.of(config, parent.step, consumed)
+    if schedule.steps <= parent.step:
+        raise ConfigError(
+            f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step {schedule.steps}, and checkpoint.fork = "
+            f"{found.path} is at step {parent.step}: steps and tokens count the parent's; give more"
+        )
+    begin: dict[str, Any] = {"begin_step": parent.step, "begin_samples": consumed, "stage": 0, "drawn": ""}
+    progress = replace(parent, consumed_samples=consumed, **begin)
+    if found.manifest["data"] == contents.key and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
+        order = max(parent.order_samples, schedule.total_samples - parent.order_begin)
+        _check_order(found, order, config, facts)
+        return Start(replace(progress, order_samples=order), found, forked=True, changed=changed)
+    progress = replace(progress, order_samples=schedule.total_samples - consumed, order_begin=consumed)
+    return Start(progress, found, forked=True, changed=changed)
+
+
+def _parent(config: RunConfig, run_dir: Path) -> Found:
+    """The checkpoint that a fork begins at: the one that an earlier attempt of it began at, whatever came after it."""
+    record, fork = read_fork(run_dir), config.checkpoint.fork
+    assert fork is not None
+    if record and str(Path(fork).resolve()) not in (record["parent"], record["checkpoint"]):
+        record = None  # of another parent, before anything came of it
+    found = find(Path(record["checkpoint"] if record else fork))
+    if record and sha256(found.path / MANIFEST) != record["manifest_sha256"]:
+        raise ConfigError(f"{found.path} is not the checkpoint that {run_dir} began at ({FORK} has another hash): choose another run_dir")
+    return found
 
 
 def _check_is_wanted(config: RunConfig, own: Found) -> None:
@@ -66,15 +153,20 @@ def _check_resumable(
             f"run (another run_dir) from its weights with checkpoint.load={found.path}"
         )
     check(found.path, changed, config)
+    _check_order(found, schedule.total_samples - found.progress.order_begin, config, facts)
+
+
+def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts) -> None:
+    """Raises ConfigError where the checkpoint's order of samples has no such beginning of ``samples`` samples."""
     drawn = found.progress.order_samples
-    if schedule.total_samples <= drawn or config.data.packing == "best_fit":  # of which every pass has its own order
+    if samples <= drawn or config.data.packing == "best_fit":  # of which every pass has its own order
         return
     room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"}
     weights = {source.prefix: source.weight for source in config.data.train}
     for prefix, tokens in room.items():
-        if schedule.total_samples * schedule.sample_tokens * weights[prefix] / sum(weights.values()) > tokens:
+        if samples * config.data.seq_length * weights[prefix] / sum(weights.values()) > tokens:
             raise ConfigError(
-                f"the run is now {schedule.total_samples} samples long, but its data order was drawn for {drawn} and "
+                f"the run is now {samples} samples long, but its data order was drawn for {drawn} and "
                 f"{prefix} would be read more than once: samples already seen would come again out of order; keep the run within "
                 f"{drawn} samples, or start a new run from checkpoint.load={found.path}"
             )

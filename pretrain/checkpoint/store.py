@@ -74,6 +74,10 @@ class Checkpoints:
         self.rank = torch.distributed.get_rank()
         self.mirror = Mirroring(config.checkpoint, folder.parent, say) if config.checkpoint.mirror and self.rank == 0 else None
 
+    def enter(self, config: RunConfig) -> None:
+        """From here on checkpoints are of a run of this configuration, a stage's; none is being written."""
+        self.config, self.queue = config, AsyncCallsQueue()
+
     def sweep(self) -> None:
         """Removes what killed attempts left half written; the run directory is claimed."""
         if self.rank == 0:
@@ -318,7 +322,7 @@ def _data_parallel() -> torch.distributed.ProcessGroup:
 
 def _layout(config: RunConfig) -> dict[str, Any]:
     layout = {key: value for key, value in plain(config.parallel).items() if key != "collective_timeout_minutes"}
-    return {**layout, "world_size": torch.distributed.get_world_size()}
+    return {**layout, "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1}
 
 
 def _rng_tensors(config: RunConfig) -> dict[str, ShardedTensor]:

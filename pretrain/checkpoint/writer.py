@@ -1,28 +1,33 @@
 """A checkpoint of weights alone, written in one process from whole tensors: what ``checkpoint.load`` starts from, at any layout.
 
-In the trainer's own format, by its own last steps (``publish_step``). No optimizer, no random state, no model is built.
+In the trainer's own format, by its own last steps (``publish_step``). No optimizer, no random state, no model is built; of the weights one
+is in memory at a time, where they come one at a time.
 """
 
 from __future__ import annotations
 
+import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from fem_common.errors import files_told
-from fem_megatron.megatron import platform
-from pretrain.checkpoint.folder import WRITING, Inherited, Progress, publish_step
-from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_tensors
+from pretrain.checkpoint.folder import TENSORS, WRITING, HashedFile, Inherited, Progress, publish_step
+from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_common
 from pretrain.config import RunConfig
+
+_FILE = f"__0_0{TENSORS}"  # rank 0's first
 
 
 def save_weights(
     folder: Path,
-    weights: Mapping[str, torch.Tensor],
+    weights: Iterable[tuple[str, torch.Tensor]],
     config: RunConfig,
     progress: Progress,
     content_key: str,
@@ -37,24 +42,38 @@ def save_weights(
     Raises:
         ConfigError: the folder cannot be written to. StorageError: a file system failed.
     """
-    final = folder / f"step_{progress.step:08d}"
+    told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
+    return write_weights(folder, weights, {**manifest_of(config, progress, content_key, inherited), **told})
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], manifest: dict[str, Any]) -> Path:
+    """As `save_weights`, of a manifest that says all but what ``publish_step`` adds and that these are weights alone."""
+    final = folder / f"step_{manifest['progress']['step']:08d}"
     temporary = folder / f"{WRITING}{final.name}"
-    state = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in weights.items()}
-    begun = not torch.distributed.is_initialized()
-    if begun:
-        platform.initialize_distributed()
     try:
         with files_told():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            write_tensors(state, temporary, get_default_save_sharded_strategy("torch_dist")).execute_sync()
-            told = {} if heldout_loss is None else {"heldout_loss": heldout_loss}
-            manifest = {**manifest_of(config, progress, content_key, inherited), **told, "contents": WEIGHTS_ALONE}
-            publish_step(temporary, final, manifest, keep_last=None)
+            _write(temporary, weights)
+            publish_step(temporary, final, {**manifest, "contents": WEIGHTS_ALONE}, keep_last=None)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    finally:
-        if begun:
-            torch.distributed.destroy_process_group()
     return final
+
+
+def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """The files of torch's format: tensors one after another, each an archive of its own, and ``.metadata``, which says where."""
+    stored: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    with HashedFile(folder / _FILE) as file:
+        for name, weight in weights:
+            start, begin = torch.Size([0] * weight.dim()), file.tell()
+            torch.save(weight.detach().clone(memory_format=torch.contiguous_format), file)  # a view would bring its whole storage along
+            stored[name] = TensorStorageMetadata(
+                TensorProperties(dtype=weight.dtype), weight.size(), [ChunkStorageMetadata(start, weight.size())]
+            )
+            places[MetadataIndex(name, start)] = _StorageInfo(_FILE, begin, file.tell() - begin)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(stored, storage_data=places)))
+    write_common(folder, {})
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))

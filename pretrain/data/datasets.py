@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import invalidate_caches
@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import compile_helpers
+from megatron.core.datasets.utils import Split, compile_helpers
 
 from fem_common.stores import is_url
 from fem_megatron.documents import Documents
@@ -33,6 +33,7 @@ from pretrain.config import DataConfig, RunConfig, Source
 from pretrain.data.facts import Contents
 from pretrain.data.index_cache import NOT_THERE, IndexCache, index_cache, samples_of_splits
 from pretrain.data.packing import pack, passes
+from pretrain.data.stage_documents import stage_documents
 from pretrain.data.store_cache import identity
 from pretrain.data.store_reader import StoredFile, StoreReader
 from pretrain.ranks import from_rank_0
@@ -79,10 +80,12 @@ def build_datasets(
     default_cache: Path,
     say: Callable[[str], None],
     reader: StoreReader,
+    needs: Sequence[Mapping[str, int]] = (),
 ) -> Datasets:
     """Open (and on first use index) the training and validation blends; collective over all ranks.
 
-    ``contents`` identifies what the files hold: a regenerated .bin at the same path never meets a stale index.
+    ``contents`` identifies what the files hold: a regenerated .bin at the same path never meets a stale index. ``needs``: source -> tokens
+    of each stage up to this one, which reads what the others left (`stage_documents`).
 
     Raises:
         ConfigError: the index cache's place is wrong, or not to be written to.
@@ -100,8 +103,9 @@ def build_datasets(
         create_attention_mask=False,
     )
     _ensure_helpers()
-    cache = index_cache(config, contents, train_samples, default_cache, megatron.core.__version__)
+    cache = index_cache(config, contents, train_samples, default_cache, megatron.core.__version__, needs)
     kind = _kind(reader, PackedGPTDataset if config.data.packing == "best_fit" else GPTDataset)
+    kind = _apart(kind, needs) if needs else kind
     built = _fill(cache, kind, settings, sizes, say)
     train, valid, _ = _open(cache.folder, kind, settings, sizes)
     return Datasets(train, valid, train_samples, cache.folder, built, reader, Ends.of(config.data, eod_id))
@@ -140,15 +144,20 @@ class PackedGPTDataset(GPTDataset):
     """A source packed best-fit: document_index and sample_index are `Packing`'s pieces and first, shuffle_index has whole epochs.
 
     What is left of a sequence is padding, of token 0. Its labels do not count, and neither does the first token of a cut document's rest
-    behind another document's end: nobody could know it.
+    behind another document's end: nobody could know it. ``apart``: it reads some of the source's documents alone.
     """
+
+    apart = False
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         base = f"{self.config.path_to_cache}/{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
         paths = [Path(f"{base}-{name}_index.npy") for name in ("document", "sample", "shuffle")]
         if not all(path.is_file() for path in paths):  # rank 0 is the first to look
             seed = self.config.random_seed
-            packing = pack(self.dataset.sequence_lengths, self.config.sequence_length, seed)
+            lengths = self.dataset.sequence_lengths
+            packing = pack(lengths[self.indices] if self.apart else lengths, self.config.sequence_length, seed)
+            if self.apart:
+                packing.pieces[:, 0] = self.indices[packing.pieces[:, 0]]
             order = passes(len(packing.first) - 1, self.num_samples or 0, seed)
             arrays: list[np.ndarray[Any, Any]] = [packing.pieces, packing.first, order]
             for path, array in zip(paths, arrays, strict=True):
@@ -190,6 +199,23 @@ def _kind(reader: StoreReader, base: type[GPTDataset]) -> type[GPTDataset]:
             return opened
 
     return StoredGPTDataset
+
+
+def _apart(base: type[GPTDataset], needs: Sequence[Mapping[str, int]]) -> type[GPTDataset]:
+    """The class of a source of which each stage reads other documents."""
+    taken = [{identity(prefix): tokens for prefix, tokens in need.items()} for need in needs]
+
+    class StageGPTDataset(base):
+        """The documents of the last stage, of training."""
+
+        apart = True
+
+        def __init__(self, dataset: IndexedDataset, path: str, documents: Any, samples: int | None, split: Split, config: GPTDatasetConfig):
+            if split is Split.train:
+                documents = stage_documents(dataset.sequence_lengths, [need.get(path, 0) for need in taken], config.random_seed)
+            super().__init__(dataset, path, documents, samples, split, config)
+
+    return StageGPTDataset
 
 
 def _fill(cache: IndexCache, kind: type[GPTDataset], settings: GPTDatasetConfig, sizes: Sequence[int], say: Callable[[str], None]) -> bool:

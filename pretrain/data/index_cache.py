@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -131,11 +131,18 @@ def samples_of_splits(config: RunConfig, train_samples: int) -> list[int]:
     return [train_samples, config.train.eval_batches * config.train.global_batch_size if config.data.valid else 0, 0]
 
 
-def index_cache(config: RunConfig, contents: Contents, train_samples: int, default_cache: Path, megatron: str) -> IndexCache:
-    """The cache of the order of so many samples that this configuration asks for; ``megatron``: the version that draws it."""
+def index_cache(
+    config: RunConfig, contents: Contents, train_samples: int, default_cache: Path, megatron: str, needs: Sequence[Mapping[str, int]] = ()
+) -> IndexCache:
+    """The cache of the order of so many samples that this configuration asks for; ``megatron``: the version that draws it.
+
+    needs: source -> tokens of each stage up to this one; none: no stages.
+    """
     weights = [[source.weight for source in split] for split in (config.data.train, config.data.valid)]
     packing = [] if config.data.packing == "stream" else [config.data.packing]  # older caches know of none
-    identity = (samples_of_splits(config, train_samples), weights, config.data.seq_length, config.train.seed, megatron, *packing)
+    staged = [[[need.get(source.prefix, 0) for source in config.data.train] for need in needs]] if needs else []
+    lengths = (config.data.seq_length, config.train.seed)
+    identity = (samples_of_splits(config, train_samples), weights, *lengths, megatron, *packing, *staged)
     return IndexCache(Path(config.data.index_cache) if config.data.index_cache else default_cache, contents, identity)
 
 

@@ -17,7 +17,7 @@ class StepResult:
     loss: float  # mean over the step's tokens, nats
     grad_norm: float  # global, before clipping
     lr: float
-    skipped: bool  # loss or gradient was not finite: nothing was updated
+    skipped: bool  # loss or gradient was not finite, or unwanted: nothing was updated
     times: StepTimes | None = None  # this rank's, where they were asked for
     beside: list[float] = field(default_factory=list)  # sums over the ranks of what was to be summed beside the loss
 
@@ -31,16 +31,26 @@ class StepTimes:
 
 
 Beside = Callable[[], Iterable[float]]
+Unwanted = Callable[[float, float], bool]
+"""A step's loss and gradient norm, both finite -> whether it is to update nothing; the same on every rank."""
 
 
 class Engine(Protocol):
     """A model, its optimizer and its layout."""
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        samples_after: int,
+        *,
+        timed: bool = False,
+        beside: Beside = tuple,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
         """One optimizer step over ``global_batch_size`` sequences; the learning rate is the schedule's at ``samples_after``.
 
         ``timed``: tell this rank's times, too; that waits for the device and changes no number. ``beside``: asked when the step is done
-        for numbers that are summed over the ranks in the loss's all-reduce.
+        for numbers that are summed over the ranks in the loss's all-reduce; where ``unwanted`` is given, before the update.
         """
 
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:

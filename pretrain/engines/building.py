@@ -59,6 +59,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         recompute=config.train.recompute == "full",
+        z_loss=config.train.z_loss,
     )
 
 
@@ -81,32 +82,45 @@ def optimizer_settings(config: RunConfig) -> MegatronOptimizerConfig:
     )
 
 
-def group_overrides(model: ModelConfig, parameters: list[torch.nn.Parameter], settings: MegatronOptimizerConfig) -> Overrides:
-    """What departs from the settings, a group of parameters each: what is not decayed, and muP's rates.
+# A checkpoint of the plain optimizer's knows a group by four keys, of which this one means nothing else here.
+MUON: Any = {"muon": True, "is_decoupled_lr": True}
+
+
+def is_muons(parameter: torch.nn.Parameter) -> bool:
+    """Whether Muon updates the parameter, where it is the optimizer."""
+    spec: Weight = parameter.spec  # type: ignore[attr-defined]
+    return spec.orthogonal
+
+
+def group_overrides(model: ModelConfig, parameters: list[torch.nn.Parameter], settings: MegatronOptimizerConfig, muon: bool) -> Overrides:
+    """What departs from the settings, a group of parameters each: what is not decayed, what is Muon's, and muP's rates for the rest.
 
     The scheduler reads a group's max_lr and min_lr and its wd_mult; a checkpoint knows a group by its wd_mult and lr_mult. All ranks must
     name the same groups, which Megatron sees to: one that holds none of a group's parameters has it empty.
     """
     undecayed = ParamPredicate("not decayed", lambda parameter: not parameter.spec.decayed)
     overrides: Overrides = {ParamKey(predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
+    if muon:
+        overrides[ParamKey(predicate=ParamPredicate("Muon's", is_muons))] = MUON
+        parameters = [parameter for parameter in parameters if not is_muons(parameter)]
     for exponent, weight in {parameter.spec.scaling.lr: parameter.spec for parameter in parameters}.items():  # type: ignore[attr-defined]
         factor = lr_factor(model, weight)
         if factor == 1.0:
             continue
         rate = {"lr_mult": factor, "max_lr": settings.lr * factor, "min_lr": settings.min_lr * factor}
-        overrides[_key("rate", exponent, decayed=False)] = ParamGroupOverride(**rate)
-        overrides[_key("decay", exponent, decayed=True)] = ParamGroupOverride(wd_mult=decay_factor(model, weight))
+        overrides[_key("rate", exponent, muon, decayed=False)] = ParamGroupOverride(**rate)
+        overrides[_key("decay", exponent, muon, decayed=True)] = ParamGroupOverride(wd_mult=decay_factor(model, weight))
     return overrides
 
 
-def _key(what: str, exponent: float, *, decayed: bool) -> ParamKey:
-    return ParamKey(predicate=ParamPredicate(f"{what} of m^{exponent:g}", partial(_matches, exponent, decayed)))
+def _key(what: str, exponent: float, muon: bool, *, decayed: bool) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(f"{what} of m^{exponent:g}", partial(_matches, exponent, muon, decayed)))
 
 
-def _matches(exponent: float, decayed: bool, parameter: torch.nn.Parameter) -> bool:
-    """Whether the parameter learns by this power of m; ``decayed``: and is decayed."""
+def _matches(exponent: float, muon: bool, decayed: bool, parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter learns by this power of m, unless it is ``muon``'s; ``decayed``: and is decayed."""
     spec: Weight = parameter.spec  # type: ignore[attr-defined]
-    return spec.scaling.lr == exponent and (spec.decayed or not decayed)
+    return spec.scaling.lr == exponent and (spec.decayed or not decayed) and not (muon and spec.orthogonal)
 
 
 class LearningRates:
@@ -114,14 +128,14 @@ class LearningRates:
 
     def __init__(self, config: RunConfig, schedule: Schedule, optimizer: Any) -> None:
         ours = config.optimizer
-        self.optimizer = optimizer
+        self.optimizer, self.begin = optimizer, schedule.rate_samples
         self.scheduler = OptimizerParamScheduler(
             optimizer,
             init_lr=0.0,
             max_lr=ours.lr,
             min_lr=ours.min_lr,
             lr_warmup_steps=schedule.warmup_samples,
-            lr_decay_steps=schedule.total_samples,
+            lr_decay_steps=(schedule.rate_end or schedule.total_samples) - schedule.rate_samples,
             lr_decay_style="WSD" if ours.schedule == "wsd" else ours.schedule,
             wsd_decay_steps=schedule.decay_samples,
             lr_wsd_decay_style="linear",
@@ -133,7 +147,7 @@ class LearningRates:
 
     def set(self, samples: int) -> float:
         """Give every group its rate after ``samples`` sequences; returns the schedule's own: muP's groups have others beside it."""
-        self.scheduler.num_steps = samples
+        self.scheduler.num_steps = max(0, samples - self.begin)
         self.scheduler.step(0)
         return max(group["lr"] for group in self.optimizer.param_groups if group["lr_mult"] == 1.0)
 

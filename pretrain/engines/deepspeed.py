@@ -23,10 +23,11 @@ from fem_megatron.megatron import platform
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import Beside, StepResult, StepTimes
+from pretrain.engines import Beside, StepResult, StepTimes, Unwanted
 from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
+from pretrain.engines.muon import Muon
 from pretrain.engines.sharding import Read, places
 from pretrain.engines.zero_state import ZeroState
 from pretrain.schedule import Schedule
@@ -77,10 +78,11 @@ class DeepSpeedEngine:
             # Its shared-memory collectives for CPUs serve inference; they would be compiled here, and their ranks wait by spinning.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
-        self.engine = _initialized(deepspeed, self.model, self._adam(), settings)
+        self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
         if config.engine.zero_stage == 3:
             _gather_updates_whole(self.model)
         self.state = ZeroState(self.engine, weights)
+        self.state.connect(config.model)
         self.rates = LearningRates(config, schedule, self.engine.optimizer)
         self.norm = math.nan  # of stage 0's last step
         if config.engine.zero_stage == 0:
@@ -91,8 +93,17 @@ class DeepSpeedEngine:
         """This rank's bare model."""
         return [self.model]
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
-        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        samples_after: int,
+        *,
+        timed: bool = False,
+        beside: Beside = tuple,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
+        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank. Nobody may ask ``unwanted``."""
+        assert unwanted is None, "DeepSpeed updates before it tells the norm; `pretrain.validate` says so"
         lr = self.rates.set(samples_after)
         step = list(itertools.islice(batches, self.micro_batches))
         scale = self._loss_scale(step)
@@ -128,15 +139,20 @@ class DeepSpeedEngine:
         """Takes DeepSpeed's hooks off the model."""
         self.engine.destroy()
 
-    def _adam(self) -> torch.optim.Optimizer:
-        """AdamW over Megatron's own groups of parameters."""
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """AdamW or Muon over Megatron's own groups of parameters."""
         settings, offload = optimizer_settings(self.config), self.config.engine.offload_optimizer
-        groups = _get_param_groups([self.model], settings, group_overrides(self.config.model, list(self.model.parameters()), settings))
+        muon = self.config.optimizer.name == "muon"
+        overrides = group_overrides(self.config.model, list(self.model.parameters()), settings, muon)
+        groups = _get_param_groups([self.model], settings, overrides)
         groups = [group for group in groups if group["params"]]
         for group in groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         ours = self.config.optimizer
         arguments: dict[str, Any] = {"lr": ours.lr, "betas": (ours.beta1, ours.beta2), "eps": ours.eps, "weight_decay": ours.weight_decay}
+        if muon:
+            dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
+            return Muon(groups, ours, dtype, fused=platform.has_cuda())
         if offload:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -62,7 +62,10 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
     Raises:
         ConfigError, StorageError: see `read_file`.
     """
-    engine, layout = config.engine, config.parallel
+    engine, layout, muon = config.engine, config.parallel, config.optimizer.name == "muon"
+    external = next((name for name in mixer_names(config.model) if describe(name).package), None)
+    if muon and external:
+        yield f"optimizer.name = muon: the weights of {external} are another package's; set optimizer.name=adamw"
     if engine.name == "megatron":
         for key in ("offload_optimizer", "offload_parameters"):
             if getattr(engine, key):
@@ -84,7 +87,10 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "engine.offload_parameters = true needs engine.offload_optimizer=true: the update is where the parameters are"
     if not layout.use_distributed_optimizer:
         yield "parallel.use_distributed_optimizer = false is Megatron's plain optimizer; engine.name=deepspeed needs true"
-    external = next((name for name in mixer_names(config.model) if describe(name).package), None)
+    if muon and stage == 3:
+        yield "optimizer.name = muon needs whole parameters, which engine.zero_stage = 3 splits; set engine.zero_stage=2"
+    if muon and engine.offload_optimizer:
+        yield "optimizer.name = muon has no update on the CPU; set engine.offload_optimizer=false, or optimizer.name=adamw"
     if external and stage == 3:
         yield f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2"
     read_file(config)

@@ -18,8 +18,18 @@ from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import Beside, StepResult, StepTimes
-from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
+from pretrain.engines import Beside, StepResult, StepTimes, Unwanted
+from pretrain.engines.building import (
+    LearningRates,
+    group_overrides,
+    is_muons,
+    mean_loss,
+    model_layout,
+    optimizer_settings,
+    poisoned,
+    summed_loss,
+)
+from pretrain.engines.muon import Muon, Part
 from pretrain.engines.sharding import SHARDING, STATE, Held, Read, only_here, optimizer_state, places, read_optimizer
 from pretrain.schedule import Schedule
 
@@ -47,7 +57,15 @@ class MegatronEngine:
         """This rank's bare model chunks."""
         return [chunk.module for chunk in self.chunks]
 
-    def train_step(self, batches: Iterator[Batch], samples_after: int, *, timed: bool = False, beside: Beside = tuple) -> StepResult:
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        samples_after: int,
+        *,
+        timed: bool = False,
+        beside: Beside = tuple,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
         """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank."""
         started = platform.Moment() if timed else None
         self.reduction = [] if timed else None
@@ -59,12 +77,15 @@ class MegatronEngine:
         times = self._times(started)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        finite = math.isfinite(grad_norm)  # and the loss (`poisoned`)
-        if finite:
+        known = mean_loss(reports, beside()) if unwanted else None
+        update = math.isfinite(grad_norm)  # and the loss (`poisoned`)
+        if update and known and unwanted:
+            update = not unwanted(known[0], grad_norm)
+        if update:
             self._clip(grad_norm)
             self.optimizer.step_with_ready_grads()
-        loss, sums = mean_loss(reports, beside())
-        return StepResult(loss, grad_norm, lr, skipped=not finite, times=times, beside=sums)
+        loss, sums = known or mean_loss(reports, beside())
+        return StepResult(loss, grad_norm, lr, skipped=not update, times=times, beside=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -130,7 +151,29 @@ class MegatronEngine:
     def _optimizer(self) -> Any:
         settings = optimizer_settings(self.config)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
-        return get_megatron_optimizer(settings, self.chunks, group_overrides(self.config.model, parameters, settings))
+        muon = self.config.optimizer.name == "muon"
+        made = get_megatron_optimizer(settings, self.chunks, group_overrides(self.config.model, parameters, settings, muon))
+        if muon:
+            (inner,) = made.chained_optimizers
+            self._let_muon_update(inner, parameters)
+        return made
+
+    def _let_muon_update(self, optimizer: Any, parameters: list[torch.nn.Parameter]) -> None:
+        """Put Muon in the place of AdamW, over the tensors that Megatron has made for it: what this rank updates of each parameter."""
+        dtype = torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
+        optimizer.optimizer = Muon(optimizer.optimizer.param_groups, self.config.optimizer, dtype, fused=platform.has_cuda())
+        optimizer.init_state_fn = lambda muon, config=None: muon.prepare()
+        parts = []
+        for number, parameter in enumerate(parameters):
+            if not is_muons(parameter):
+                continue
+            if not self.config.parallel.use_distributed_optimizer:
+                parts.append(Part(number, parameter, getattr(parameter, "main_param", parameter), 0, parameter.numel()))
+            elif parameter in optimizer.model_param_gbuf_map:
+                elements = optimizer._get_model_param_range_map(parameter)["param"]
+                main = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
+                parts.append(Part(number, parameter, main, elements.start, len(elements)))
+        optimizer.optimizer.connect(self.config.model, parts, whole=not self.config.parallel.use_distributed_optimizer)
 
     def _connect_schedule(self) -> None:
         """Megatron's pipeline schedules find their hooks in the model's configuration."""
@@ -202,7 +245,7 @@ class _SplitState:
             if parameter in self.optimizer.model_param_gbuf_map:  # which knows those of which a part is here
                 state = self.optimizer._get_main_param_and_optimizer_states(parameter)
                 elements = self.optimizer._get_model_param_range_map(parameter)["param"]
-                yield Held(place, elements.start, len(elements), {name: state[name].detach().view(-1) for name in STATE})
+                yield Held(place, elements.start, len(elements), {name: state[name].detach().view(-1) for name in STATE if name in state})
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups without their parameters, with their step."""

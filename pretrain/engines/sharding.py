@@ -33,8 +33,8 @@ Read = Callable[[dict[str, Any]], dict[str, Any]]  # a dictionary of sharded ten
 class Held:
     """What this rank holds of a parameter: ``numel`` elements of it, flattened, from ``start`` on.
 
-    place: of the parameter in the checkpoint, with the replica id of what is held. tensors: by STATE's names, flat, fp32, at least
-    ``numel`` long, views into the optimizer's own.
+    place: of the parameter in the checkpoint, with the replica id of what is held. tensors: by those of STATE's names that the optimizer
+    keeps of it, flat, fp32, at least ``numel`` long, views into the optimizer's own.
     """
 
     place: ShardedTensor
@@ -91,7 +91,7 @@ def largest_part(held: Iterable[Held]) -> int:
 
 
 def _state(held: Held, largest: int) -> dict[str, dict[int, ShardedTensor]]:
-    named = {name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}") for name in STATE}
+    named = {name: replace(held.place, key=f"optimizer.state.{name}.{held.place.key}") for name in held.tensors}
     return {name: parts(place, held.start, held.tensors[name][: held.numel], largest) for name, place in named.items()}
 
 

@@ -14,6 +14,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from fem_megatron.config import ModelConfig
+from pretrain.engines.building import is_muons
+from pretrain.engines.muon import Muon, Part
 from pretrain.engines.sharding import MOMENTS, Held, Read, largest_part, only_here, optimizer_state, parts, read_optimizer
 
 PIECE = 2**28  # elements of whole weights that are read at a time
@@ -43,7 +46,17 @@ class ZeroState:
             state = self.adam.state[flat]
             if not state:
                 state["step"] = self._step(0, flat)
-                state.update({name: torch.zeros_like(flat) for name in MOMENTS})
+                state.update({name: torch.zeros_like(flat) for name in self._moments(flat)})
+
+    def connect(self, model: ModelConfig) -> None:
+        """Tell Muon, where it is the optimizer, which parts of its weights this rank updates. Collective."""
+        if isinstance(self.adam, Muon):
+            numbered = enumerate(parameter for parameter in self.names if is_muons(parameter))
+            parts = [Part(number, parameter, *place) for number, parameter in numbered if (place := self._part(parameter))]
+            self.adam.connect(model, parts, whole=not self.stage)
+
+    def _moments(self, flat: torch.Tensor) -> tuple[str, ...]:
+        return self.adam.moments(flat) if isinstance(self.adam, Muon) else MOMENTS
 
     def saved(self) -> dict[str, Any]:
         """Weights and optimizer state, what this rank holds of them: of its fp32 weights the weights are made."""
@@ -125,6 +138,16 @@ class ZeroState:
 
     def held(self, parameter: torch.nn.Parameter) -> Held | None:
         """This rank's part of a parameter, None where it holds none."""
+        part, place = self._part(parameter), self.weights[parameter]
+        if part is None:
+            return None
+        flat, start, numel, offset = part
+        state = {"param": flat, **{name: self.adam.state[flat][name] for name in self._moments(flat)}}
+        tensors = {name: tensor.detach().view(-1).narrow(0, offset, numel) for name, tensor in state.items()}
+        return Held(only_here(place) if self.stage else place, start, numel, tensors)
+
+    def _part(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int, int, int] | None:
+        """The optimizer's tensor that holds this rank's part of a parameter, where the part starts in this, its size, where in that."""
         optimizer, place = self.engine.optimizer, self.weights[parameter]
         if not self.stage:
             flat, start, offset, numel = parameter, 0, 0, parameter.numel()
@@ -140,11 +163,7 @@ class ZeroState:
             flat = self._flat()[mapping.param_group_index]
             start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
             offset = mapping.hp_fragment_address.start
-        if numel <= 0:
-            return None
-        state = {"param": flat, **{name: self.adam.state[flat][name] for name in MOMENTS}}
-        tensors = {name: tensor.detach().view(-1).narrow(0, offset, numel) for name, tensor in state.items()}
-        return Held(only_here(place) if self.stage else place, start, numel, tensors)
+        return (flat, start, numel, offset) if numel > 0 else None
 
     def _take(self, parameter: torch.nn.Parameter, weight: torch.Tensor, *, with_main: bool) -> None:
         if self.stage == 3:

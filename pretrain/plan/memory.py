@@ -1,8 +1,8 @@
 """Memory of one rank from the configuration alone, in bytes. No torch: the terms are those that this code path was seen to keep.
 
 Static, per parameter (Megatron-core): weights 2 (bf16) or 4 (fp32); gradients 4, always accumulated in fp32; optimizer 8 for Adam's moments
-and, in bf16 only, 4 for the fp32 main weights (in fp32 the main weights are the weights, with the distributed optimizer too), divided by
-the data-parallel size under the distributed optimizer.
+(4 for Muon's, which is one) and, in bf16 only, 4 for the fp32 main weights (in fp32 the main weights are the weights, with the distributed
+optimizer too), divided by the data-parallel size under the distributed optimizer.
 
 What autograd keeps of one layer, per token (e: bytes of the training precision; D hidden; t: tensor-parallel size; s: t under sequence
 parallelism, else 1; per rank: P packed projection width, q query width, d value width, F MLP width, all / t; H_c conditioner width).
@@ -13,6 +13,8 @@ Numbers marked 4 are fp32 in either precision.
     conditioner   e (D + H_c) + 4 (5/t + 4) H_c    inputs of its two projections, the scan's and the norms' operands
     scaling       e 2P           z and 1 + phi, the factors of the conditioned projection
     rope          e 2 d_k / b    cosines and sines for q and k, once for the b sequences of a micro-batch
+    qk_norm       4 (q + k + 1 a head), in bf16 4 (q + k) more: both over their root mean squares, fp32 copies; fused: the numbers a head
+                  and the norms' inputs, where nothing else keeps them (model.qk_norm)
     attention     e (q + q + w + o) + 4 heads      q, k, the values (2d: [v | U]), the output, the row sums; on a CPU padded to one width;
                   with a window also the copies of q, k and v that its blocks of queries read
     packed        e P            the whole projection, where a view into it is kept: the g-logit, or v where the attention reads v itself
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 
 from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
 from pretrain.config import EngineConfig, RunConfig
+from pretrain.plan.muon import ROUND, TENSORS
 from pretrain.plan.zero_memory import variants, zero_memory
 
 
@@ -48,6 +51,7 @@ class StageMemory:
     workspace: int
     host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads
     apart: int = 0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
+    muons: int = 0  # of the parameters, those of which the optimizer keeps one moment alone
 
     @property
     def total(self) -> int:
@@ -55,29 +59,34 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace - self.apart
 
 
-def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
-    """Memory of a rank of pipeline stage ``stage`` that holds ``parameters`` parameters."""
+def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: int, *, cuda: bool, muons: int = 0) -> StageMemory:
+    """Memory of a rank of pipeline stage ``stage`` that holds ``parameters`` parameters, of which Muon updates ``muons``."""
     layout, bf16 = config.parallel, config.train.precision == "bf16"
     if config.engine.name == "deepspeed":
-        return _zero_stage_memory(config, config.engine, parameters, data_parallel, cuda=cuda)
+        return _zero_stage_memory(config, config.engine, parameters, data_parallel, cuda=cuda, muons=muons)
     sharded = -(-parameters // data_parallel) if layout.use_distributed_optimizer else parameters
+    single = -(-muons // data_parallel) if layout.use_distributed_optimizer else muons
     activations = stage_activations(config, stage, data_parallel, cuda=cuda)
     # When the activations are gone: torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); gloo reduces and scatters
     # a copy of all gradients, which lives until the weights are gathered (CPU).
-    step = WIDE * (sharded if cuda else parameters if layout.use_distributed_optimizer else 0)
+    step = WIDE * (sharded - single if cuda else parameters if layout.use_distributed_optimizer else 0)
+    step = max(step, TENSORS * _element(config) * min(ROUND, single))
     return StageMemory(
         stage=stage,
         parameters=parameters,
         weights=parameters * (2 if bf16 else 4),
         gradients=parameters * WIDE,
-        optimizer=sharded * (12 if bf16 else 8),
+        optimizer=sharded * (12 if bf16 else 8) - WIDE * single,
         activations=activations,
         workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations),
+        muons=muons,
     )
 
 
-def _zero_stage_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool) -> StageMemory:
-    kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda)
+def _zero_stage_memory(
+    config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool, muons: int
+) -> StageMemory:
+    kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda, muons=muons)
     activations, workspace = stage_activations(config, 0, data_parallel, cuda=cuda), backward_workspace(config, 0, cuda=cuda)
     sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
     return StageMemory(
@@ -90,12 +99,14 @@ def _zero_stage_memory(config: RunConfig, engine: EngineConfig, parameters: int,
         workspace=workspace + kept.workspace,
         host=kept.host,
         apart=sum(sizes) - kept.peak(activations + workspace),
+        muons=muons,
     )
 
 
-def zero_variants(config: RunConfig, parameters: int, data_parallel: int, *, cuda: bool) -> dict[str, StageMemory]:
-    """The memory of every ZeRO stage and offload that the run could have, by name."""
-    return {name: _zero_stage_memory(config, engine, parameters, data_parallel, cuda=cuda) for name, engine in variants(config)}
+def zero_variants(config: RunConfig, own: StageMemory, data_parallel: int, *, cuda: bool) -> dict[str, StageMemory]:
+    """The memory of every ZeRO stage and offload that the run, whose ``own`` is given, could have, by name."""
+    rank = {"parameters": own.parameters, "data_parallel": data_parallel, "muons": own.muons}
+    return {name: _zero_stage_memory(config, engine, **rank, cuda=cuda) for name, engine in variants(config)}
 
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from fem_common.text import gib, si
 from fem_megatron.catalogue import BASELINE, mixer_names
@@ -18,6 +18,8 @@ from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
 from fem_megatron.shape import BlockShape, Weights
 from pretrain.config import RunConfig
+from pretrain.plan import muon
+from pretrain.plan.devices import memory_gib
 from pretrain.plan.memory import StageMemory, is_estimated, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
 from pretrain.schedule import Schedule
@@ -26,39 +28,9 @@ if TYPE_CHECKING:
     from pretrain.data.facts import DataFacts
     from pretrain.data.pieces import Pieces
 
-# Dense bf16 tensor-core peaks in TFLOP/s, from NVIDIA's product data sheets (H100, H200, A100, L40S, DGX B200), which print figures with
-# 2:4 sparsity for most: those are halved here. A device matches by the longest key that its name contains.
-DEVICE_PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100": 989.0,
-    "H100 PCIe": 756.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-}
-
-# GiB that torch finds on them (total_memory), rounded down; an A100 without its size in its name is taken for the larger one.
-DEVICE_MEMORY_GIB = {"B200": 178, "H200": 139, "H100": 79, "A100": 79, "A100-SXM4-40GB": 39, "A100-PCIE-40GB": 39, "L40S": 44}
-
 COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
 
 Shapes = dict[str, tuple[int, ...]]
-T = TypeVar("T")
-
-
-def peak_tflops(device: str) -> float | None:
-    """The dense bf16 peak of a device by its name (``NVIDIA H100 80GB HBM3`` finds ``H100``), or None where it is not listed."""
-    return _of_device(DEVICE_PEAK_TFLOPS, device)
-
-
-def memory_gib(device: str) -> int | None:
-    """The memory of a device by its name, or None where it is not listed."""
-    return _of_device(DEVICE_MEMORY_GIB, device)
-
-
-def _of_device(table: Mapping[str, T], device: str) -> T | None:
-    found = [key for key in table if key.lower() in device.lower()]
-    return table[max(found, key=len)] if found else None
 
 
 # --- parameters ----------------------------------------------------------------------------------------------------------------
@@ -100,12 +72,17 @@ def count_by_component(model: ModelConfig) -> dict[str, int]:
     return counts
 
 
-def stage_parameters(config: RunConfig) -> list[int]:
-    """Parameters that one rank of each pipeline stage holds, exactly; a tied embedding is held by the first and the last stage."""
+def stage_parameters(config: RunConfig, *, muons: bool = False) -> list[int]:
+    """Parameters that one rank of each pipeline stage holds, exactly; a tied embedding is held by the first and the last stage.
+
+    muons: those alone that Muon updates.
+    """
     layout = config.parallel
     stages = layout.pipeline_model_parallel_size
     counts = [0] * stages
     for name, weight in model_weights(config.model).items():
+        if muons and not (weight.orthogonal and config.optimizer.name == "muon"):
+            continue
         size = weight.size // (1 if weight.split is None else layout.tensor_model_parallel_size)
         for stage in _stages_of(name, config.model, stages):
             counts[stage] += size
@@ -207,7 +184,7 @@ class Plan:
     @property
     def save_memory(self) -> int:
         """Bytes of host memory that the rank with most to write needs for it: each has its own part once more, nothing is gathered."""
-        return max(stage.parameters for stage in self.memory) * stored_bytes(self.config) // self.data_parallel
+        return max(stage.parameters * stored_bytes(self.config) - 4 * stage.muons for stage in self.memory) // self.data_parallel
 
     @property
     def peak_memory(self) -> int:
@@ -227,7 +204,7 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     # Of the same width; its parameters do not depend on its heads, and one head fits any width.
     twin = replace(config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1)
     twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False, attention=AttentionConfig())
-    counts = stage_parameters(config)
+    counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
     pieces = None
     if facts is not None and config.data.documents == "separate":
         from pretrain.data.pieces import pieces_of  # numpy: a plan of whole sequences starts without
@@ -248,7 +225,7 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
         hardware_flops=train + recomputed_flops(config, forward),
         dense_flops=flops_per_token(config),
         pieces=pieces,
-        memory=tuple(stage_memory(config, stage, count, data_parallel, cuda=cuda) for stage, count in enumerate(counts)),
+        memory=tuple(stage_memory(config, stage, n, data_parallel, cuda=cuda, muons=muons) for stage, (n, muons) in enumerate(counts)),
         cuda=cuda,
         checkpoint_bytes=checkpoint_bytes(config),
         train_data_tokens=facts.tokens["train"] if facts else None,
@@ -257,7 +234,9 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Size of one checkpoint."""
-    return sum(count_by_component(config.model).values()) * stored_bytes(config)
+    muons = config.optimizer.name == "muon"
+    weights = model_weights(config.model).values()
+    return sum(weight.size * (stored_bytes(config) - 4 * (muons and weight.orthogonal)) for weight in weights)
 
 
 def stored_bytes(config: RunConfig) -> int:
@@ -322,6 +301,9 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     )
     if config.data.documents == "separate":
         yield f"  {_documents_told(plan)}"
+    if config.optimizer.name == "muon":
+        weights = model_weights(config.model).values()
+        yield f"  {muon.told(config, weights, plan.data_parallel, plan.train_flops * plan.schedule.step_tokens)}"
     length, element = config.data.seq_length, 2 if config.train.precision == "bf16" else 4
     yield f"  decoding state of {length:,} tokens: {gib(decoding_state_bytes(config.model, length, element))} a sequence"
     schedule = plan.schedule
@@ -364,7 +346,8 @@ def _split_words(config: RunConfig) -> str:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    estimated = "; activations estimated, to about 25%" if is_estimated(plan.config) else ""
+    rows = plan.config.data.documents == "separate"  # a little longer than the documents, and kept beside what they were copied from
+    estimated = "; activations estimated, to about 25%" if rows or is_estimated(plan.config) else ""
     yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
@@ -389,7 +372,7 @@ def _zero_lines(plan: Plan) -> Iterator[str]:
     yield "under DeepSpeed's stages (the peak is below the sum: gradients come while activations go)"
     titles = ("weights", "gradients", "optimizer", "activations", "workspace", "peak", *(("host",) if host else ()))
     yield "  " + " " * 30 + "".join(title.rjust(14) for title in titles)
-    for name, memory in zero_variants(plan.config, own.parameters, plan.data_parallel, cuda=plan.cuda).items():
+    for name, memory in zero_variants(plan.config, own, plan.data_parallel, cuda=plan.cuda).items():
         mark = "* " if name == zero_name(plan.config.engine) else "  "
         yield mark + name.ljust(30) + _sizes(memory) + (gib(memory.host).rjust(14) if host else "")
 

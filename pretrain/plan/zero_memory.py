@@ -1,7 +1,8 @@
 """Memory of one rank under DeepSpeed's ZeRO, from the configuration alone, in bytes. No torch: the terms are what its stages keep.
 
 P parameters of the rank, d data-parallel ranks, e bytes of the training precision, b elements of a reduction bucket. Everything that ZeRO
-updates is fp32: a copy of the weights and Adam's two moments, 12 P / d, in fp32 training too (stage 0 has the moments alone, 8 P).
+updates is fp32: a copy of the weights and Adam's two moments, 12 P / d, in fp32 training too (stage 0 has the moments alone, 8 P). Of what
+Muon updates there is one moment, 4 bytes less.
 
     stage 0          weights eP      gradients 4P             reduction 4b
     stage 1, fp32    weights eP      gradients 4P + 4P/d      reduction 4b
@@ -60,8 +61,11 @@ class ZeroMemory:
         return steady + max(activations + self.forward, self.fresh + self.reduction)
 
 
-def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool) -> ZeroMemory:
-    """What ZeRO keeps for a rank of ``parameters`` parameters; ``engine`` may be another than the run's own. On a CPU there is no host."""
+def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool, muons: int = 0) -> ZeroMemory:
+    """What ZeRO keeps for a rank of ``parameters`` parameters, of which Muon updates ``muons``; ``engine`` may be another than the run's.
+
+    On a CPU there is no host.
+    """
     e = 2 if config.train.precision == "bf16" else WIDE
     stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
     part = -(-parameters // data_parallel)
@@ -81,6 +85,7 @@ def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_p
         weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
         group = min(part, settings.sub_group_size or SUB_GROUP)
         reduction = WIDE * max((1 if cuda else 2) * bucket + group, (1 if offload else 3) * group)
+    optimizer -= WIDE * (muons if stage == 0 else -(-muons // data_parallel))
     several = config.train.global_batch_size > config.train.micro_batch_size * data_parallel
     fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients
     if offload:
@@ -104,6 +109,8 @@ def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
             continue
         for optimizer, weights in ((False, False), (True, False), (True, True)):
             if (optimizer and stage == 0) or (weights and stage < 3):
+                continue
+            if config.optimizer.name == "muon" and (optimizer or stage == 3):
                 continue
             engine = EngineConfig("deepspeed", stage, optimizer, weights, config.engine.deepspeed)
             found.append((zero_name(engine), engine))

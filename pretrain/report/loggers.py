@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import netrc
 import os
 import uuid
@@ -65,7 +66,8 @@ class Console(Callback):
         mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
         mfu += f" (dense {record.dense_mfu:.1%})" if record.dense_mfu is not None else ""
         dense = f" (dense {record.dense_tflops_per_device:.3g})" if record.dense_tflops_per_device is not None else ""
-        note = "  NOT FINITE, step skipped" if record.skipped else ""
+        note = "  SPIKE" if math.isfinite(record.grad_norm) else "  NOT FINITE"
+        note = f"{note}, step skipped" if record.skipped else ""
         print(
             f"step {record.step:>{len(str(self.total_steps))}}/{self.total_steps}  tokens {count(record.consumed_tokens)}"
             f"  loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {record.grad_norm:.3f}"

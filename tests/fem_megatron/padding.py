@@ -46,7 +46,7 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
     (chunk,) = build(model, Layout(tensor_model_parallel_size=size, **layout), LENGTH, seed=1)
     tokens, labels = batch(model)
     positions = torch.arange(LENGTH).expand_as(tokens)
-    losses = chunk(tokens, positions, None, labels=labels)
+    losses, z_loss = chunk(tokens, positions, None, labels=labels), layout.get("z_loss", 0.0)
     losses.mean().backward()
     with torch.no_grad():
         logits = chunk(tokens, positions, None)
@@ -55,7 +55,7 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
     kept = max(0, own.stop - own.start)
     weights = {global_name(chunk, name): whole(weight, size).detach() for name, weight in chunk.named_parameters()}
     cut = {name: weight[: model.vocab_size] if weight.shape[0] == 128 else weight for name, weight in weights.items()}
-    wanted, wanted_logits, gradients = without_padding(model, cut, tokens, labels)
+    wanted, wanted_logits, gradients = without_padding(model, cut, tokens, labels, z_loss)
     found = {
         "loss": difference(losses, wanted),
         "logits": difference(logits[..., :kept], wanted_logits[..., own]),
@@ -71,7 +71,7 @@ def compare(vocabulary: str, tied: bool, **layout: Any) -> dict[str, float]:
 
 
 def without_padding(
-    model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor
+    model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Losses [b, t], logits [b, t, V] and the gradients of embedding and output layer, in the weights' type."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
@@ -85,7 +85,7 @@ def without_padding(
     x = rms_norm(x, (model.hidden_size,), leaves["decoder.final_layernorm.weight"], model.norm_eps)
     logits = linear(x, leaves.get("output_layer.weight", embedding)).transpose(0, 1)
     losses = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
-    losses.mean().backward()
+    (losses + z_loss * logits.logsumexp(-1).square()).mean().backward()
     return losses.detach(), logits.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 

@@ -57,7 +57,9 @@ SHAPES: dict[str, Callable[..., Shape]] = {
     "grouped": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, **k})),
     # Every switch, heads wider than the stream's share; 5 tokens: under the tests' lengths, over some of their pieces.
     "switched": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, "attention": SWITCHED, **k})),
+    "normed": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, "qk_norm": True, **k})),
     "differential": lambda **k: DifferentialShape.of(model(**k), 3),
+    "differential normed": lambda **k: DifferentialShape.of(model(**{"qk_norm": True, **k}), 3),
     "deltanet": lambda **k: DeltaShape.of(model(**k), 0, gated=False),
     "gated_deltanet": lambda **k: DeltaShape.of(model(**k), 0, gated=True),
     "mamba2": lambda **k: Mamba2Shape.of(model(**k), 0),
@@ -69,7 +71,7 @@ LAYERS: dict[type[Shape], Callable[[Any, Any], Update]] = {
     Mamba2Shape: Mamba2,
 }
 NAMES = tuple(SHAPES)
-SQUARE, LINEAR = ("attention", "grouped", "differential"), NAMES[4:]
+SQUARE, LINEAR = ("attention", "grouped", "differential"), ("deltanet", "gated_deltanet", "mamba2")
 
 
 def build(name: str, **changed: Any) -> Any:
@@ -112,13 +114,18 @@ def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
+def normed(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return (norm(q, layer.q_norm.weight), norm(k, layer.k_norm.weight)) if layer.shape.qk_norm else (q, k)
+
+
 def attention(layer: Any, h: Tensor) -> Tensor:
     shape, each = layer.shape, layer.shape.heads // layer.shape.groups
     outputs, bias = [], layer.in_proj.bias if shape.bias else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
     turn = turned if shape.scaling is None else partial(turned_slowly, scaling=shape.scaling)
     for rows, offsets in zip(layer.in_proj.weight.chunk(shape.groups), bias.chunk(shape.groups), strict=True):
         *qs, k, v = (h @ part.T + offset for part, offset in zip(rows.split(shape.head), offsets.split(shape.head), strict=True))
-        outputs += [softmax_read(turn(q), turn(k), v, shape.window) for q in qs]
+        pairs = [normed(layer, q, k) for q in qs]
+        outputs += [softmax_read(turn(q), turn(k), v, shape.window) for q, k in pairs]
         assert len(qs) == each
     return torch.cat(outputs, -1) @ layer.out_proj.weight.T
 
@@ -129,6 +136,7 @@ def differential(layer: Any, h: Tensor) -> Tensor:
     outputs = []
     for rows in layer.in_proj.weight.chunk(shape.heads):
         q1, q2, k1, k2, v = (h @ part.T for part in rows.split([d, d, d, d, 2 * d]))
+        (q1, k1), (q2, k2) = normed(layer, q1, k1), normed(layer, q2, k2)
         read = softmax_read(turned(q1), turned(k1), v) - lam * softmax_read(turned(q2), turned(k2), v)
         outputs.append(norm(read, layer.head_norm.weight) * (0.2 + 0.6 * math.exp(-0.9)))
     return torch.cat(outputs, -1) @ layer.out_proj.weight.T

@@ -47,6 +47,9 @@ SWITCHED = AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5, rope_sca
 CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "grouped": {"mixer": "transformer", "num_query_groups": 2},
     "switched": {"mixer": "transformer", "num_query_groups": 2, "attention": SWITCHED},
+    "normed": {"mixer": "transformer", "num_query_groups": 2, "qk_norm": True},
+    "fem normed": {"mixer": "fem_softmax", "qk_norm": True},
+    "differential normed": {"mixer": "differential", "qk_norm": True},
     "loop": {"mixer": "transformer", "recurrence": 2},
     "fem budget ii": {"mixer": "fem_softmax", "hidden_size": 32, "fem": FemConfig(budget="ii", value_size=16)},
     "fem bidirectional": {"mixer": "fem_softmax", "causal": False, "fem": FemConfig(conditioner_size=4)},
@@ -184,7 +187,7 @@ def test_planned_flops_are_those_that_torch_counts(name: str, documents: tuple[i
 
     Several documents, which fill their rows: each is counted by its own length, and of the pairs of two of them nothing is computed.
     """
-    if name in ("differential", "fem budget ii", "fem plain"):
+    if name in ("differential", "differential normed", "fem budget ii", "fem plain"):
         pytest.skip("on a CPU attention's widths are padded to one, and the zeros are counted, too")
     block, length, context = block_of(name, torch.float32, attention_backend="fused"), sum(documents), Context(causal=is_causal(name))
     costs = [(length, shape_of(name).flops(length, whole_square=True))]

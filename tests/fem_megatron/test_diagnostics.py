@@ -14,6 +14,7 @@ from fem_megatron import catalogue
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
 from fem_megatron.diagnostics import observe, observing
+from fem_megatron.documents import Documents
 from fem_megatron.mixers.cem.shape import CemConfig
 from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
@@ -83,6 +84,28 @@ def test_a_sample_of_a_causal_model_is_its_beginning(name: str) -> None:
         made(x, Context())
         made(-x, Context())
     assert values == pytest.approx(seen(made, x[:8, :1]), **ROUNDING)
+
+
+class Gathering(OneProcess):
+    """One of two ranks that hold alike halves of a sequence."""
+
+    size = 2
+
+    def enter(self, x: Tensor) -> Tensor:
+        return torch.cat((x, x))
+
+
+def test_of_documents_read_apart_the_longest_is_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first sequence; where two ranks hold documents of one token, the step norm alone is told."""
+    made, x, begins = block("fem_gla"), tokens(), torch.zeros(2, LENGTH, dtype=torch.bool)
+    begins[0, [1, 5, 20]], begins[1, 1] = True, True
+    documents = Documents.of(begins)
+    with torch.no_grad(), observing({3: made}) as values:
+        made(x, Context(documents.positions, documents=documents))
+    assert values == pytest.approx(seen(made, x[5:20, :1]), **ROUNDING)
+    monkeypatch.setattr(made.mixer, "parallel", Gathering(torch.float64))
+    short = Context(documents=Documents.of(torch.ones(2, 2 * LENGTH, dtype=torch.bool)))
+    assert observe(made.mixer, x, 2 * x, short) == {"step_norm": pytest.approx(1.0)}
 
 
 def test_names_of_iterations() -> None:

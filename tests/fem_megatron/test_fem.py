@@ -158,6 +158,36 @@ def test_the_softmax_prior_reproduces_the_fixture(name: str, backend: str) -> No
         close(got, wanted, 3e-6)
 
 
+def test_queries_and_keys_are_normed_between_the_conditioner_and_rope() -> None:
+    """With weights of one: the queries and keys of the mixer without the norm, over their root mean square, which RoPE does not change.
+
+    With weights of w: turned after that. Float64, 1e-12 of numbers about one.
+    """
+    plain, normed = (build(shape_of("softmax", qk_norm=on, norm_eps=1e-30)) for on in (False, True))
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    weights, x = {part: normed.prior.get_parameter(f"{part}_norm.weight") for part in "qk"}, tokens(9, hidden=32)
+
+    def given(mixer: FemMixer, at: Context) -> dict[str, Tensor]:
+        seen: list[dict[str, Tensor]] = []
+        with mixer.prior.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0])), torch.no_grad():
+            mixer(x, at)
+        return seen[0]
+
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.fill_(1.0)
+    bare, got = given(plain, Context()), given(normed, Context())
+    for part in "qk":
+        torch.testing.assert_close(got[part], rms_norm(bare[part], None, 1e-30), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.copy_(torch.arange(len(weight)) / 4 + 0.5)
+    got, flat = given(normed, Context()), given(plain, Context(positions=torch.zeros(9)))
+    for part, weight in weights.items():
+        wanted = rotate(rms_norm(flat[part], weight, 1e-30), Context(), 10000)
+        torch.testing.assert_close(got[part], wanted, rtol=0, atol=1e-12)
+
+
 def released_read(
     v: Tensor, beta: Tensor, lam: Tensor, gate: Tensor, read: Any, log_weights: Callable[[int, int], Tensor], **_: Any
 ) -> Tensor:

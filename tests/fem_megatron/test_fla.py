@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fem_megatron.documents import Documents
 from fem_megatron.mixers.fla.layer import FlaLayer
 from fem_megatron.mixers.fla.shape import FlaConfig, FlaShape
 from fem_megatron.parallel import OneProcess
@@ -64,6 +65,9 @@ def test_a_foreign_layer(package: None, monkeypatch: pytest.MonkeyPatch) -> None
     valid = torch.arange(9)[None] >= torch.tensor([[0], [5]])
     padded = layer(x, Context(valid=valid))
     torch.testing.assert_close(padded[5:, 1:], layer(x[5:, 1:], Context()), **ROUNDING)
+    documents = Documents.of(torch.isin(torch.arange(9), torch.tensor([0, 2, 6])).expand(x.shape[1], -1))
+    apart = layer(x, Context(documents=documents))
+    torch.testing.assert_close(apart, torch.cat([layer(part, Context()) for part in x.split([2, 4, 3])]), **ROUNDING)
     assert {key: weight.spec.init for key, weight in layer.named_parameters()} == {
         "layer.out.weight": "normal",
         "layer.scale": 0.0,

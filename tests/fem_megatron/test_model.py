@@ -47,6 +47,13 @@ def test_the_vocabulary_s_padding_is_left_out(vocabulary: str, tied: bool, dtype
     assert not padding.wrong(padding.compare(vocabulary, tied, params_dtype=dtype), 1e-2 if dtype == torch.bfloat16 else 2e-6)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_z_loss_is_in_the_gradients_and_not_in_the_losses(tied: bool) -> None:
+    """Against float64, the loss's own float32 aside: 2e-6; without the term the gradients would be off by 1e-1 and more."""
+    with_z = padding.compare("padded", tied, params_dtype=torch.float64, z_loss=0.05)
+    assert not padding.wrong(with_z, 2e-6)
+
+
 def test_the_padding_is_left_out_of_the_fused_loss() -> None:
     """Megatron's other cross-entropy, uncompiled, and under recompute: to the bit what the plain one says."""
     from fem_megatron.megatron.model import Layout, build

@@ -28,7 +28,7 @@ SMALL = ModelConfig(hidden_size=64, num_layers=1, num_attention_heads=8, ffn_hid
 MIXERS = {name: replace(SMALL, mixer=name) for name in catalogue.MIXERS if not name.startswith("fla.")} | {
     "cem, a diagonal a head": replace(SMALL, mixer="cem", cem=CemConfig(diagonal="head", scale="head")),
     "hyperset with adapters": replace(SMALL, mixer="hyperset", recurrence=2, hyperset=HyperSetConfig(lora_rank=2, time_size=16)),
-    "transformer, biases": replace(SMALL, mixer="transformer", attention=AttentionConfig(qkv_bias=True), num_query_groups=4),
+    "transformer, biases": replace(SMALL, mixer="transformer", attention=AttentionConfig(qkv_bias=True), num_query_groups=4, qk_norm=True),
 }
 HIDDEN, FIXED, OUTPUT = (-0.5, -1.0), (0.0, 0.0), (-1.0, -1.0)
 # What does not follow from a weight's number of dimensions, by name and by whose it is, (spread, learning rate) as powers of m: fan-in that

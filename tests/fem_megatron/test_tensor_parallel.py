@@ -21,6 +21,7 @@ PLACES = ("TP2", "TP2+SP")
 # A case, or a vocabulary and whether it is tied; and the place.
 MIXERS = list(itertools.product(CASES, PLACES))
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
+Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]  # the third: its weight
 Errors = dict[tuple[Any, ...], dict[str, float]]
 
 
@@ -38,8 +39,8 @@ def test_two_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) 
     assert not {key: value for key, value in errors[case].items() if not value < 1e-10}
 
 
-@pytest.mark.parametrize("case", EMBEDDINGS, ids=str)
-def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tuple[str, bool, str]) -> None:
+@pytest.mark.parametrize("case", [*EMBEDDINGS, *Z_LOSS], ids=str)
+def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tuple[Any, ...]) -> None:
     # 1e-6: Megatron's cross-entropy is in float32 whatever the model is; the padding's 28 rows of 128 would move the loss by 5e-2.
     assert not padding.wrong(errors[case], 1e-6)
 
@@ -58,7 +59,8 @@ def compare_all(cases: list[tuple[Any, ...]]) -> Errors:
         if case in MIXERS:
             found = compare(case[0], sequence)
         else:
-            found = padding.compare(case[0], case[1], sequence_parallel=sequence, params_dtype=torch.float64)
+            more = {} if case in EMBEDDINGS else {"z_loss": case[2]}
+            found = padding.compare(case[0], case[1], sequence_parallel=sequence, params_dtype=torch.float64, **more)
         errors[case] = largest(found)
     torch.distributed.destroy_process_group()
     return errors

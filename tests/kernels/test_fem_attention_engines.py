@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import machine
 from kernels.fem_attention import OP, fem_attention
 from kernels.fem_attention.engines import ENGINES, Call, Engine, Plan, Reading
 from kernels.fem_attention.table import HOPPER, MASKED, OTHERS, TABLE, Entry, measured_order, order, read, write
@@ -148,11 +149,14 @@ def test_torchs_attention_reads_what_is_asked(kind: str) -> None:
         ENGINES["efficient"].attend(q, k, v, reading)  # its kernels are a GPU's
 
 
+ENGINE_PACKAGES = [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface"), ("flash_attn_4", "flash_attn.cute")]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in READINGS if "padding" not in kind])
-@pytest.mark.parametrize(("engine", "package"), [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface")])
+@pytest.mark.parametrize(("engine", "package"), ENGINE_PACKAGES)
 def test_flash_attention_packages_are_called_in_their_layout(kind: str, engine: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, tq, mask = reading_of(READINGS[kind])
-    with_sums = engine == "flash_attn_3"  # as its early versions
+    with_sums = engine != "flash_attn_2"  # as early versions of FlashAttention-3
 
     def given(out: Tensor) -> Any:
         return (out, None) if with_sums else out
@@ -163,8 +167,10 @@ def test_flash_attention_packages_are_called_in_their_layout(kind: str, engine: 
         aligned = aligned.tril(k.shape[1] - q.shape[1]) if causal else aligned
         return given(plain(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), aligned, softmax_scale).transpose(1, 2))
 
-    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, same: Tensor, most: int, also: int, **kinds: Any) -> Any:
-        assert starts.dtype == torch.int32 and starts is same and most == also == 12
+    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, **kinds: Any) -> Any:
+        starts = cu_seqlens_q
+        assert starts.dtype == torch.int32 and starts is kinds.pop("cu_seqlens_k")
+        assert kinds.pop("max_seqlen_q") == kinds.pop("max_seqlen_k") == 12
         pieces = [slice(a, b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True) if b > a]
         outs = [flash_attn_func(q[None, part], k[None, part], v[None, part], **kinds) for part in pieces]
         return given(torch.cat([(out[0] if with_sums else out)[0] for out in outs]))
@@ -189,12 +195,20 @@ def test_the_nearest_measured_shape_decides() -> None:
         entry(16384, {"flash": 5.0, "cudnn": 6.0}),
         *(entry(4096, {"efficient": 1.0}, **one) for one in ({"dk": 64, "dv": 32}, {"causal": False}, {"dtype": "float32"})),
     ]
-    rest = ["flash_attn_3", "flash_attn_2", "efficient", "sdpa"]
+    rest = ["flash_attn_3", "flash_attn_4", "flash_attn_2", "efficient", "sdpa"]
     assert measured_order(replace(CALL, tk=3000), entries, HOPPER) == ("triton", "cudnn", "flash", *rest)
     assert measured_order(replace(CALL, tk=9000), entries, HOPPER)[:2] == ("flash", "cudnn")
     assert measured_order(replace(CALL, tk=9000, dk=64, values=64), entries, HOPPER)[0] == "efficient"
     assert measured_order(CALL, [], HOPPER) == HOPPER
     assert all(set(usual) == set(ENGINES) for usual in (HOPPER, OTHERS, MASKED))
+
+
+@pytest.mark.parametrize(("architecture", "first"), [(80, "flash"), (90, "cudnn"), (100, "cudnn"), (103, "cudnn"), (120, "flash")])
+def test_where_nothing_is_measured_the_architecture_decides(architecture: int, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "architecture", lambda where: architecture)
+    monkeypatch.setattr(machine, "name", lambda where: "not measured")
+    found = order(replace(CALL, tq=architecture, tk=architecture))  # a call that is in no cache
+    assert found[0] == first and found.index("cudnn") < found.index("triton")
 
 
 def test_a_benchmarks_table_is_written_read_and_followed(tmp_path: Path) -> None:

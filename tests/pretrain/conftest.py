@@ -121,10 +121,10 @@ class Command:
         self.checkpoints = self.run_dir / "checkpoints"
         self.out = self.err = ""
 
-    def __call__(self, *overrides: str) -> int:
+    def __call__(self, *overrides: str, config: str = DEMO) -> int:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-        code = main([DEMO, *self.settings, *overrides])
+        code = main([config, *(self.settings if config == DEMO else ()), *overrides])
         self.out, self.err = self.capsys.readouterr()
         if len(os.listdir("/proc/self/task")) > MANY_THREADS:
             gc.collect()  # the process groups of earlier runs

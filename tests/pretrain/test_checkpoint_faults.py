@@ -21,10 +21,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.folder import MANIFEST
-from pretrain.checkpoint.reader import DamagedCheckpoint, read_metadata, read_part
+from pretrain.checkpoint.folder import MANIFEST, Progress
+from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
+from pretrain.checkpoint.writer import save_weights
+from pretrain.config import RunConfig
 from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.test_checkpoints import same, weights
@@ -77,6 +81,21 @@ def test_no_flipped_bit_makes_another_tensor() -> None:
         else:
             assert found.dtype == tensor.dtype and torch.equal(found, tensor), position
     assert refused > tensor.nbytes, "each of the tensor's own bytes is covered"
+
+
+def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(tmp_path: Path) -> None:
+    """They are compared beside the reading: the first one's fault is told, too, and the last one's."""
+    written = {f"weight_{number}": torch.full((300, 40), float(number)) for number in range(6)}
+    step = save_weights(tmp_path, written.items(), RunConfig(), Progress(1, 1, 1), "")
+    found = {name: torch.zeros(300, 40) for name in written}
+    for place in read_metadata(step / ".metadata").storage_data.values():
+        file, position = step / place.relative_path, place.offset + place.length // 2
+        flip(file, position)
+        with pytest.raises(CheckpointException, match=f"DamagedCheckpoint: {file.name}: the bytes do not match their checksum"):
+            load(found, storage_reader=CheckedReader(step), no_dist=True)
+        flip(file, position)
+    load(found, storage_reader=CheckedReader(step), no_dist=True)
+    assert same(found, written)
 
 
 def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Command) -> None:

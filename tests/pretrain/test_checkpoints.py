@@ -73,8 +73,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     [
         ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
         ["engine.name=deepspeed", "engine.zero_stage=2"],
+        pytest.param(["optimizer.name=muon"], marks=pytest.mark.slow),
     ],
-    ids=["TP2 + SP", "DeepSpeed, DP2"],
+    ids=["TP2 + SP", "DeepSpeed, DP2", "Muon, DP2"],
 )
 def test_two_kills_change_no_bit(settings: list[str], tmp_path: Path, layout: list[str]) -> None:
     """SIGKILL on both ranks at random steps, twice: same losses, norms and final weights as a run never stopped."""

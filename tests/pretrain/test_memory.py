@@ -21,7 +21,7 @@ from tests.ranks import answer
 
 SEQUENCES, LENGTH = 2, 64
 M_MMAP_THRESHOLD = -3  # of malloc.h
-ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")]
+ESTIMATED = [name for name in MIXERS if name not in ("fem_softmax", "transformer", "fla.*")] + ["differential, normed"]
 CASES = {
     "fem": ModelConfig(),
     "transformer": ModelConfig(mixer="transformer"),
@@ -29,12 +29,15 @@ CASES = {
     "biased, wide heads": ModelConfig(mixer="transformer", attention=AttentionConfig(head_dim=128, qkv_bias=True)),
     "window": ModelConfig(mixer="transformer", attention=AttentionConfig(sliding_window=30)),
     "window, grouped": ModelConfig(mixer="transformer", num_query_groups=2, attention=AttentionConfig(sliding_window=16)),
+    "normed": ModelConfig(qk_norm=True),
+    "transformer, normed": ModelConfig(mixer="transformer", qk_norm=True),
+    "grouped, normed": ModelConfig(mixer="transformer", num_query_groups=2, qk_norm=True),
     "no conditioner": ModelConfig(fem=FemConfig(conditioner=False)),
     "no free energy": ModelConfig(fem=FemConfig(free_energy=False)),
     "no temperature": ModelConfig(fem=FemConfig(temperature=False)),
     "no gate": ModelConfig(fem=FemConfig(gate=False)),
     "budget ii": ModelConfig(fem=FemConfig(budget="ii")),
-} | {name: ModelConfig(mixer=name) for name in ESTIMATED}
+} | {name: ModelConfig(mixer=name.partition(",")[0], qk_norm="," in name) for name in ESTIMATED}
 ENGINES = {
     "megatron": EngineConfig(),
     **{f"stage {stage}": EngineConfig("deepspeed", stage) for stage in range(4)},

@@ -231,6 +231,10 @@ def test_another_run_s_place_and_a_damaged_copy_are_refused(tmp_path: Path, stor
     assert code == 1 and f"{step.name}: damaged: __1_0.distcp does not match its hash" in said
     assert main(["mirror", str(tmp_path / "one"), "s3://id:password@bucket/x"]) == 2
     assert main(["mirror", str(tmp_path / "none"), str(tmp_path / "m")]) == 2
+    before = content(step)
+    for place in (tmp_path / "one/checkpoints", tmp_path):  # it would write over what it reads
+        assert main(["mirror", str(tmp_path / "one"), str(place)]) == main(["fetch", str(tmp_path / "one"), place.as_uri()]) == 2
+    assert content(step) == before
 
 
 def test_what_came_to_harm_before_it_is_sent_is_not_sent(tmp_path: Path, store: Store) -> None:

@@ -65,7 +65,7 @@ def test_vectors_are_not_decayed_however_they_are_stored(settings: list[str], mi
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
     with engine_of([*settings, f"model.mixer={mixer}", f"engine.name={engine}"]) as made:
-        optimizer = made.optimizer if engine == "megatron" else made._adam()
+        optimizer = made.optimizer if engine == "megatron" else made._optimizer()
         sizes = {True: 0, False: 0}
         for group in optimizer.param_groups:
             sizes[bool(group["wd_mult"])] += sum(parameter.numel() for parameter in group["params"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from pathlib import Path
 
@@ -25,7 +27,11 @@ def looks(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_path: Path) -> None:
     short = ("train.steps=4", "train.recompute=full")
-    assert pretrain(*short, "log.diagnostics_interval=2", "log.tensorboard=true", "log.interval=1") == 0
+    assert pretrain(*short, "log.diagnostics_interval=2", "log.tensorboard=true", "log.interval=1", "log.profile.steps=[2,3]") == 0
+    traces = sorted((pretrain.run_dir / "profile").iterdir())
+    assert [trace.name for trace in traces] == [f"step_{step:08}_rank_00000.json.gz" for step in (2, 3)]
+    assert all("aten::mm" in {event["name"] for event in json.loads(gzip.decompress(t.read_bytes()))["traceEvents"]} for t in traces)
+    assert f"step 3: traced: {traces[1]}" in pretrain.out
     seen = looks(pretrain.run_dir)
     assert list(seen) == [2, 4]
     names = set(seen[2])
@@ -44,7 +50,7 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
         assert [event.value for event in events.Scalars(name)] == pytest.approx(wanted, rel=1e-6)
     never = tmp_path / "never"
     assert pretrain(*short, "log.diagnostics_interval=0", f"run_dir={never}") == 0
-    assert looks(never) == {}
+    assert looks(never) == {} and not (never / "profile").exists()
     assert losses(never) == losses(pretrain.run_dir), "to the last bit"
 
 

@@ -63,13 +63,14 @@ MIXERS: dict[str, list[str]] = {name: [TIED, f"model.mixer={name}"] for name in 
         TIED,
         "model.mixer=transformer",
         "model.num_query_groups=2",
+        "model.qk_norm=true",
         "model.attention={head_dim: 12, qkv_bias: true, sliding_window: 9, rope_scaling: linear}",
         "model.make_vocab_size_divisible_by=1024",
     ],
 }
 # Documents end within sequences and, under sequence parallelism, at and beside the ranks' cuts; micro-batches differ in padding.
 SEPARATE = ["data.documents=separate", "data.eod_loss=false", "data.packing=best_fit"]
-MIXERS["separate"] = [TIED, "model.pattern=[fem_gla, cem]", FEATURES, *SEPARATE]
+MIXERS["separate"] = [TIED, "model.pattern=[fem_gla, cem]", "model.num_layers=4", FEATURES, *SEPARATE]
 for name in ("fem_linear", "fem_gla"):
     MIXERS[name].append(FEATURES)
 SOME = ("PP2 interleaved", "DP2", "TP2 x PP2 + SP")
@@ -81,7 +82,7 @@ QUICK = [
     # What depends on a layer's number, and others in turn.
     *((mixer, WHOLE) for mixer in dict.fromkeys(("differential", *list(MIXERS)[::4]))),
     *((mixer, ZERO_3) for mixer in list(MIXERS)[2::4]),
-    *(("separate", layout) for layout in (WHOLE, ZERO_3, "micro-batches of 4")),
+    *(("separate", layout) for layout in (WHOLE, ZERO_3, "micro-batches of 4", "PP2 interleaved")),
 ]
 SLOW = [(model, layout) for model in MIXERS for layout in LAYOUTS if (model, layout) not in QUICK and layout != "PP2 interleaved"]
 BEFORE, STEPS = 8, 2  # steps of the starting checkpoint, and after it

@@ -16,18 +16,16 @@ from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts, SourceFacts
 from pretrain.data.pieces import Pieces, shares_of
+from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, memory_gib, peak_tflops
 from pretrain.plan.memory import chunks_in_flight, layer_activations
 from pretrain.plan.run_plan import (
-    DEVICE_PEAK_TFLOPS,
     Plan,
     checkpoint_bytes,
     count_by_component,
     flops_per_token,
     forward_flops,
     make_plan,
-    memory_gib,
     parameter_shapes,
-    peak_tflops,
     recomputed_flops,
     render,
     stage_parameters,
@@ -198,6 +196,7 @@ def test_a_plan_counts_documents_by_their_lengths_and_says_both(tmp_path: Path, 
     assert untold.forward_flops == dense.forward_flops
     wording("\n".join([*lines, *(line for line in render(untold).splitlines() if "document" in line)]))
     assert "document" not in render(dense)
+    assert "estimated" in render(short) and "estimated" not in render(dense)
 
 
 def test_of_very_many_documents_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

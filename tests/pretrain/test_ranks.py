@@ -172,6 +172,8 @@ def test_the_slow_rank_is_named_and_no_loss_changes_while_a_stopped_one_is_seen_
     assert [rank.exitcode for rank in ranks] == [0, 0], (tmp_path / "hung.0").read_text()
     assert read_progress(stopped)["state"] == "complete"  # type: ignore[index]
     assert not (stopped / "ranks.jsonl").exists()
+    # The signal had the step after the one that hung traced, on the rank that it came to.
+    assert {trace.name.partition("_rank_")[2] for trace in (stopped / "profile").iterdir()} == {"00000.json.gz"}
     assert losses(stopped) == losses(compared) and len(losses(stopped)) == 8, "to the last bit"
 
 

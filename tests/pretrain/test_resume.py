@@ -32,6 +32,7 @@ CHANGED: dict[str, Any] = {
     "beta1": 0.8,
     "beta2": 0.5,
     "eps": 1e-3,
+    "momentum": 0.9,
     "clip_grad": 0.01,
     "schedule": "wsd",
     "warmup_steps": 5,
@@ -58,7 +59,7 @@ def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def test_every_key_of_the_optimizer_is_changed_here() -> None:
-    otherwise_told = {"warmup_tokens", "warmup_fraction", "decay_tokens"}
+    otherwise_told = {"name", "warmup_tokens", "warmup_fraction", "decay_tokens", "from_step"}  # the last: test_fork
     assert {*CHANGED, *otherwise_told} == {field.name for field in fields(OptimizerConfig)}
     assert all(value != getattr(OptimizerConfig(), key) for key, value in CHANGED.items())
 
@@ -126,6 +127,7 @@ REFUSED = {
     "train.precision=bf16": "checkpoint.load=",
     "data.train.0.weight=2": "checkpoint.load=",
     "parallel.use_distributed_optimizer=false": "tools.checkpoint convert {checkpoint} --engine megatron --plain-optimizer --out",
+    "optimizer.name=muon": "checkpoint.load=",
     "model.hidden_size=48": "choose another run_dir",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pretrain.config import load_run
 from tests.test_house import ROOT
 from tests.tools.test_bench_engines import TINY
 from tests.wording import Wording
-from tools.bench import cpu_suite, diagnostics_cost, mixers
+from tools.bench import checked_load, cpu_suite, diagnostics_cost, mixers
 from tools.bench.engines import __main__ as engines
 from tools.bench.gpu_suite import __main__ as suite
 from tools.bench.runner import Timing, measure
@@ -120,6 +121,12 @@ def test_a_step_counts_tokens_parameters_and_flops() -> None:
     # 6 FLOPs for each number of a matrix and each token, and the pairs of attention, 4 * 3 a channel.
     matrices = sum(w.numel() for name, w in built.named_parameters() if w.dim() > 1 and name != "embedding")
     assert cost.flops == pytest.approx(16 * (6 * matrices + 12 * 32 * 17 / 2))
+    scale = replace(scale, documents=4)  # read apart: a token sees what is before it in its own
+    first = [*scale.begins()[0].nonzero()[:, 0].tolist(), 16]
+    sizes = [end - begin for begin, end in pairwise(first)]
+    assert len(sizes) > 2
+    packed = train_step(BASELINE, scale, torch.float32, 0.0)
+    assert packed.flops == pytest.approx(16 * 6 * matrices + sum(12 * 32 * size * (size + 1) / 2 for size in sizes))
     assert replace(cost, step=Timing(2.0, 0.0, 2)).tokens_per_second == 8.0
     assert replace(cost, step=Timing(2.0, 0.0, 2)).utilisation(cost.flops) == 0.5
 
@@ -142,6 +149,7 @@ ENGINES = [*TINY, "--steps", "2", "--rounds", "1", "--precision", "fp32"]
 TOYS = {
     "cpu_suite": (cpu_suite, ["--quick", "--only", "fem_attention", "models"]),
     "diagnostics_cost": (diagnostics_cost, ["--mixers", "transformer", "--pairs", "1", *TINY, "train.precision=fp32"]),
+    "checked_load": (checked_load, ["--rounds", "1", "--folder", "OUT", *TINY]),
     "mixers": (mixers, ["--only", "fem_aft", "--out", "OUT"]),
     "engines": (engines, [*ENGINES, "--ranks", "1", "--variants", "megatron"]),
     "two engines": (engines, [*ENGINES, "--ranks", "2", "--variants", "stage2"]),
@@ -160,7 +168,7 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
     assert module.main([*(word.replace("OUT", str(tmp_path)) for word in words), "--json", str(path)]) == 0
     out, written = capsys.readouterr().out, json.loads(path.read_text())
     assert written["machine"]["torch"] == torch.__version__
-    rows = {row.get("what") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
+    rows = {row.get("what") or row.get("from") or row.get("mixer") or row.get("name") or row["variant"]: row for row in written["rows"]}
     if name == "cpu_suite":
         assert list(rows) == ["fem_attention", *(f"model: {variant}" for variant in VARIANTS)]
         found = rows["fem_attention"]
@@ -177,7 +185,9 @@ def test_a_benchmark_writes_its_machine_and_a_row_a_side(
             assert each["step_ratio"] == each["step_seconds"] / base["step_seconds"] and f"| {each['variant']} " in out
             assert each["loss"] == pytest.approx(base["loss"], rel=1e-6)  # the same steps on the same tokens, sums in another order
     else:
-        assert list(rows) == {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"]}[name]
+        expected = {"mixers": ["transformer", "fem_aft"], "diagnostics_cost": ["transformer"], "checked_load": ["disk", "memory"]}
+        assert list(rows) == expected[name]
+        assert name != "checked_load" or all(row["comparing"] > 0 < row["seconds"] for row in rows.values())
 
 
 MISTAKES = {

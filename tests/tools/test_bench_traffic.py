@@ -77,9 +77,9 @@ def test_a_launch_of_a_triton_kernel_moves_what_it_is_given_once() -> None:
 def test_choices_are_an_h100s_and_all_is_as_before_afterwards() -> None:
     own = KernelInterface.__getitem__, Op.choose, "fla" in sys.modules
     trace = layer("fem_softmax")
-    ours = dict.fromkeys(("time_decay_scan", "conditioner_features", "fem_projection"), "triton")
+    ours = dict.fromkeys(("residual_norm", "time_decay_scan", "conditioner_features", "fem_projection"), "triton")
     assert trace.chosen == {"fem_attention": "cudnn", **ours}
-    assert layer("gated_deltanet").chosen == {"gated_delta_rule": "fla"}
+    assert layer("gated_deltanet").chosen == {"gated_delta_rule": "fla", "residual_norm": "triton"}
     assert (KernelInterface.__getitem__, Op.choose, "fla" in sys.modules) == own
     assert machine.architecture(machine.PAPER) == 90 and machine.device() != machine.PAPER
 
@@ -101,6 +101,7 @@ def test_matrix_products_are_those_of_the_plan(name: str) -> None:
     assert flops[PRODUCT, True] == 2 * (flops[PRODUCT, False] + inside) and flops[ATTENTION, True] == 2.5 * flops[ATTENTION, False]
 
 
+WAITING = {"fem_linear", "fem_gla", "fem_lrnn_decay"}  # whether the exact form must run is one number, on the host
 FULL_WIDTH = {"deltanet", "gated_deltanet", "mamba2", "energy_linear"}  # sums over neighbours, of slices of what was padded
 
 
@@ -112,18 +113,21 @@ def test_no_gradient_of_a_slice_is_filled_up_with_zeros(name: str) -> None:
     filled = [launch for launch in trace.launches if launch.name.endswith(("slice_backward", "select_backward"))]
     wide = [launch for launch in filled if launch.bytes >= 2 * tokens * LARGE.hidden_size]
     assert bool(wide) == (name in FULL_WIDTH), wide
+    # What a CUDA graph can hold, too: no number is waited for, and no size depends on one, for these tensors have none.
+    assert trace.host_reads == (name in WAITING)
 
 
-MOST = 1.3  # of the Transformer's, 1.284 now: the conditioner's layer norm, and what of the packed product is written once more
+MOST = 1.15  # of the Transformer's bytes, 1.146 now; of those moved pointwise 1.162: the packed product is written once more
 READ = ("fem_attention: range", "fem_attention: constants", "fem_attention: stream", "fem_attention: epilogue")
 
 
 def test_the_fem_block_stays_fused() -> None:
-    """What FEM-SM's layer moves pointwise, but for its read's prep and epilogue, beside the Transformer's layer."""
-    ours, theirs = layer("fem_softmax"), layer("transformer")
+    """What FEM-SM's layer moves, but for its read's prep and epilogue, beside the Transformer's layer."""
+    ours, theirs = (layer(name, tokens=4096) for name in ("fem_softmax", "transformer"))
     own = sum(ours.bytes(POINTWISE, of=name) for name in READ)
     assert 0.05 < own / theirs.bytes(POINTWISE) < 0.2
-    assert (ours.bytes(POINTWISE) - own) / theirs.bytes(POINTWISE) <= MOST
+    assert (ours.bytes() - own) / theirs.bytes() <= MOST
+    assert (ours.bytes(POINTWISE) - own) / theirs.bytes(POINTWISE) <= 1.17
 
 
 def test_a_step_is_its_parts_and_more_on_a_slower_memory() -> None:

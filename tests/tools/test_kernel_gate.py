@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from kernels.tiles import Build
 from tests.test_house import python_sources
-from tools.kernel_gate.gate import covering, modules
+from tools.kernel_gate.gate import Build, covering, kernels_under
+from tools.kernel_gate.launches import recorded
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +21,7 @@ FAULTY = """
 import json
 import triton
 import triton.language as tl
-from kernels.tiles import Build
-from tools.kernel_gate.gate import report
+from tools.kernel_gate.gate import Build, report
 
 @triton.jit
 def _product(a, b, c, n, M: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr):
@@ -43,17 +40,27 @@ def _product(a, b, c, n, M: tl.constexpr, N: tl.constexpr, COPIES: tl.constexpr)
 def _unknown(a, N: tl.constexpr):
     tl.store(a + tl.arange(0, N), tl.no_such_function(a))
 
-def build(label, dtype="bf16", copies=False, warps=8, matrix=True, stages=2, rows=128):
+@triton.jit
+def _turned(a, N: tl.constexpr):
+    i, j = tl.arange(0, N), tl.arange(0, N)
+    x = tl.load(a + i[:, None] * N + j[None, :])
+    tl.store(a + i[:, None] + j[None, :] * N, x)
+
+MATRIX = (_product,)
+
+def build(label, dtype="bf16", copies=False, warps=8, stages=2, rows=128):
     types = {"a": "*" + dtype, "b": "*" + dtype, "c": "*fp32", "n": "i32"}
-    return Build(label, _product, types, {"M": rows, "N": 64, "COPIES": copies}, warps, stages, matrix=matrix)
+    constants = {"M": rows, "N": 64, "COPIES": copies}
+    return Build("__main__", "_product", label, (*types.items(),), (*constants.items(),), ("a", "b", "c"), warps, stages)
 
 if __name__ == "__main__":
     builds = [
         build("good"),
         build("spills", copies=True, warps=1),
-        build("shared memory", stages=9, dtype="fp32", matrix=False),
-        build("no wgmma", rows=32, warps=4),
-        Build("does not compile", _unknown, {"a": "*fp32"}, {"N": 16}, 4, 1),
+        build("shared memory", stages=9, dtype="fp32"),
+        build("no wgmma", rows=64, warps=2),
+        Build("__main__", "_unknown", "does not compile", (("a", "*fp32"),), (("N", 16),), (), 4, 1),
+        Build("__main__", "_turned", "turned", (("a", "*fp32"),), (("N", 64),), ("a",), 4, 1),
     ]
     print(json.dumps({each.label: report(each, 90).faults(each) for each in builds}))
 """
@@ -66,7 +73,7 @@ def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str
 
 @pytest.mark.timeout(1500)
 def test_every_kernel_passes_on_an_h100() -> None:
-    """In so many builds that every size, form and type of each occurs; all builds are the slow test's."""
+    """In so many builds that every form and type of each occurs; all builds, with every size, are the slow test's."""
     done = run("-m", "tools.kernel_gate", "--sm", "90", "--few", timeout=1400)
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -76,6 +83,17 @@ def test_every_kernel_passes_on_an_h100() -> None:
 def test_every_kernel_builds_everywhere_and_the_page_is_true() -> None:
     done = run("-m", "tools.kernel_gate", "--check", timeout=1400)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_kernel_passes_for_rows_of_documents() -> None:
+    """Any number of tokens, where Triton compiles anew: in kernels of every size that a recipe has."""
+    done = run("-m", "tools.kernel_gate", "--sm", "90", "--documents", timeout=1400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert all(
+        f"kernels.{op}.triton" in done.stdout for op in ("fem_attention", "aft_read", "ssm_read", "cem_attention", "time_decay_scan")
+    )
 
 
 def test_each_fault_is_caught(tmp_path: Path) -> None:
@@ -88,12 +106,13 @@ def test_each_fault_is_caught(tmp_path: Path) -> None:
     assert any("spills" in fault for fault in faults["spills"]) and any("local memory" in fault for fault in faults["spills"])
     assert any("shared memory, over" in fault for fault in faults["shared memory"])
     assert faults["no wgmma"][0] == "no HGMMA" and "HMMA beside wgmma" in faults["no wgmma"][1]
+    assert faults["turned"] == ["loads %a in another layout than it stores it"]
     assert faults["does not compile"][0].startswith("does not compile: ")
 
 
-def test_every_kernel_that_is_launched_is_built() -> None:
-    """By name and module: kernels end in ``_kernel``, what they call does not."""
-    written, built = set(), set()
+def test_every_kernel_is_known_by_name() -> None:
+    """Kernels end in ``_kernel``, what they call does not; one that nothing launches is a fault."""
+    written = set()
     for path, text in python_sources().items():
         if not path.startswith("kernels/") or "triton" not in path:
             continue
@@ -102,28 +121,46 @@ def test_every_kernel_that_is_launched_is_built() -> None:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 assert [ast.unparse(each) for each in node.decorator_list] == ["triton.jit"], f"{module}.{node.name}"
                 written.add((module, node.name))
-        builds = getattr(importlib.import_module(module), "BUILDS", ())
-        built |= {(build.kernel.fn.__module__, build.kernel.fn.__name__) for build in builds}
-    assert len(written) > 20
-    assert written == built
+    assert len(written) > 20 and written == kernels_under("kernels")
+    assert {name for _, name in kernels_under("kernels.conditioner_features")} == {"_forward_kernel", "_backward_kernel"}
 
 
-def test_few_builds_have_each_value_of_each_constant_and_type() -> None:
-    def values(builds: Iterable[Build]) -> set[tuple[str, str, str]]:
-        held = ((build.kernel.fn.__name__, (build.constants, build.types)) for build in builds)
-        return {(name, key, repr(value)) for name, both in held for each in both for key, value in each.items()}
+@pytest.mark.slow
+def test_the_shapes_are_those_of_the_models_and_the_demo() -> None:
+    builds = recorded()
+    values = {dict(build.constants)["DV"] for build in builds if build.kernel == "_stream_kernel"}
+    assert {64, 32, 16} <= values  # a head's at 1.3B, at 340M, of the demo
+    features = {dict(build.constants)["FEATURES"] for build in builds if build.module == "kernels.fem_projection.triton"}
+    assert {64, 32, 6} <= features
+    assert any(build.types[0] == ("reads", "*fp32") for build in builds if build.kernel == "_epilogue_kernel")  # FEM over a linear prior
+    attention = [build for build in builds if build.module == "kernels.fem_attention.triton"]
+    assert any(build.label.endswith("documents") for build in attention) and any(dict(build.types).get("valid") for build in attention)
+    assert any("q_t" not in build.aligned for build in attention)
 
-    for module in modules():
-        builds, few = importlib.import_module(module).BUILDS, covering(module)
-        assert values(builds[n] for n in few) == values(builds), module
-        firsts = {build.kernel.fn.__name__: n for n, build in reversed([*enumerate(builds)])}
-        assert {*firsts.values()} <= {*few}, module
+
+def test_few_builds_have_each_form_and_type() -> None:
+    def made(label: str, width: int, causal: bool, mask: str | None) -> Build:
+        types, constants = (
+            (("q", "*bf16"), *([("valid", mask)] if mask else [])),
+            (("D", width), ("CAUSAL", causal), *(() if mask else (("valid", None),))),
+        )
+        return Build("m", "_kernel", label, types, constants, (), 4, 1)
+
+    builds = [
+        made("a", 64, True, None),
+        made("b", 64, True, "*i1"),
+        made("c", 128, True, None),
+        made("d", 64, False, "*i1"),
+        made("e", 128, False, None),
+    ]
+    assert [build.label for build in covering(builds, sizes=False)] == ["a", "d"]
+    assert [build.label for build in covering(builds)] == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["kernels.nothing"], "no module under 'kernels.nothing' has builds"),
+        (["kernels.nothing"], "no module under 'kernels.nothing' has kernels"),
         (["kernels.cem_attention", "--write"], "--write and --check are about all"),
     ],
 )

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
+from fem_megatron.documents import Documents
 from fem_megatron.megatron import fusions, platform
 from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.mup import outer_weights, starts_from
@@ -22,21 +23,40 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import Normal
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
+from pretrain.data.pieces import Pieces
 from pretrain.plan.run_plan import count_by_component, forward_flops
 from tools.bench.runner import Timing, measure
 
 BASELINE = "Transformer"
+ALL_TOKENS = Context()
 WITHOUT = FemConfig(conditioner=False, free_energy=False, temperature=False, gate=False)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that the compared models share, and the batch of one step."""
+    """Sizes that the compared models share, and the batch of one step. documents: of so many tokens on average, read apart; 0: joined."""
 
     about: str
     model: ModelConfig
     tokens: int
     batch: int
+    documents: int = 0
+
+    def begins(self) -> Tensor:
+        """[batch, tokens] bool, True where a document begins, by chance, but the same each time."""
+        begins = torch.rand(self.batch, self.tokens, generator=torch.Generator().manual_seed(0)) * self.documents < 1
+        begins[:, 0] = True
+        return begins
+
+    def flops(self, model: ModelConfig) -> float:
+        """Of a training step: forward + backward, of each document by its own length."""
+        if not self.documents:
+            return 3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens).values())
+        first = self.begins().flatten().nonzero()[:, 0]
+        sizes = torch.diff(first, append=torch.tensor([self.batch * self.tokens]))
+        shares = torch.bincount(sizes, sizes.double(), self.tokens + 1) / sizes.sum()
+        pieces = Pieces(shares.numpy(), float(sizes.double().mean()), len(sizes), len(sizes))
+        return 3.0 * self.batch * self.tokens * sum(forward_flops(model, self.tokens, pieces).values())
 
 
 def _scale(about: str, layers: int, hidden: int, heads: int, inner: int | None, tokens: int, batch: int) -> Scale:
@@ -53,6 +73,8 @@ SCALES: dict[str, Scale] = {
     "108M": _scale("the CEM paper's 108M", 12, 672, 12, 1792, 2048, 8),
     "86M": _scale("the CEM paper's 86M", 8, 672, 8, 1792, 2048, 8),
 }
+PACKED = {f"{name}, documents": name for name in ("1.3B", "340M")}
+SCALES |= {packed: replace(SCALES[name], about=f"{SCALES[name].about}, documents apart", documents=512) for packed, name in PACKED.items()}
 
 VARIANTS: Mapping[str, Callable[[ModelConfig], ModelConfig]] = {
     BASELINE: lambda model: replace(model, mixer="transformer"),
@@ -108,10 +130,9 @@ class LanguageModel(nn.Module):
                 if isinstance(start, Normal):
                     weight.normal_(0.0, start.std)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, context: Context = ALL_TOKENS) -> Tensor:
         """tokens and labels [b, t] -> the mean loss, float32 or wider."""
         x = self.embedding[tokens].transpose(0, 1).contiguous()
-        context = Context()
         for block in self.blocks:
             x = checkpoint(block, x, context, use_reentrant=False) if self.recompute else block(x, context)
         logits = linear(rms_norm(x, self.norm, self.eps), self.output)
@@ -151,17 +172,19 @@ def train_step(variant: str, scale: Scale, dtype: torch.dtype, budget: float, *,
     shape = (4, scale.batch, scale.tokens + 1)
     assert config.vocab_size is not None
     batches = torch.randint(0, config.vocab_size, shape, generator=rng).to(device)
+    begins = scale.begins() if scale.documents else None
 
     def step(number: int) -> Tensor:
-        batch = batches[number % len(batches)]
-        loss: Tensor = model(batch[:, :-1], batch[:, 1:])
+        batch, context = batches[number % len(batches)], Context()
+        if begins is not None:  # made for every micro-batch in training, too
+            documents = Documents.of(begins).to(device)
+            context = Context(documents.positions, documents=documents)
+        loss: Tensor = model(batch[:, :-1], batch[:, 1:], context)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     timing = measure(step, budget, most=20)
-    tokens = scale.batch * scale.tokens
-    flops = 3.0 * tokens * sum(forward_flops(config, scale.tokens).values())
     parameters = sum(count_by_component(config).values())
-    return StepCost(timing, tokens, flops, parameters, platform.peak_memory_bytes(), recompute)
+    return StepCost(timing, scale.batch * scale.tokens, scale.flops(config), parameters, platform.peak_memory_bytes(), recompute)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fem_common.cli import Parser, run
 from fem_common.errors import ConfigError
@@ -20,7 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="tools.checkpoint", description="What a checkpoint holds, and whether it is whole; the same one for another engine."
+        prog="tools.checkpoint",
+        description="What a checkpoint holds, and whether it is whole; the same one for another engine; several as one.",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verb = verbs.add_parser(
@@ -40,6 +44,7 @@ def _parser() -> Parser:
         "--out", required=True, type=Path, metavar="RUN_DIR", help="run directory of the run that continues; not the source's"
     )
     verb.set_defaults(run=_convert)
+    _add_merge(verbs)
     verb = verbs.add_parser(
         "show",
         help="what a checkpoint holds, and whether it is undamaged",
@@ -76,6 +81,28 @@ def _parser() -> Parser:
     return parser
 
 
+def _add_merge(verbs: Any) -> None:
+    verb = verbs.add_parser(
+        "merge",
+        help="write the average of checkpoints' weights",
+        description="Writes DIR/step_NNNNNNNN with the average of checkpoints of one model, of any layouts and engines: weights alone, to "
+        "evaluate, to export, and to start from with checkpoint.load.",
+    )
+    verb.add_argument("checkpoints", type=Path, nargs="*", metavar="CHECKPOINT", help=CHECKPOINT)
+    verb.add_argument("--last", type=_whole, metavar="N", help="the newest N good checkpoints of a run, instead of named ones")
+    verb.add_argument("--of", type=Path, metavar="RUN_DIR", help="whose")
+    shares = verb.add_mutually_exclusive_group()
+    shares.add_argument("--weights", type=_share, nargs="+", metavar="SHARE", help="a share for each checkpoint, as named (default: equal)")
+    shares.add_argument(
+        "--ema",
+        type=_share,
+        metavar="DECAY",
+        help="an exponential window: of two neighbours the older one has DECAY times the share, below 1",
+    )
+    verb.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that is not there yet, or is empty")
+    verb.set_defaults(run=_merge)
+
+
 def _add_places(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory")
     verb.add_argument("url", metavar="URL", help="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder")
@@ -86,6 +113,13 @@ def _whole(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text}: a whole number from 1 on is wanted")
     return int(text)
+
+
+def _share(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: a number above 0 is wanted")
 
 
 # Each imports its module when it is called: torch and Megatron-core take seconds, which --help and a wrong argument need not wait.
@@ -100,6 +134,20 @@ def _convert(given: argparse.Namespace) -> None:
     from tools.checkpoint.convert import convert
 
     convert(given.checkpoint, given.engine, given.out, plain=given.plain_optimizer)
+
+
+def _merge(given: argparse.Namespace) -> None:
+    from tools.checkpoint.merge import merge, newest
+
+    named, last, run = given.checkpoints, given.last, given.of
+    if (last is None) != (run is None) or bool(named) == bool(last):
+        raise ConfigError("name checkpoints, or --last N --of RUN_DIR")
+    if given.weights and (last or len(given.weights) != len(named)):
+        count = f"{last} of --last" if last else str(len(named))
+        raise ConfigError(f"--weights has {len(given.weights)} shares for {count} checkpoints: name as many checkpoints as shares")
+    if given.ema and given.ema >= 1:
+        raise ConfigError(f"--ema {given.ema:g}: a share of the next checkpoint's, below 1")
+    merge(newest(run, last) if last else named, given.out, shares=given.weights, decay=given.ema)
 
 
 def _show(given: argparse.Namespace) -> bool:

@@ -44,9 +44,9 @@ _LOOK = 0.5  # seconds between two looks at a run's folder
 class Mirror:
     """A place for one run's checkpoints."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, run_dir: Path | None = None) -> None:
         """Raises ConfigError (see `stores.open_store`)."""
-        self.fs, self.root, self.url = open_store(url)
+        self.fs, self.root, self.url = open_store(url, run_dir)
 
     def steps(self) -> list[str]:
         """The names of the checkpoints that are whole there, newest first. Raises whatever the place fails with."""
@@ -141,7 +141,7 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
     Raises:
         ConfigError: the place is none, or holds another run's. StorageError: it did not work for ``patience`` seconds.
     """
-    place = Mirror(url)
+    place = Mirror(url, run_dir)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such run directory")
     # Another attempt's may still be at work: it ends soon, its stdin has.
@@ -171,9 +171,8 @@ def mirror(run_dir: Path, url: str, wanted: Wanted, *, follow: bool, patience: f
             follow = not (retry.until(send, _stdin_ends) if waiting else _stdin_ends(_LOOK))
         end = time.monotonic() + patience
         if failed := retry.until(lambda: send(last=True), lambda pause: _over(pause, end)):
-            again = f"python -m tools.checkpoint mirror {run_dir} {url}"
-            why = f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; it is whole, and later {again} sends it"
-            raise kind_of(failed)(why)
+            later = f"it is whole, and later python -m tools.checkpoint mirror {run_dir} {url} sends it"
+            raise kind_of(failed)(f"the newest checkpoint of {run_dir} is not in {url}: {state.fault}; {later}")
     if state.damaged:
         raise StorageError(f"{run_dir}: {', '.join(state.damaged)} came to harm there and could not be sent to {url}")
 
@@ -184,7 +183,7 @@ def fetch(run_dir: Path, url: str, *, patience: float, damaged: Collection[str] 
     Raises:
         ConfigError: the place is none. StorageError: it cannot be read, and the run directory has no good checkpoint.
     """
-    place, folder = Mirror(url), run_dir / "checkpoints"
+    place, folder = Mirror(url, run_dir), run_dir / "checkpoints"
     with files_told():
         here = newest_good(folder, dict.fromkeys((folder / name for name in damaged), "")) if folder.is_dir() else None
         state, end = _State(run_dir / MIRROR_STATE, place.url), time.monotonic() + patience

@@ -37,7 +37,8 @@ def renamed(metadata: Metadata, common: dict[str, Any], *, plain: bool) -> tuple
     Raises:
         ConfigError: the state is not one that Megatron's optimizers write.
     """
-    sources = _sources(metadata, plain=plain)
+    inner = common["optimizer"] if "param_groups" in common["optimizer"] else common["optimizer"]["optimizer"]
+    sources = _sources(metadata, plain=plain, muon=any(group.get("muon") for group in inner["param_groups"]))
     places = defaultdict(list)
     for index, place in metadata.storage_data.items():
         places[index.fqn].append((index, place))
@@ -56,8 +57,8 @@ def renamed(metadata: Metadata, common: dict[str, Any], *, plain: bool) -> tuple
     return moved, {**common, "optimizer": optimizer}
 
 
-def _sources(metadata: Metadata, *, plain: bool) -> dict[str, str]:
-    """Name in the wanted checkpoint -> name under which the same tensor is stored."""
+def _sources(metadata: Metadata, *, plain: bool, muon: bool) -> dict[str, str]:
+    """Name in the wanted checkpoint -> name under which the same tensor is stored. muon: weights may have the first moment alone."""
     stored = metadata.state_dict_metadata
     sources = {name: name for name in stored if not name.startswith((DISTRIBUTED, PLAIN))}
     for weight in [name for name in stored if not name.startswith(NOT_WEIGHTS)]:
@@ -65,7 +66,7 @@ def _sources(metadata: Metadata, *, plain: bool) -> dict[str, str]:
         full = _is_fp32(metadata, weight)  # then the weight is its own fp32 main weight
         main = weight if full and here + weight not in stored else here + weight
         for name in (main, *(f"{STATE}{moment}.{weight}" for moment in MOMENTS)):
-            if not _is_fp32(metadata, name):
+            if not _is_fp32(metadata, name) and not (muon and name.startswith(f"{STATE}{MOMENTS[1]}.")):
                 raise ConfigError(
                     f"the optimizer's state is not one of Megatron's in fp32: {name} is {'' if name in stored else 'not '}there"
                 )

@@ -33,8 +33,8 @@ def _parser() -> Parser:
         help="write a checkpoint as a folder that transformers loads",
         description="Writes a checkpoint, of any layout, as a folder that transformers loads: weights (safetensors), configuration, "
         "tokenizer, model card, and training.json, from which import restores the run. The plain Transformer becomes transformers' own "
-        "Llama, Qwen2 or Mistral class; every other mixer brings the code that trained it (trust_remote_code=True). Needs no GPU, and "
-        "the memory of two tensors. OUT appears when it is complete.",
+        "Llama, Qwen2, Qwen3 or Mistral class; every other mixer brings the code that trained it (trust_remote_code=True). Needs no GPU, "
+        "and the memory of two tensors. OUT appears when it is complete.",
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run directory (its newest checkpoint), or a step_NNNNNNNN")
     verb.add_argument("out", type=Path, metavar="OUT", help="the folder to write; must not exist or be empty")
@@ -47,7 +47,7 @@ def _parser() -> Parser:
     verb = verbs.add_parser(
         "import",
         help="write a Hugging Face folder as a checkpoint that training starts from",
-        description="Writes a Hugging Face folder (an export, or a stock Llama, Mistral or Qwen2) as a checkpoint of weights, which "
+        description="Writes a Hugging Face folder (an export, or a stock Llama, Mistral, Qwen2 or Qwen3) as a checkpoint of weights, which "
         "`python -m pretrain RUN.yaml model=CHECKPOINT/model.yaml checkpoint.load=CHECKPOINT` starts from at any layout. With --mixer the "
         "weights start a model of another mixer where shapes allow; what is copied and what is new is listed.",
     )

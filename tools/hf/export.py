@@ -1,6 +1,7 @@
 """The verb ``export``: a checkpoint -> a folder that transformers loads, as its own class where one says it exactly, else with our code.
 
-The plain Transformer becomes LlamaForCausalLM (Qwen2 with biases, Mistral with a window) by ``stock``'s table, without a line of code.
+The plain Transformer becomes LlamaForCausalLM (Qwen3 with qk_norm, Qwen2 with biases, Mistral with a window) by ``stock``'s table,
+without a line of code.
 All others become FemLMForCausalLM, the training's own code (see ``bundle``), and their parameters' names change, one to one; no tensor is
 reshaped, and only the rows that pad the vocabulary are left out (see ``recipes``):
 

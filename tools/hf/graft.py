@@ -12,7 +12,8 @@ A layer's parts by their role. q and k are what is compared; v and out_proj, wha
     hyperset                               nothing: one matrix is query, key and value at once
 
 and MLPs: swiglu whole; cem: up, inside SiLU, is the gate projection, gamma, which multiplies it, the up projection; its way back is up's
-transpose. A head's channels stay together, and heads keep their order. All else starts as training starts it, from the run's seed.
+transpose. A head's channels stay together, and heads keep their order; what norms q and k (model.qk_norm) goes with them.
+All else starts as training starts it, from the run's seed.
 """
 
 from __future__ import annotations
@@ -172,6 +173,9 @@ def _mixer(source: Shape, target: Shape) -> Origins:
     origins: Origins = {}
     if "norm.weight" in want:
         origins["norm.weight"] = _whole("norm.weight", want["norm.weight"].size)
+    for name in (found for found in source.weights() if found in ("q_norm.weight", "k_norm.weight")):
+        for theirs in (key for key, weight in want.items() if key.endswith(name) and weight.size == source.head):
+            origins[theirs] = Origin((name,), source.head, lambda _, tensors: tensors[0], taken=frozenset({name}))
     if isinstance(target, AttentionShape):
         return origins | _regrouped(source, target)
     read = False

@@ -107,7 +107,7 @@ def import_folder(hf_dir: Path, out: Path, *, mixer: str | None, dtype: str | No
         weights = dict(_grafted(source, config, plan, dtype) if plan else _weights(source, dtype))
         parameters = sum(weight.numel() for weight in weights.values())
         types = ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()}))
-        step = save_weights(folder, weights, config, Progress(**kept.progress), kept.data, kept.heldout_loss, source.inherited)
+        step = save_weights(folder, weights.items(), config, Progress(**kept.progress), kept.data, kept.heldout_loss, source.inherited)
         if tokenizer is not None:
             (folder / "tokenizer").mkdir()
             tokenizer.copy_to(folder / "tokenizer")
@@ -280,7 +280,7 @@ def _all_in(ids: Any, entries: range) -> bool:
 class Kept:
     """What an export keeps of the training besides its configuration; of a model that is new, that nothing was trained."""
 
-    progress: dict[str, int] = field(default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0})
+    progress: dict[str, Any] = field(default_factory=lambda: {"step": 0, "consumed_samples": 0, "order_samples": 0})
     data: str = ""
     heldout_loss: float | None = None
 

@@ -259,20 +259,23 @@ class FemLMModel(FemLMPreTrainedModel):
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """input_ids [b, t] or inputs_embeds [b, t, hidden]; attention_mask [b, past + t], 0 at padding -> last_hidden_state [b, t, hidden].
 
-        Without cache and padding, position_ids that begin anew within a sequence begin another document there, which is read by itself.
+        Where position_ids do not go on by one another document begins, which is read by itself: transformers' convention for packed
+        documents. They have no padding and no cache.
 
         Raises:
-            ValueError: not exactly one input, a mask of another length, a cache that is not a FemCache, or is given to an encoder;
-                attention maps are asked for.
+            ValueError: not exactly one input, a mask of another length, a cache that is not a FemCache, or is given to an encoder; packed
+                documents with a cache or padding; attention maps are asked for.
         """
         if output_attentions:
             raise ValueError("output_attentions: this model has no attention maps to show")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(past_key_values, use_cache)
+        documents = _packed(position_ids, attention_mask, x) if past_key_values is None else None
+        if documents is not None and use_cache:
+            raise ValueError("use_cache=True: position_ids pack several documents into a sequence, which have no decoding state")
+        cache = None if documents is not None else self._cache(past_key_values, use_cache)
         valid, positions = _placed(cache, attention_mask, position_ids, x)
-        documents = _packed(position_ids, x) if cache is None and valid is None and position_ids is not None else None
         x = x.transpose(0, 1).contiguous()
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] = []
@@ -414,10 +417,21 @@ def _placed(cache: Any, attention_mask: Tensor | None, position_ids: Tensor | No
     return valid, _by_token(position_ids)
 
 
-def _packed(position_ids: Tensor, x: Tensor) -> Documents | None:
-    """The documents of x [b, t, hidden], as position_ids [b or 1, t] tell them; None: each sequence is one."""
-    begins = (position_ids == 0).expand(x.shape[:2]).cpu()
-    return Documents.of(begins).to(x.device) if bool(begins[:, 1:].any()) else None
+def _packed(position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Documents | None:
+    """The documents of x [b, t, hidden], as position_ids [b or 1, t] tell them; None: each sequence is one.
+
+    Raises ValueError where tokens are padding, and positions go back from one that is none to the next.
+    """
+    if position_ids is None:
+        return None
+    positions = position_ids.expand(x.shape[:2])
+    if attention_mask is None or attention_mask.shape != positions.shape or bool(attention_mask.all()):
+        begins = pad(positions.diff(dim=1) != 1, (1, 0)).cpu()
+        return Documents.of(begins).to(x.device) if bool(begins.any()) else None
+    highest = positions.masked_fill(attention_mask == 0, -1).cummax(dim=1).values
+    if bool(((positions[:, 1:] <= highest[:, :-1]) & (attention_mask[:, 1:] != 0)).any()):
+        raise ValueError("position_ids pack several documents into a sequence, and attention_mask has padding: leave the mask out")
+    return None
 
 
 def _placed_in_room(room: Room, attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:

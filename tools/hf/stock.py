@@ -1,10 +1,11 @@
-"""Our Transformer and transformers' own Llama, Mistral and Qwen2: what is the same model, under both names, in both directions.
+"""Our Transformer and transformers' own Llama, Mistral, Qwen2 and Qwen3: what is the same model, under both names, in both directions.
 
 Nothing is approximated: what one side cannot say exactly is refused. Names, with g the groups of keys and values, n the queries of a group:
 
     embedding.word_embeddings.weight      model.embed_tokens.weight
     decoder.layers.N.mixer.norm.weight    model.layers.N.input_layernorm.weight
     decoder.layers.N.mixer.in_proj.*      model.layers.N.self_attn.{q,k,v}_proj.*, packed group by group: g x (n queries, k, v)
+    decoder.layers.N.mixer.{q,k}_norm     model.layers.N.self_attn.{q,k}_norm.weight, of Qwen3
     decoder.layers.N.mixer.out_proj       model.layers.N.self_attn.o_proj
     decoder.layers.N.mlp.norm.weight      model.layers.N.post_attention_layernorm.weight
     decoder.layers.N.mlp.gate_up          model.layers.N.mlp.{gate,up}_proj.weight, one above the other
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from fem_common.config import build, plain
 from fem_common.errors import ConfigError
@@ -36,8 +37,14 @@ from pretrain.plan.run_plan import parameter_shapes
 
 from .recipes import VOCABULARY, Recipe, Recipes, hf_name, padded
 
-FAMILIES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+FAMILIES: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+ARCHITECTURES = {family: f"{family.capitalize()}ForCausalLM" for family in FAMILIES}
+QWEN = ("qwen2", "qwen3")  # which say of each layer whether its window counts
 QKV = ("q", "k", "v")
 
 # Keys of config.json that say, when set, that the weights are of another computation than the class's own.
@@ -64,6 +71,8 @@ def why_not_stock(model: ModelConfig) -> str | None:
         return "model.causal=false: the model sees all tokens at once"
     if not model.rope:
         return "model.rope=false: the model has no rotary position embedding"
+    if model.qk_norm and model.attention.qkv_bias:
+        return "model.qk_norm and model.attention.qkv_bias: Qwen3, which norms q and k, would have a bias on o_proj, too"
     scaled = AttentionShape.of(model).scale is not None
     return f"model.mup.base_head_size={model.mup.base_head_size} gives the scores another scale than 1 / sqrt(d)" if scaled else None
 
@@ -77,7 +86,7 @@ def stock_config(
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
 ) -> PretrainedConfig:
-    """The configuration of transformers' class that is exactly ``model``: Qwen2 with biases, Mistral with a window, else Llama.
+    """The configuration of transformers' class that is ``model``: Qwen3 with qk_norm, Qwen2 with biases, Mistral with a window, else Llama.
 
     max_position_embeddings: of the training, for information; None: the class's default. Raises StockError where there is no such class.
     """
@@ -92,7 +101,7 @@ def stock_config(
         optional["head_dim"] = shape.head
     if family == "mistral":
         optional["sliding_window"] = shape.window
-    elif family == "qwen2":
+    elif family in QWEN:
         optional |= {"use_sliding_window": shape.window is not None, "sliding_window": shape.window, "max_window_layers": 0}
     build: Any = FAMILIES[family]
     config: PretrainedConfig = build(
@@ -185,6 +194,7 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
     base, scaling = _rope_of(stock)
     model = ModelConfig(
         mixer="transformer",
+        qk_norm=family == "qwen3",
         hidden_size=stock.hidden_size,
         num_layers=stock.num_hidden_layers,
         num_attention_heads=heads,
@@ -216,8 +226,8 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
 
 
 def _family(model: ModelConfig) -> str:
-    if model.attention.qkv_bias:
-        return "qwen2"
+    if model.qk_norm or model.attention.qkv_bias:
+        return "qwen3" if model.qk_norm else "qwen2"
     # LlamaConfig alone insists that the heads divide the width; without a window Mistral computes the same.
     return "mistral" if model.attention.sliding_window is not None or model.hidden_size % model.num_attention_heads else "llama"
 
@@ -273,7 +283,7 @@ def _window_of(stock: Any, family: str) -> int | None:
         raise StockError(f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; here all layers have the same window")
     if kinds - {"full_attention", "sliding_attention"}:
         raise StockError(f"config.json: layer_types has {kinds.pop()}, which a Transformer here has not")
-    if family == "qwen2":
+    if family in QWEN:
         return window if kinds == {"sliding_attention"} else None
     if kinds and kinds != {"full_attention" if window is None else "sliding_attention"}:
         raise StockError(f"config.json: layer_types is {kinds.pop()}, and sliding_window is {window}: they contradict each other")
@@ -303,6 +313,8 @@ def _stock_name(name: str) -> str:
     for ours, theirs in (
         (".mixer.norm.", ".input_layernorm."),
         (".mixer.out_proj.", ".self_attn.o_proj."),
+        (".mixer.q_norm.", ".self_attn.q_norm."),
+        (".mixer.k_norm.", ".self_attn.k_norm."),
         (".mlp.norm.", ".post_attention_layernorm."),
         (".mlp.down.", ".mlp.down_proj."),
     ):

@@ -12,19 +12,50 @@ import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import kernels
 
-if TYPE_CHECKING:  # it imports Triton, of which the command says first that it is missing
-    from kernels.tiles import Build
-
+# Names of integers that count tokens, or stand between rows of a number a token.
+COUNTS = {"tokens", "tq", "tk", "t", "count", "others", "positions", "rows", "keys", "valid_b", "valid_batch"}
+COUNTS |= {f"{name}_{part}" for name in ("bias", "lse") for part in ("batch", "head", "row")}
 ARCHITECTURES = (90, 80, 100)  # the first is the one that every kernel must pass
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block may have
+ALLOWED = {"C7519": "ptxas puts a wait before products whose left operand lies in registers; it serialises nothing"}
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel as a launch of it compiles.
+
+    module, kernel: the ``@triton.jit`` function's place and name. types: the Triton type of every argument that is not a constant ("*bf16",
+    "i32", "fp32"); constants: of every other its value; aligned: the arguments known as multiples of 16 (pointers: of 16 bytes).
+    label: the first launch of this kind.
+    """
+
+    module: str
+    kernel: str
+    label: str
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    warps: int
+    stages: int
+
+    @property
+    def function(self) -> Any:
+        """The function itself."""
+        return getattr(importlib.import_module(self.module), self.kernel)
+
+    @property
+    def matrix(self) -> bool:
+        """Whether the module says that the kernel's products are wgmma's, and this build multiplies in bfloat16."""
+        kernels = getattr(importlib.import_module(self.module), "MATRIX", ())
+        return any(each is self.function for each in kernels) and "*bf16" in dict(self.types).values()
 
 
 @dataclass(frozen=True)
@@ -36,9 +67,11 @@ class Report:
     spilled: int = 0  # bytes: stores and loads on sm_90, the stack elsewhere
     shared: int = 0  # bytes a block
     local: int = 0  # on sm_90, as all that follows: instructions that touch local memory
+    rows: int = 0  # of its narrowest product of bfloat16; wgmma multiplies 64 at least
     matrix: int = 0  # wgmma
     slow_matrix: int = 0  # the older kind of matrix instruction
     warnings: tuple[str, ...] = ()
+    crossed: tuple[str, ...] = ()  # arguments through which a program loads what it has stored, in other layouts and without a barrier
     failed: str = ""
 
     def faults(self, build: Build) -> list[str]:
@@ -52,10 +85,11 @@ class Report:
             found.append(f"{self.local} instructions on local memory")
         if self.shared > SHARED_LIMIT[self.arch]:
             found.append(f"{self.shared} bytes of shared memory, over {SHARED_LIMIT[self.arch]}")
-        if build.matrix and self.arch == ARCHITECTURES[0]:
+        if build.matrix and self.arch == ARCHITECTURES[0] and self.rows >= 64:
             found += [] if self.matrix else ["no HGMMA"]
             found += [f"{self.slow_matrix} HMMA beside wgmma"] if self.slow_matrix else []
-        found += [f"ptxas warns {code}" for code in self.warnings if code not in build.allowed]
+        found += [f"ptxas warns {code}" for code in self.warnings if code not in ALLOWED]
+        found += [f"loads {name} in another layout than it stores it" for name in self.crossed]
         return found
 
 
@@ -66,14 +100,13 @@ def report(build: Build, arch: int) -> Report:
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    names = build.kernel.arg_names
-    signature = {name: "constexpr" if name in build.constants else build.types[name] for name in names}
-    aligned = [n for n, name in enumerate(names) if signature[name].startswith("*") or name in build.aligned]
+    function, constants, types = build.function, dict(build.constants), dict(build.types)
+    names = function.arg_names
     source = ASTSource(
-        build.kernel,
-        signature=signature,
-        constexprs=dict(build.constants),
-        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
+        function,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name in build.aligned},
     )
     try:
         made = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": build.warps, "num_stages": build.stages})
@@ -94,10 +127,33 @@ def report(build: Build, arch: int) -> Report:
         found,
         spilled=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        rows=min((int(rows) for rows in re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xbf16> \*", made.asm["ttir"])), default=0),
         matrix=len(re.findall(r"\bHGMMA\b", code)),
         slow_matrix=len(re.findall(r"\bHMMA\b", code)),
         warnings=tuple(sorted(set(re.findall(r"\bC75\d\d\b", said)))),
+        crossed=tuple(crossed_layouts(made.asm["ttgir"])),
     )
+
+
+def crossed_layouts(ttgir: str) -> list[str]:
+    """Pointer arguments that one program both loads from and stores to as tensors of different layouts, with no barrier in between.
+
+    What a thread stores another may then load: nothing orders the two. A kernel with a barrier of its own has said where.
+    """
+    if "gpu.barrier" in ttgir or "ttg.barrier" in ttgir:
+        return []
+    origin: dict[str, str] = {}
+    found: dict[str, dict[str, set[str]]] = {}
+    for name in re.findall(r"(%\w+): !tt\.ptr<", ttgir):
+        origin[name] = name
+    for line in ttgir.splitlines():
+        made = re.match(r"\s*(%\w+)(?::\d+)? = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape)|ttg\.convert_layout) (%\w+)", line)
+        if made and made[2] in origin:
+            origin[made[1]] = origin[made[2]]
+        for what, at, kind in re.findall(r"(tt\.load|tt\.store) (%\w+).* : (tensor<.*>)", line):
+            if at in origin:
+                found.setdefault(origin[at], {}).setdefault(what, set()).add(re.sub(r".*, (#\w+)>.*", r"\1", kind))
+    return [name for name, used in found.items() if len(used) == 2 and len(set.union(*used.values())) > 1]
 
 
 def _run(tool: Path, *arguments: str | Path) -> str:
@@ -109,21 +165,20 @@ def _run(tool: Path, *arguments: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Built:
-    """A build, where it comes from, and its reports by architecture."""
+    """A build, and its reports by architecture."""
 
-    module: str
     build: Build
     reports: dict[int, Report]
 
     @property
     def name(self) -> str:
         """What errors call it."""
-        return f"{self.module}: {self.kernel}, {self.build.label}"
+        return f"{self.build.module}: {self.kernel}, {self.build.label}"
 
     @property
     def kernel(self) -> str:
         """The kernel's name without its leading underscore."""
-        return str(self.build.kernel.fn.__name__).lstrip("_")
+        return self.build.kernel.lstrip("_")
 
     def faults(self) -> list[str]:
         """What stands against it: anything on the first architecture; elsewhere only that it does not compile."""
@@ -132,20 +187,24 @@ class Built:
         return against + [f"sm_{other.arch}: does not compile: {other.failed}" for other in others if other.failed]
 
 
-def modules(prefix: str = "kernels") -> Iterator[str]:
-    """Modules with builds, by name, under ``prefix``."""
-    for module in sorted(found.name for found in pkgutil.walk_packages(kernels.__path__, "kernels.")):
-        inside = module == prefix or module.startswith(prefix.rstrip(".") + ".")
-        if inside and ".triton" in module and hasattr(importlib.import_module(module), "BUILDS"):
-            yield module
+def kernels_under(prefix: str) -> set[tuple[str, str]]:
+    """(module, name) of the Triton kernels of the modules under ``prefix``: functions that end in ``_kernel``."""
+    found = set()
+    for module in (each.name for each in pkgutil.walk_packages(kernels.__path__, "kernels.")):
+        if ".triton" in module and f"{module}.".startswith(f"{prefix.rstrip('.')}."):
+            names = (
+                name for name, value in vars(importlib.import_module(module)).items() if name.endswith("_kernel") and hasattr(value, "fn")
+            )
+            found |= {(module, name) for name in names if getattr(importlib.import_module(module), name).fn.__module__ == module}
+    return found
 
 
-def covering(module: str) -> list[int]:
-    """Of a module's builds each kernel's first, and the few in which every value of all its constants and types occurs, by number."""
-    values: dict[str, dict[int, set[tuple[str, str]]]] = {}
-    for n, build in enumerate(_builds(module)):
-        held = {(key, repr(value)) for key, value in (*build.constants.items(), *build.types.items())}
-        values.setdefault(str(build.kernel.fn.__name__), {})[n] = held
+def covering(builds: Sequence[Build], *, sizes: bool = True) -> list[Build]:
+    """Each kernel's first, and the few in which every value of all its constants and types occurs; sizes False: but for numbers."""
+    values: dict[tuple[str, str], dict[int, set[tuple[str, str]]]] = {}
+    for n, build in enumerate(builds):
+        held = (each for each in (*build.constants, *build.types) if sizes or not isinstance(each[1], int) or isinstance(each[1], bool))
+        values.setdefault((build.module, build.kernel), {})[n] = {(key, repr(value)) for key, value in held}
     chosen = set[int]()
     for of in values.values():
         best, missing = next(iter(of)), set[tuple[str, str]]().union(*of.values())
@@ -153,20 +212,30 @@ def covering(module: str) -> list[int]:
             chosen.add(best)
             missing -= of[best]
             best = max(of, key=lambda n: len(of[n] & missing))
-    return sorted(chosen)
+    return [builds[n] for n in sorted(chosen)]
 
 
-def build_all(prefix: str, architectures: tuple[int, ...], told: Callable[[int, int, str], None], *, few: bool = False) -> list[Built]:
-    """Every build under ``prefix``, or a few that cover them; told(done, of, name) after each. As many processes as there are cores."""
-    listed = [(module, n) for module in modules(prefix) for n in (covering(module) if few else range(len(_builds(module))))]
-    reports: dict[tuple[str, int], dict[int, Report]] = {}
+def in_rows(build: Build) -> Build | None:
+    """The same for rows of documents, whose tokens are few and no multiple of 16; None where it is not another.
+
+    Nor for heads of 256, which no recipe has: two of fem_attention's kernels then spill up to 152 bytes.
+    """
+    constants = {**dict(build.constants), **({"SEGMENTS": 1} if "SEGMENTS" in dict(build.constants) else {})}
+    aligned = tuple(name for name in build.aligned if name not in COUNTS)
+    short = replace(build, constants=(*constants.items(),), aligned=aligned)
+    return None if short == build or 256 in (constants.get("DK"), constants.get("PADDED")) else short
+
+
+def build_all(builds: Sequence[Build], architectures: tuple[int, ...], told: Callable[[int, int, str], None]) -> list[Built]:
+    """Every build; told(done, of, name) after each. As many processes as there are cores."""
+    reports: dict[Build, dict[int, Report]] = {}
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(_reports, module, n, architectures): (module, n) for module, n in listed}
+        pending = {pool.submit(_reports, build, architectures): build for build in builds}
         for done, future in enumerate(as_completed(pending), start=1):
-            module, n = pending[future]
-            reports[module, n] = future.result()
-            told(done, len(listed), f"{module}: {_builds(module)[n].label}")
-    return [Built(module, _builds(module)[n], reports[module, n]) for module, n in listed]
+            build = pending[future]
+            reports[build] = future.result()
+            told(done, len(builds), f"{build.module}: {build.label}")
+    return [Built(build, reports[build]) for build in builds]
 
 
 def page(built: list[Built], triton_version: str) -> str:
@@ -175,7 +244,7 @@ def page(built: list[Built], triton_version: str) -> str:
         "# The kernels' machine code",
         "",
         "Written by `python -m tools.kernel_gate --write`; a test compiles all again and compares. Built",
-        f"without a GPU, by Triton {triton_version} and its ptxas, at production shapes and types.",
+        f"without a GPU, by Triton {triton_version} and its ptxas, in the shapes and types in which layers and operations launch them.",
         "It says what a kernel takes at the most; speeds are in `docs/benchmarks/`.",
         "",
         "On sm_90 (H100, H200) every kernel is without spills and local memory, shared memory is within",
@@ -186,7 +255,7 @@ def page(built: list[Built], triton_version: str) -> str:
     ]
     rows: dict[str, dict[str, list[Built]]] = {}
     for one in built:
-        rows.setdefault(one.module.removeprefix("kernels."), {}).setdefault(one.kernel, []).append(one)
+        rows.setdefault(one.build.module.removeprefix("kernels."), {}).setdefault(one.kernel, []).append(one)
     for module, kernels_ in rows.items():
         lines += [
             "",
@@ -197,7 +266,9 @@ def page(built: list[Built], triton_version: str) -> str:
         ]
         for kernel, builds in kernels_.items():
             first = [one.reports[ARCHITECTURES[0]] for one in builds]
-            products = [one.reports[ARCHITECTURES[0]].matrix for one in builds if one.build.matrix]
+            products = [
+                one.reports[ARCHITECTURES[0]].matrix for one in builds if one.build.matrix and one.reports[ARCHITECTURES[0]].rows >= 64
+            ]
             cells = (
                 str(len(builds)),
                 str(max(report.registers for report in first)),
@@ -209,8 +280,8 @@ def page(built: list[Built], triton_version: str) -> str:
     allowed: dict[tuple[str, str], set[str]] = {}
     for one in built:
         for code in one.reports[ARCHITECTURES[0]].warnings:
-            if code in one.build.allowed:
-                allowed.setdefault((code, one.build.allowed[code]), set()).add(f"`{one.kernel}`")
+            if code in ALLOWED:
+                allowed.setdefault((code, ALLOWED[code]), set()).add(f"`{one.kernel}`")
     if allowed:
         lines += ["", "## Warnings of ptxas that are allowed", "", "| warning | why | kernels |", "|---|---|---|"]
         lines += [f"| {code} | {why} | {', '.join(sorted(kernels_))} |" for (code, why), kernels_ in sorted(allowed.items())]
@@ -222,10 +293,5 @@ def _unsuited(found: Report) -> bool:
     return bool(found.failed or found.spilled or found.local or found.shared > SHARED_LIMIT[found.arch])
 
 
-def _builds(module: str) -> tuple[Build, ...]:
-    builds: tuple[Build, ...] = importlib.import_module(module).BUILDS
-    return builds
-
-
-def _reports(module: str, n: int, architectures: tuple[int, ...]) -> dict[int, Report]:
-    return {arch: report(_builds(module)[n], arch) for arch in architectures}
+def _reports(build: Build, architectures: tuple[int, ...]) -> dict[int, Report]:
+    return {arch: report(build, arch) for arch in architectures}

@@ -68,7 +68,7 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
 
 QUICK = Size(
     CASES[:2],
-    ("softmax F", *(f"{prior} {read}" for prior in PRIORS for read in ("mean", "F λ"))),
+    tuple(ROWS),
     steps=400,
     batch=64,
     rates=(1e-2, 3e-2),

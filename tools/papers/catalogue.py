@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fem_common.cli import Parser
 from fem_common.errors import UserError
 from fem_common.text import aligned, did_you_mean
+from fem_megatron.shape import located
 
 RUNS = Path("runs/papers")
 FEM, SECOND, CEM, HYPERSET = "Free Energy Mixer", "Transformers as Intrinsic Optimizers", "Causal Energy Minimization", "Hyper-SET"
@@ -22,9 +22,9 @@ FEM, SECOND, CEM, HYPERSET = "Free Energy Mixer", "Transformers as Intrinsic Opt
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment. module: where it is written, None where it cannot run; why: what is missing then, or what to use instead.
+    """One experiment. module: "module:name" of it, None where this tool cannot run it; why: what is missing then, or what to use instead.
 
-    quick: what the quick form costs on two cores. full: the paper's sizes.
+    quick: minutes of one idle core. full: the paper's sizes. Both are estimates.
     """
 
     name: str
@@ -37,63 +37,45 @@ class Entry:
     why: str = ""
 
 
+GPU, CIFAR = "a GPU's hours", "nothing; CIFAR: a network"
 ENTRIES = (
-    Entry("argmax", FEM, "appendix P: the largest value in every channel", "nothing", "3 minutes", "a CPU's hours", "tools.papers.argmax"),
     Entry(
-        "mad",
-        FEM,
-        "table 1: MAD's six tasks, 23 rows",
-        "nothing",
-        "10 minutes",
-        "20,000 steps a trial: a GPU",
-        "tools.papers.mad",
+        "argmax", FEM, "appendix P: the largest value in every channel", "nothing", "5", "a CPU's hours", "tools.papers.argmax:EXPERIMENT"
     ),
+    Entry("mad", FEM, "table 1: MAD's six tasks, 23 rows", "nothing", "30", GPU, "tools.papers.mad:EXPERIMENT"),
+    Entry("fem-images", FEM, "table 3: DeiT's form on digits, CIFAR", CIFAR, "3", GPU, "tools.papers.images:FEM_IMAGES"),
+    Entry("fem-forecast", FEM, "table 4: ETT, horizons 96 to 720", "nothing; ETT: its files", "3", GPU, "tools.papers.forecast:EXPERIMENT"),
+    Entry("lis", SECOND, "section 5: longest increasing subsequence", "nothing", "4", GPU, "tools.papers.lis:EXPERIMENT"),
+    Entry("second-language", SECOND, "a language model beside MHA", "nothing", "8", GPU, "tools.papers.language:SECOND_LANGUAGE"),
+    Entry("gp", CEM, "table 3: Gaussian processes of ten inputs", "nothing", "3", "a CPU's hours", "tools.papers.gp:EXPERIMENT"),
+    Entry("cem-language", CEM, "figures 2-5, small: beside a Llama", "nothing", "20", GPU, "tools.papers.language:CEM_LANGUAGE"),
+    Entry("sudoku", HYPERSET, "figures 3, 5, 6: Sudoku, energies, ranks", "nothing", "15", GPU, "tools.papers.sudoku:EXPERIMENT"),
+    Entry("hyperset-images", HYPERSET, "tables 1, 3: digits, CIFAR", CIFAR, "10", GPU, "tools.papers.images:HYPERSET_IMAGES"),
     Entry(
-        "lis",
-        SECOND,
-        "section 5: longest increasing subsequence",
-        "nothing",
-        "4 minutes",
-        "120,000 steps a trial: a GPU",
-        "tools.papers.lis",
-    ),
-    Entry("gp", CEM, "table 3: Gaussian processes of ten inputs", "nothing", "2 minutes", "a CPU's hours", "tools.papers.gp"),
-    Entry(
-        "fem-language",
+        "fem-language-1.3b",
         FEM,
         "table 2: 1.3B and 340M parameters",
-        "FineWeb-Edu, network",
+        "FineWeb-Edu",
         "-",
         "8 GPUs for days",
         None,
         "python -m pretrain configs/run/fem_sm_1.3b_100bt.yaml, then tools.evaluate",
     ),
-    Entry("fem-forecast", FEM, "time series: ETT, Weather, Solar", "the data's CSV files", "-", "a GPU's hours", None, "not written yet"),
-    Entry("fem-images", FEM, "DeiT on images", "ImageNet, network", "-", "8 GPUs for days", None, "not written yet"),
     Entry(
-        "cem-language",
+        "cem-language-86m",
         CEM,
-        "figures 2-5: 86M to 256M parameters",
-        "SlimPajama, network",
+        "figures 2-5: 86M to 162M parameters",
+        "SlimPajama",
         "-",
-        "a GPU's days",
+        "8 GPUs for hours",
         None,
-        "python -m tools.scaling run configs/studies/cem_lr.yaml does its learning rates",
+        "python -m pretrain configs/run/cem_86m.yaml and llama_86m.yaml; train.tokens=86_350_000 optimizer.warmup_tokens=4_300_000 "
+        "for a twentieth of the tokens; configs/studies/cem_lr.yaml for the rates",
     ),
-    Entry("sudoku", HYPERSET, "Sudoku; energies, ranks and angles by iteration", "nothing", "-", "a GPU's hours", None, "not written yet"),
-    Entry(
-        "hyperset-images",
-        HYPERSET,
-        "CIFAR-10, CIFAR-100, ImageNet-100",
-        "the data sets, network",
-        "-",
-        "a GPU's hours",
-        None,
-        "not written yet",
-    ),
-    Entry(
-        "masked-images", HYPERSET, "masked images of ImageNet-100", "the data set, network", "-", "a GPU's days", None, "not written yet"
-    ),
+    Entry("imagenet", FEM, "table 3: DeiT-Tiny and -Small", "ImageNet", "-", "8 GPUs for days", None, "its data loader is not written"),
+    Entry("weather", FEM, "table 4: Weather, Solar", "their files", "-", GPU, None, "their files are not read yet; fem-forecast does ETT"),
+    Entry("imagenet-100", HYPERSET, "table 1", "ImageNet", "-", GPU, None, "its data loader is not written"),
+    Entry("masked-images", HYPERSET, "table 2: ImageNet-100", "ImageNet, a VQ-VAE", "-", "4 GPUs for days", None, "not written"),
 )
 NAMES = tuple(entry.name for entry in ENTRIES if entry.module)
 
@@ -105,7 +87,7 @@ def experiment_of(name: str) -> Any:
         raise UserError(f"{name}: no experiment has this name; {did_you_mean(name, NAMES)}")
     if entry.module is None:
         raise UserError(f"{name} cannot be run by this tool: {entry.why}")
-    return import_module(entry.module).EXPERIMENT
+    return located(entry.module)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -119,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
         for entry in ENTRIES:
             print(json.dumps({**asdict(entry), "runs": entry.module is not None}, ensure_ascii=False))
         return 0
-    rows = [("name", "paper", "what", "needs", "quick, two cores (estimated)", "full (estimated)", "runs here")]
+    rows = [("name", "paper", "what", "needs", "quick, minutes of a core (estimated)", "full (estimated)", "runs here")]
     for entry in ENTRIES:
         here = "yes" if entry.module else f"no: {entry.why}"
         rows.append((entry.name, entry.paper, entry.about, entry.needs, entry.quick, entry.full, here))

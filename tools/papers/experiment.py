@@ -64,7 +64,8 @@ class Experiment:
     """One table of a paper.
 
     metric: what is reported, of the test data unless its name begins with ``train_``. falls: a smaller one is better. scale: what it is
-    multiplied by in tables. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets.
+    multiplied by in tables. also: further scores that have tables of their own, name -> what it is. curves: what is recorded iteration by
+    iteration, likewise. published: (case, row) -> the paper's number, as the table has it. chance: case -> what guessing gets.
     problem: (case, row, size, seed) -> what is trained. told: what a reader of the report should know, Markdown.
     """
 
@@ -77,7 +78,8 @@ class Experiment:
     told: str
     falls: bool = False
     scale: float = 1.0
-    also: str | None = None
+    also: Mapping[str, str] = field(default_factory=dict)
+    curves: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     chance: Callable[[str, Size], float] | None = None
@@ -100,6 +102,11 @@ class Trial:
 
 
 Results = dict[Trial, dict[str, Any]]
+
+
+def gather(folder: Path) -> Results:
+    """The trials of all a folder's ``results*.jsonl``: those of an array's tasks too. Raises ConfigError."""
+    return {trial: record for path in sorted(folder.glob("results*.jsonl")) for trial, record in read_results(path).items()}
 
 
 def read_results(path: Path) -> Results:
@@ -137,11 +144,16 @@ def best_rate(experiment: Experiment, results: Results, case: str, row: str, siz
     return size.rates[found.index(min(found) if experiment.falls else max(found))]
 
 
-def chosen(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> list[dict[str, Any]]:
-    """The records of the best rate, a seed each, in the seeds' order; those that diverged are left out."""
+def by_seed(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> dict[int, dict[str, Any]]:
+    """The records of the best rate, in the seeds' order; those that diverged are left out."""
     rate = best_rate(experiment, results, case, row, size)
-    records = [] if rate is None else [results.get(Trial(case, row, rate, seed, size.key())) for seed in range(size.seeds)]
-    return [record for record in records if record is not None and record["validation"] is not None]
+    records = {} if rate is None else {seed: results.get(Trial(case, row, rate, seed, size.key())) for seed in range(size.seeds)}
+    return {seed: record for seed, record in records.items() if record is not None and record["validation"] is not None}
+
+
+def chosen(experiment: Experiment, results: Results, case: str, row: str, size: Size) -> list[dict[str, Any]]:
+    """`by_seed`'s records."""
+    return list(by_seed(experiment, results, case, row, size).values())
 
 
 # Student's t at 97.5% for 1, 2, .. degrees of freedom.

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from tools.papers.experiment import Claim, Experiment, Size
-from tools.papers.network import Last, Network, Tokens, model_of
+from tools.papers.network import Last, Network, Positions, model_of
 from tools.papers.training import Examples, Problem, classification
 
 LARGEST = 2
@@ -55,7 +55,7 @@ def problem(case: str, row: str, size: Size, seed: int) -> Problem:
     made = [examples(count, length, generator) for count in (size.train, size.test, size.test)]
     torch.manual_seed(seed)
     model = model_of(size, {**ROWS[row], "rope": False, "mlp": "none" if kind == ATTENTION else "swiglu"})
-    inputs = Tokens(LARGEST * length + 1, size.width, length + 1, size.init_std)
+    inputs = Positions(nn.Embedding(LARGEST * length + 1, size.width), length + 1, size.width, sines=size.init_std)
     head = nn.Sequential(Last(size.width), nn.Linear(size.width, length + 1))
     return classification(Network(model, inputs, head), *made)
 
@@ -69,7 +69,7 @@ def most_frequent(case: str, size: Size) -> float:
 
 QUICK = Size(
     cases(10, 20)[:3],
-    ("MHA", "MHA2nd1st"),
+    ("MHA", "MHA2nd1st", "Att2nd1st"),
     steps=800,
     batch=64,
     rates=(3e-3, 1e-2),

@@ -97,17 +97,26 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
-class Tokens(nn.Module):
-    """An embedding of tokens, with the positions' sinusoids added where a length is given, at a size beside that of the embedding."""
+class Positions(nn.Module):
+    """What ``inner`` makes of the inputs, [b, s, D], before ``extra`` learned tokens, with a vector for every place added.
 
-    positions: Tensor | None
+    The vectors are learned; sines of a size are the positions' sinusoids, at that size.
+    """
 
-    def __init__(self, entries: int, width: int, length: int = 0, size: float = 1.0) -> None:
+    places: Tensor
+
+    def __init__(self, inner: nn.Module, length: int, width: int, extra: int = 0, sines: float = 0.0) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(entries, width)
-        self.register_buffer("positions", size * sinusoids(length, width) if length else None, persistent=False)
+        self.inner = inner
+        self.extra = nn.Parameter(torch.empty(extra, width)) if extra else None
+        if sines:
+            self.register_buffer("places", sines * sinusoids(length + extra, width), persistent=False)
+        else:
+            self.places = nn.Parameter(torch.empty(length + extra, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s] int64 -> [b, s, D]."""
-        made: Tensor = self.embedding(x)
-        return made if self.positions is None else made + self.positions[: x.shape[1]]
+        """-> [b, s + extra, D]."""
+        made: Tensor = self.inner(x)
+        if self.extra is not None:
+            made = torch.cat((made, self.extra.expand(len(made), -1, -1)), 1)
+        return made + self.places

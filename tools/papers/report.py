@@ -16,10 +16,10 @@ from typing import Any
 from fem_common.cli import Parser
 from fem_common.errors import UserError, files_told
 from fem_common.files import make_folder, write_whole
-from fem_common.plot import COLOURS, QUIET, new_figure, plain_axes, png
+from fem_common.plot import COLOURS, QUIET, colour_of, new_figure, plain_axes, png
 from fem_common.text import count, counted
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
-from tools.papers.experiment import Claim, Experiment, Results, Size, chosen, interval, line_of, read_results
+from tools.papers.experiment import Claim, Experiment, Results, Size, by_seed, chosen, gather, interval, line_of, read_results
 
 TITLE = "# The papers' experiments"
 ABOUT = (
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Write the page: 0. Raises UserError where there is no result, ConfigError, StorageError."""
     with files_told():
-        found = gather(arguments.runs, arguments.out)
+        found = found_results(arguments.runs, arguments.out)
         if not found:
             raise UserError(
                 f"no results in {arguments.runs} or {arguments.out / 'papers'}: python -m tools.papers run argmax --quick makes some"
@@ -51,18 +51,20 @@ def main(arguments: argparse.Namespace) -> int:
             experiment, size = experiment_of(name), experiment_of(name).sizes[kind]
             write_whole(arguments.out / "papers" / f"{name}-{kind}.jsonl", "".join(line_of(*item) for item in results.items()))
             write_whole(arguments.out / "papers" / f"{name}-{kind}.png", png(picture(experiment, size, results)))
+            if experiment.curves:
+                write_whole(arguments.out / "papers" / f"{name}-{kind}-iterations.png", png(iterations(experiment, size, results)))
             parts.append(section(experiment, kind, size, results))
         write_whole(arguments.out / "papers.md", "\n\n".join(parts) + "\n")
     print(f"wrote {arguments.out / 'papers.md'}: {', '.join(f'{name} ({kind})' for name, kind in found)}")
     return 0
 
 
-def gather(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
+def found_results(runs: Path, out: Path) -> dict[tuple[str, str], Results]:
     """(experiment, size) -> its trials of the present sizes, from the page's folder and from the runs, in a fixed order."""
     found = {}
     for name in NAMES:
         for kind, size in experiment_of(name).sizes.items():
-            both = read_results(out / "papers" / f"{name}-{kind}.jsonl") | read_results(runs / f"{name}-{kind}" / "results.jsonl")
+            both = read_results(out / "papers" / f"{name}-{kind}.jsonl") | gather(runs / f"{name}-{kind}")
             rows, cases = list(experiment_of(name).rows), list(experiment_of(name).cases)
             kept = {
                 trial: record for trial, record in both.items() if trial.size == size.key() and trial.case in cases and trial.row in rows
@@ -87,10 +89,11 @@ def section(experiment: Experiment, kind: str, size: Size, results: Results) -> 
     sizes = f"{size.steps:,} steps of {size.batch}, width {size.width}, {counted(size.layers, 'layer')}, rates {rates}"
     made = f"{kind} form: {sizes}; {len(results)} trials, {seconds / 60:.0f} minutes of one core in all."
     tables = [table(experiment, size, results, experiment.metric)]
-    if experiment.also:
-        tables.append(wrapped(f"The same, {experiment.also}:"))
-        tables.append(table(experiment, size, results, experiment.also))
+    for name, said in experiment.also.items():
+        tables += [wrapped(said), table(experiment, size, results, name)]
     shown = f"![{experiment.title}](papers/{experiment.name}-{kind}.png)"
+    if experiment.curves:
+        shown += f"\n![By iteration; training ends half-way](papers/{experiment.name}-{kind}-iterations.png)"
     return "\n\n".join(
         [
             f"## {experiment.title}",
@@ -115,7 +118,7 @@ def table(experiment: Experiment, size: Size, results: Results, metric: str) -> 
             published = experiment.published.get((case, row)) if metric == experiment.metric else None
             cells.append(cell(values, published))
         lines.append(cells)
-    if experiment.chance is not None:
+    if experiment.chance is not None and metric == experiment.metric:
         lines.append(["guessing", "", *(f"{experiment.scale * experiment.chance(case, size):.3g}" for case in cases)])
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
@@ -148,12 +151,11 @@ def orders(experiment: Experiment, size: Size, results: Results) -> list[str]:
 
 def verdict(experiment: Experiment, size: Size, results: Results, claim: Claim, case: str) -> str | None:
     """One of VERDICTS, by the differences of the seeds that both rows have; None where they have fewer than two."""
-    above, below = (
-        [record[experiment.metric] for record in chosen(experiment, results, case, row, size)] for row in (claim.above, claim.below)
-    )
-    if min(len(above), len(below)) < 2 or len(above) != len(below):
+    above, below = (by_seed(experiment, results, case, row, size) for row in (claim.above, claim.below))
+    both = [(above[seed][experiment.metric], below[seed][experiment.metric]) for seed in above if seed in below]
+    if len(both) < 2:
         return None
-    mean, half = interval((low - high if experiment.falls else high - low) for high, low in zip(above, below, strict=True))
+    mean, half = interval((low - high if experiment.falls else high - low) for high, low in both)
     return VERDICTS[(0 if mean > half else 1) if mean > 0 else (3 if -mean > half else 2)]
 
 
@@ -179,4 +181,22 @@ def picture(experiment: Experiment, size: Size, results: Results) -> Any:
         axes.tick_params(labelsize=7)
     panels[0].set_yticks(range(len(rows)), rows)
     panels[0].invert_yaxis()
+    return figure
+
+
+def iterations(experiment: Experiment, size: Size, results: Results) -> Any:
+    """A panel a curve, of the first case: the rows' means over seeds by iteration, and where training ends."""
+    figure = new_figure((2.6 * len(experiment.curves), 2.4))
+    panels = figure.subplots(1, len(experiment.curves), squeeze=False)[0]
+    for (name, said), axes in zip(experiment.curves.items(), panels, strict=True):
+        kept = {row: chosen(experiment, results, size.cases[0], row, size) for row in experiment.rows}
+        lines = {row: [record[name] for record in records] for row, records in kept.items() if records and name in records[0]}
+        for number, (row, found) in enumerate(lines.items()):
+            means = [sum(values) / len(values) for values in zip(*found, strict=True)]
+            axes.plot(range(len(means)), means, label=row, markersize=2, linewidth=1, **colour_of(number))
+            axes.axvline(len(means) / 2, color=QUIET, linewidth=0.8, linestyle=":")
+        plain_axes(axes, "iteration", grid="y")
+        axes.set_title(said, fontsize=8)
+        axes.tick_params(labelsize=7)
+    panels[0].legend(fontsize=6, frameon=False)
     return figure

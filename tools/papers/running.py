@@ -1,22 +1,25 @@
 """``run``: one experiment's trials, those that have no result yet, into a file of JSON lines.
 
-    run NAME [--quick] [--rows A,B --cases A,B --seeds N] [--workers N]
+    run NAME [--quick] [--mixers A,B --cases A,B --seeds N] [--workers N]
+    python -m launch submit --cluster PROFILE --tasks 16 -- tools.papers run NAME
 
 Every row is tried with the same rates and the first seed; the rate that is best on validation data is taken for the other seeds. A trial's
 line is written when it ends, so the same command goes on where an interrupted one was. --quick: sizes that two cores train in minutes;
-without it the paper's sizes, which want a GPU.
+without it the paper's sizes, which want a GPU. A task of an array does its share of the rows' cases, into a file of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data_prep.verbs.run import Task, task_of
 from fem_common.cli import Parser
 from fem_common.errors import UserError, files_told
 from fem_common.exits import Exit
@@ -24,14 +27,14 @@ from fem_common.files import locked, make_folder
 from fem_common.progress import Progress
 from fem_common.text import counted, did_you_mean, duration
 from tools.papers.catalogue import NAMES, RUNS, experiment_of
-from tools.papers.experiment import Experiment, Results, Size, Trial, best_rate, chosen, interval, line_of, read_results
+from tools.papers.experiment import Experiment, Results, Size, Trial, best_rate, chosen, gather, interval, line_of
 
 
 def add_arguments(parser: Parser) -> None:
     """The verb's command line."""
     parser.add_argument("name", metavar="NAME", help=f"an experiment: {', '.join(NAMES)}")
     parser.add_argument("--quick", action="store_true", help="sizes that two cores train in minutes")
-    parser.add_argument("--rows", metavar="A,B", help="these rows alone")
+    parser.add_argument("--mixers", metavar="A,B", help="these rows alone, as the tables name them")
     parser.add_argument("--cases", metavar="A,B", help="these cases alone")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds a row")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="trials at a time, a thread each (default: %(default)s)")
@@ -44,16 +47,18 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError("--workers and --seeds: 1 or more")
     experiment, kind = experiment_of(arguments.name), "quick" if arguments.quick else "full"
     size = experiment.sizes[kind]
-    rows = picked("--rows", arguments.rows, tuple(experiment.rows)) or size.rows
+    rows = picked("--mixers", arguments.mixers, tuple(experiment.rows)) or size.rows
     cases = picked("--cases", arguments.cases, experiment.cases) or size.cases
     size = replace(size, rows=rows, cases=cases, seeds=arguments.seeds or size.seeds)
+    task = task_of(None, None, os.environ)
+    name = f"results-{task.index:04}" if task else "results"
     with files_told():
         folder = arguments.runs / f"{experiment.name}-{kind}"
         make_folder(folder)
-        with locked(folder / "lock", f"{folder}: another process runs this experiment"):
-            results = run(experiment, kind, size, folder / "results.jsonl", arguments.workers)
+        with locked(folder / f"{name}.lock", f"{folder}: another process runs this experiment"):
+            results = run(experiment, kind, size, folder / f"{name}.jsonl", arguments.workers, task)
     print(*summary(experiment, results, size), sep="\n")
-    print(f"results: {folder / 'results.jsonl'}; python -m tools.papers report writes the page")
+    print(f"results: {folder / f'{name}.jsonl'}; python -m tools.papers report writes the page")
     return Exit.DONE
 
 
@@ -68,12 +73,13 @@ def picked(option: str, given: str | None, known: Sequence[str]) -> tuple[str, .
     return tuple(name for name in known if name in found)
 
 
-def run(experiment: Experiment, kind: str, size: Size, file: Path, workers: int) -> Results:
-    """Train what is missing, rates with the first seed before the other seeds; all results."""
-    results = read_results(file)
+def run(experiment: Experiment, kind: str, size: Size, file: Path, workers: int, task: Task | None = None) -> Results:
+    """Train what is missing in the file's folder, rates with the first seed before the other seeds; all results. ``task``: its share."""
+    results = gather(file.parent)
     mend(file)
-    key, total = size.key(), len(size.cases) * len(size.rows) * (len(size.rates) + size.seeds - 1)
     pairs = [(case, row) for case in size.cases for row in size.rows]
+    pairs = pairs[task.index :: task.tasks] if task else pairs
+    key, total = size.key(), len(pairs) * (len(size.rates) + size.seeds - 1)
 
     def missing(case: str, row: str) -> list[Trial]:
         rate = best_rate(experiment, results, case, row, size)
@@ -157,7 +163,8 @@ def summary(experiment: Experiment, results: Results, size: Size) -> list[str]:
         for row in size.rows:
             records = chosen(experiment, results, case, row, size)
             if not records:
-                lines.append(f"{case}: {row}: diverged at every rate")
+                tried = best_rate(experiment, results, case, row, size) is not None
+                lines += [f"{case}: {row}: diverged at every rate"] if tried else []
                 continue
             mean, half = interval([experiment.scale * record[experiment.metric] for record in records])
             rate = best_rate(experiment, results, case, row, size)

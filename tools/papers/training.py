@@ -26,7 +26,7 @@ IGNORED = -100
 class Problem:
     """What is trained, and on what. loss, scores: (output, inputs, targets) -> the loss; names -> the sum over examples, and a count.
 
-    score: the name that validation goes by. root: a score is the root of the mean.
+    score: the name that validation goes by. root: a score is the root of the mean. after: what else is measured of the trained network.
     """
 
     network: nn.Module
@@ -37,6 +37,7 @@ class Problem:
     scores: Callable[[Tensor, Tensor, Tensor], dict[str, tuple[Tensor, int]]]
     score: str
     root: bool = False
+    after: Callable[[], dict[str, Any]] = dict
 
 
 def classification(network: nn.Module, train: Examples, validation: Examples, test: Examples) -> Problem:
@@ -95,7 +96,7 @@ def train(problem: Problem, size: Size, rate: float, seed: int, tick: Callable[[
     record |= {f"train_{name}": value for name, value in measure(problem, few).items()}
     record |= measure(problem, problem.test)
     record["validation"] = measure(problem, problem.validation)[problem.score]
-    return record | {"seconds": round(time.monotonic() - began, 1)}
+    return record | problem.after() | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def schedule(step: int, size: Size) -> float:

@@ -13,6 +13,7 @@ from fem_common.errors import ConfigError
 from pretrain.checkpoint.folder import newest_good
 from pretrain.config import RunConfig, load_run
 from pretrain.report.progress_file import read_progress
+from pretrain.run_directory import read_fork
 from pretrain.schedule import Schedule
 
 
@@ -78,6 +79,11 @@ def read_run(run_dir: Path) -> RunRecord:
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: no run has begun there (no config.yaml)")
     config = load_run(run_dir / "config.yaml")
+    if config.stages:
+        raise ConfigError(f"{run_dir} is a run of stages, whose samples are not told yet")
+    fork = read_fork(run_dir)
+    if fork and fork["order_begin"]:
+        raise ConfigError(f"{run_dir} is a fork with other data than its parent's, whose samples are not told yet")
     schedule, length = Schedule.of(config), config.data.seq_length
     points, batches = dict[int, int](), {schedule.batch_samples}
     order, key = schedule.total_samples, None

@@ -6,13 +6,15 @@ import torch
 
 from fem_megatron.diagnostics import Quantities, Sample, entropy, wide
 from fem_megatron.mixers.attention.layer import Attention
+from fem_megatron.update import rms_norm
 from kernels.pairs import allowed_pairs
 
 
 def observe(layer: Attention, sample: Sample) -> Quantities:
     """Entropy of softmax(q k^T / sqrt(d))."""
     shape = layer.shape
-    q, k, _ = layer.project(sample.x, sample.context)
+    h = rms_norm(sample.x, layer.norm.weight, shape.norm_eps)
+    q, k, _ = layer.project(layer.parallel.enter(h), sample.context)
     q, k = (wide(t).permute(1, 2, 0, 3) for t in (q, k.repeat_interleave(shape.heads // shape.groups, dim=2)))
     scores = q @ k.mT * shape.head**-0.5
     seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, rms_norm, rotate
+from fem_megatron.update import Update, head_norms, normed, rotate
 from kernels.fem_attention import fem_attention
 from kernels.fem_attention.reference import repeat_heads
 
@@ -29,7 +29,8 @@ class Attention(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self.project(x, context)
+        x, h = normed(x, self.norm.weight, self.shape.norm_eps)
+        q, k, v = self.project(self.parallel.enter(h), context)
         if self.shape.window is not None:
             context = context.without_gap(q.shape[0])
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
@@ -53,12 +54,13 @@ class Attention(Update):
 
         return context.apart(read, q, k, v)
 
-    def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """q [s, b, local heads, d], k and v [s, b, local groups, d] of the slice x, q and k turned to their positions."""
+    def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q [s, b, local heads, d], k and v [s, b, local groups, d] of the normed tokens h, q and k normed and turned as asked."""
         shape, each = self.shape, self.shape.heads // self.shape.groups
-        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
         packed = self.in_proj(h).unflatten(-1, (-1, each + 2, shape.head))
         q, k, v = (t.flatten(2, 3) for t in packed.split([each, 1, 1], dim=3))
+        if shape.qk_norm:
+            q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
         if shape.rope:
             q, k = (rotate(t, context, shape.rope_base, self.parallel, shape.scaling) for t in (q, k))
         return q, k, v

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, head_width, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -69,6 +69,7 @@ class AttentionShape(Shape):
     window: int | None = None
     scaling: RopeScaling | None = None
     scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionShape:
@@ -80,7 +81,7 @@ class AttentionShape(Shape):
         if switches.sliding_window is not None and not model.causal:
             raise ValueError("model.attention.sliding_window looks back from a token, and model.causal=false sees all; set it to null")
         sizes = (model.hidden_size, heads, groups, head, model.rope, model.rope_base, model.norm_eps)
-        return cls(*sizes, switches.qkv_bias, switches.sliding_window, _scaling(model), score_scale(model, head))
+        return cls(*sizes, switches.qkv_bias, switches.sliding_window, _scaling(model), score_scale(model, head), model.qk_norm)
 
     @property
     def group_width(self) -> int:
@@ -88,12 +89,13 @@ class AttentionShape(Shape):
         return (self.heads // self.groups + 2) * self.head
 
     def weights(self) -> Weights:
-        """norm, in_proj (group-major: the group's queries, k, v), its bias where there is one, out_proj."""
+        """norm, in_proj (group-major: the group's queries, k, v), its bias where there is one, the norms of q and k likewise, out_proj."""
         rows = self.groups * self.group_width
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((rows, self.hidden), split=0),
+            "in_proj.weight": Weight((rows, self.hidden), split=0, maps=(self.head,)),
             **({"in_proj.bias": Weight((rows,), split=0, init=0.0)} if self.bias else {}),
+            **qk_norms(self.head, self.qk_norm),
             "out_proj.weight": Weight((self.hidden, self.heads * self.head), split=1),
         }
 
@@ -121,7 +123,7 @@ class AttentionShape(Shape):
         return {"model.num_attention_heads": self.heads, "model.num_query_groups": self.groups}
 
     def reads(self) -> set[str]:
-        return {"num_query_groups", "attention"}
+        return {"num_query_groups", "attention", "qk_norm"}
 
     def rotary_size(self) -> int:
         return self.head if self.rope else 0
@@ -141,7 +143,10 @@ class AttentionShape(Shape):
             shared *= near if self.groups < self.heads else 1
             blockwise = far * query + 2 * query * blocks * (block + self.window) / length  # copies: each block's q, its window's k and v
             read = (near + far) * query
-        return {
+        normed = {"qk_norm": qk_norms_keep(training, self.head, self.heads + self.groups) / t} if self.qk_norm else {}
+        if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):  # k in the packed product, and a copy of q
+            normed["qk_norm"] += e * (self.groups * self.group_width / t + query)
+        return normed | {
             "projection": e * self.hidden,
             "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
             "attention": e * (query + read + shared + blockwise) + WIDE * self.heads / t,

@@ -56,8 +56,8 @@ def preconditioner_weights(switches: CemConfig, groups: int, hidden: int, rank: 
     scaling_p, scaling_u = (ROOT, FIXED) if split is None else (Scaling(0.0, -1.0), ROOT)
     weights = {"precondition.p": Weight((groups * hidden,), split=split, init=hidden**-0.5, mup=scaling_p)}
     if switches.preconditioner == "low_rank":
-        weights["precondition.u"] = Weight((groups, hidden, rank), split=split, init=Normal(LOW_RANK_STD), mup=scaling_u)
-        weights["precondition.v"] = Weight((groups, hidden, rank), split=split, init=0.0, mup=OUTPUT)
+        weights["precondition.u"] = Weight((groups, hidden, rank), split=split, init=Normal(LOW_RANK_STD), mup=scaling_u, maps=None)
+        weights["precondition.v"] = Weight((groups, hidden, rank), split=split, init=0.0, mup=OUTPUT, maps=None)
     return weights
 
 
@@ -119,8 +119,8 @@ class CemAttentionShape(Shape):
         hidden = self.hidden
         weights = {
             "norm.weight": Weight((hidden,), init=1.0, per_token=True),
-            "query.weight": Weight((hidden, hidden), split=0, bare=True),
-            "key.weight": Weight((hidden, hidden), split=0),
+            "query.weight": Weight((hidden, hidden), split=0, bare=True, maps=(self.head,)),
+            "key.weight": Weight((hidden, hidden), split=0, maps=(self.head,)),
             "self_bias": Weight((1,), init=0.0),
             "cross_bias": Weight((1,), init=0.0),
         }

@@ -10,7 +10,7 @@ from fem_megatron.mixers.delta.shape import CHUNK, DeltaShape
 from fem_megatron.mixers.recurrent import short_convolution, time_steps
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, rms_norm
+from fem_megatron.update import Update, normed, rms_norm
 from kernels.gated_delta_rule import gated_delta_rule
 
 UNIT_EPS = 1e-6
@@ -31,7 +31,8 @@ class DeltaNet(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape = self.shape
-        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
+        x, h = normed(x, self.norm.weight, shape.norm_eps)
+        h = self.parallel.enter(h)
         heads = self.in_proj(h).unflatten(-1, (self.local_heads, shape.head_width))
         mixed, gate = heads.split([shape.mixed_width, shape.head_width - shape.mixed_width], dim=-1)
         mixed = short_convolution(mixed.flatten(2), self.conv, None, context, "conv").unflatten(-1, (self.local_heads, -1))

@@ -64,6 +64,12 @@ class DeltaShape(Shape):
         return cls(hidden, heads, key // heads, value // heads, delta.conv_size, gated, delta.negative_eigenvalues, model.norm_eps)
 
     @property
+    def slices(self) -> dict[str, int]:
+        """Rows that a head owns in the packed projection, in order."""
+        gate = {"gate": self.value_head} if self.gated else {}
+        return {"q": self.key_head, "k": self.key_head, "v": self.value_head, **gate}
+
+    @property
     def mixed_width(self) -> int:
         """Channels of a head that the convolution mixes: q, k, v."""
         return 2 * self.key_head + self.value_head
@@ -77,9 +83,9 @@ class DeltaShape(Shape):
         """norm, in_proj and rates (beta; the decay's step), both head-major, conv, the decay's offsets, head_norm, out_proj."""
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0),
-            "rates.weight": Weight((self.heads * (1 + self.gated), self.hidden), split=0),
-            "conv": Weight((self.heads * self.mixed_width, self.conv), split=0, init=conv_init(self.conv), mup=FIXED),
+            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0, maps=tuple(self.slices.values())),
+            "rates.weight": Weight((self.heads * (1 + self.gated), self.hidden), split=0, maps=None),
+            "conv": Weight((self.heads * self.mixed_width, self.conv), split=0, init=conv_init(self.conv), mup=FIXED, maps=None),
         }
         if self.gated:
             weights |= {name: Weight((self.heads,), split=0, init=0.0) for name in ("log_rate", "step_bias")}
@@ -109,8 +115,7 @@ class DeltaShape(Shape):
         return {"the delta rule's heads, model.delta.heads": self.heads}
 
     def packing(self) -> dict[str, Packing]:
-        gate = {"gate": self.value_head} if self.gated else {}
-        return {"in_proj.weight": Packing(self.heads, {"q": self.key_head, "k": self.key_head, "v": self.value_head, **gate})}
+        return {"in_proj.weight": Packing(self.heads, self.slices)}
 
     def summary(self) -> str:
         return f"d_k {self.key_head}, d_v {self.value_head}"

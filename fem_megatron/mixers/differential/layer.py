@@ -8,7 +8,7 @@ from torch import Tensor
 from fem_megatron.mixers.differential.shape import DifferentialShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, rms_norm, rotate
+from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate
 from kernels.fem_attention import fem_attention
 
 
@@ -25,9 +25,12 @@ class DifferentialAttention(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape, d = self.shape, self.shape.head
-        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
+        x, h = normed(x, self.norm.weight, shape.norm_eps)
+        h = self.parallel.enter(h)
         q, k, v = self.in_proj(h).unflatten(-1, (-1, shape.head_width)).split([2 * d, 2 * d, 2 * d], dim=-1)
         q, k = (t.unflatten(-1, (2, d)).flatten(2, 3) for t in (q, k))
+        if shape.qk_norm:
+            q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
         if shape.rope:
             q, k = (rotate(t, context, shape.rope_base, self.parallel) for t in (q, k))
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, Normal, Packing, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -33,6 +33,7 @@ class DifferentialShape(Shape):
     rope_base: float
     norm_eps: float
     scale: float | None = None  # of the scores; None: 1 / sqrt(head)
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, layer: int) -> DifferentialShape:
@@ -43,7 +44,8 @@ class DifferentialShape(Shape):
                 f"model.num_attention_heads={heads}: differential heads have two queries, and {2 * heads} do not divide {hidden}"
             )
         head = hidden // (2 * heads)
-        return cls(hidden, heads, head, lambda_init(layer), model.rope, model.rope_base, model.norm_eps, score_scale(model, head))
+        sizes = (hidden, heads, head, lambda_init(layer), model.rope, model.rope_base, model.norm_eps)
+        return cls(*sizes, score_scale(model, head), model.qk_norm)
 
     @property
     def head_width(self) -> int:
@@ -51,11 +53,12 @@ class DifferentialShape(Shape):
         return 6 * self.head
 
     def weights(self) -> Weights:
-        """norm, in_proj (head-major), lam (rows lambda_q1, lambda_k1, lambda_q2, lambda_k2), head_norm, out_proj."""
+        """norm, in_proj (head-major), lam (rows lambda_q1, lambda_k1, lambda_q2, lambda_k2), q's and k's norms, head_norm, out_proj."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0),
+            "in_proj.weight": Weight((self.heads * self.head_width, self.hidden), split=0, maps=(*[self.head] * 4, 2 * self.head)),
             "lam": Weight((4, self.head), init=Normal(LAMBDA_STD), mup=FIXED, vectors=True),
+            **qk_norms(self.head, self.qk_norm),
             "head_norm.weight": Weight((2 * self.head,), init=1.0),
             "out_proj.weight": Weight((self.hidden, 2 * self.heads * self.head), split=1),
         }
@@ -69,11 +72,18 @@ class DifferentialShape(Shape):
         """Both keys and the value."""
         return length * self.heads * 4 * self.head * element
 
+    def kept_bytes(self, training: Training) -> dict[str, float]:
+        """An estimate, and what norms of q and k add."""
+        return training.estimate(self.hidden, self.kept, qk_norms_keep(training, self.head, 4 * self.heads) if self.qk_norm else 0.0)
+
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
     def rotary_size(self) -> int:
         return self.head if self.rope else 0
+
+    def reads(self) -> set[str]:
+        return {"qk_norm"}
 
     def product_scores(self) -> bool:
         return True

@@ -11,9 +11,10 @@ from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.shape import located
 from fem_megatron.state import Context
-from fem_megatron.update import Layer, Update, layer_norm, rms_norm, rotations
+from fem_megatron.update import Layer, Update, head_norms, layer_norm, rotate, rotations
 from kernels.conditioner_features import conditioner_features
 from kernels.fem_projection import fem_projection
+from kernels.residual_norm import residual_norm
 from kernels.time_decay_scan import time_decay_scan
 
 BETA_OFFSET = 1.8
@@ -39,15 +40,23 @@ class FemMixer(Update):
             self.add_module(name, TimeDecayConditioner(self.shape.norm_eps, self.parallel, backward=name == "tdc_backward"))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return x + self.step(rms_norm(x, self.norm.weight, self.shape.norm_eps), context)
+        one = self.parallel.size == 1 and bool(self.shape.conditioner)  # else the conditioner's norm is of what the ranks gather
+        x, h, u = residual_norm(x, self.norm.weight, self.shape.norm_eps, self.tdc.norm.weight if one else None)
+        return x + self.step(h, context, u)
 
-    def step(self, h: Tensor, context: Context) -> Tensor:
-        """o W_O from the normalised residual stream, both in the stream's slicing."""
+    def step(self, h: Tensor, context: Context, u: Tensor | None = None) -> Tensor:
+        """o W_O from the normalised residual stream, both in the stream's slicing; u: as the causal conditioner reads it, where known."""
         h = self.parallel.enter(h)
         z = self.in_proj(h)
-        conditioners = [self.get_submodule(name)(h, context.within(name)) for name in self.shape.conditioners()]
-        turn = rotations(z, size, context, self.shape.rope_base) if (size := self.shape.rotary_size()) else None
+        conditioners = [
+            self.get_submodule(name)(h, context.within(name), u if name == "tdc" else None) for name in self.shape.conditioners()
+        ]
+        size, normed = self.shape.rotary_size(), self.shape.prior.qk_norm
+        turn = rotations(z, size, context, self.shape.rope_base) if size and not normed else None
         parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
+        if normed:  # between the conditioner's scaling and RoPE, which `fem_projection` does in one pass where nothing comes between
+            q, k = head_norms(self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps)
+            parts |= {name: rotate(t, context, self.shape.rope_base, self.parallel) if size else t for name, t in (("q", q), ("k", k))}
         v, lam, gate = (parts.pop(name).permute(1, 2, 0, 3) if name in parts else None for name in ("v", "lam", "gate"))
         o = self.prior(parts, v, self.inverse_temperature(), lam, gate, context)
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
@@ -77,9 +86,12 @@ class TimeDecayConditioner(Layer):
         super().__init__()
         self.eps, self.parallel, self.backward = eps, parallel, backward
 
-    def forward(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """h [s, b, D], the whole sequence on every rank -> r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c]."""
-        u = layer_norm(h, self.parallel.share(self.norm.weight), self.eps)
+    def forward(self, h: Tensor, context: Context, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """h [s, b, D], the whole sequence on every rank -> r * LayerNorm(s) [s, b, H_c] and W_out [packed / tensor-parallel size, H_c].
+
+        u: the norm of h, where it is known.
+        """
+        u = layer_norm(h, self.parallel.share(self.norm.weight), self.eps) if u is None else u
         a, f, r = self.in_proj(u).unflatten(-1, (-1, 3)).unbind(-1)
         first = context.recall("state")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import KEPT, Weight, Weights, keys_seen
+from fem_megatron.shape import KEPT, Weight, Weights, keys_seen, qk_norms
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -24,6 +24,7 @@ class PriorShape(ABC):
     layer_class: ClassVar[str]
     kept: ClassVar[tuple[float, float]] = KEPT
     product_scores: ClassVar[bool] = False
+    qk_norm: bool = False
     compares: ClassVar[bool] = False
 
     @classmethod
@@ -72,10 +73,18 @@ class SoftmaxShape(PriorShape):
     qk_head: int
     rope: bool
     scale: float | None = None
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, qk_head: int, value_head: int) -> SoftmaxShape:
-        return cls(qk_head, model.rope, score_scale(model, qk_head))
+        return cls(qk_head, model.rope, score_scale(model, qk_head), model.qk_norm)
+
+    def reads(self) -> set[str]:
+        return {"qk_norm"}
+
+    def weights(self, heads: int) -> Weights:
+        """The norms of q and k (qk_norm)."""
+        return qk_norms(self.qk_head, self.qk_norm)
 
     def slices(self) -> dict[str, int]:
         return {"q": self.qk_head, "k": self.qk_head}

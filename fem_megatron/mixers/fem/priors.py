@@ -15,8 +15,9 @@ from fem_megatron.state import Context
 from fem_megatron.update import Layer, product_type, rms_norm
 from kernels.aft_read import aft_read
 from kernels.fem_attention import fem_attention
-from kernels.free_energy import ValueWindow, free_energy_read
-from kernels.linear_attention import linear_attention, log_weights
+from kernels.free_energy import ValueWindow
+from kernels.free_energy.linear import linear_read
+from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
 
 Parts = dict[str, Tensor]
@@ -79,23 +80,8 @@ class ScanPrior(Prior):
         causal: bool,
     ) -> Tensor:
         """The read of whole sequences."""
-        narrow, wide = product_type(v), torch.promote_types(v.dtype, torch.float32)
-        near, far = q.to(narrow), k.to(narrow)
-
-        def read(streams: Tensor) -> Tensor:
-            made, _ = linear_attention(near, far, streams.to(narrow), decay, causal=causal, normalise=True)
-            return made.to(streams.dtype)
-
-        return free_energy_read(
-            v,
-            beta,
-            lam,
-            gate,
-            read,
-            lambda start, stop: log_weights(q.to(wide), k.to(wide), decay, start, stop, causal=causal),
-            terms=q.shape[-1] if decay is not None and decay.dim() == 4 else 1,
-            exact=self.shape.backend == "reference",
-        )
+        q, k = (t.to(product_type(v)) for t in (q, k))
+        return linear_read(q, k, v, decay, beta, lam, gate, causal=causal, exact=self.shape.backend == "reference")
 
     def _decode(
         self,

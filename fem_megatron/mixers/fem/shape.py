@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.fem.prior_shapes import PriorShape, SoftmaxShape
-from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights
+from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -127,7 +127,7 @@ class FemShape(Shape):
         packed = self.heads * self.head_width
         weights = {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((packed, self.hidden), split=0),
+            "in_proj.weight": Weight((packed, self.hidden), split=0, maps=tuple(self.slices.values())),
         }
         weights |= {f"prior.{name}": weight for name, weight in self.prior.weights(self.heads).items()}
         if self.temperature:
@@ -137,7 +137,7 @@ class FemShape(Shape):
                 f"{name}.norm.weight": Weight((self.hidden,), init=1.0),
                 f"{name}.in_proj.weight": Weight((3 * size, self.hidden), split=0),
                 f"{name}.state_norm.weight": Weight((size,), init=1.0),
-                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0, bare=True),
+                f"{name}.out_proj.weight": Weight((packed, size), split=0, init=0.0, bare=True, maps=tuple(self.slices.values())),
             }
         return weights | {"out_proj.weight": Weight((self.hidden, self.value_size), split=1)}
 
@@ -191,6 +191,9 @@ class FemShape(Shape):
             * (e * (self.temperature + self.gate) if cuda else self.temperature * (e + WIDE * narrow) + self.gate * 2 * WIDE),
             "out_proj": e * value if self.free_energy or self.gate or narrow else 0.0,
         }
+        if self.prior.qk_norm:  # a GPU's kernel keeps its arguments, so that what it gives is kept here
+            terms["qk_norm"] = qk_norms_keep(training, qk_head, 2 * self.heads) / t + e * 2 * self.heads * qk_head / t * cuda
+            terms["rope"] = e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0
         if self.conditioner:
             terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
             terms["scaling"] = 0.0 if cuda else e * 2 * packed

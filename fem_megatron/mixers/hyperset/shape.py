@@ -116,11 +116,11 @@ class HyperSetShape(Shape):
         hidden, rank = self.hidden, self.switches.lora_rank
         weights = {}
         for name, rows, norm in (("subspaces", hidden, Weight((self.head,), init=1.0)), ("directions", self.inner, None)):
-            weights[f"{name}.weight"] = Weight((rows, hidden), split=0, bare=True)
+            weights[f"{name}.weight"] = Weight((rows, hidden), split=0, bare=True, maps=(self.head,) if norm else ())
             weights[f"{name}_norm.weight"] = norm or Weight((rows,), split=0, init=1.0)
             if rank:
-                weights[f"{name}_lora.a"] = Weight((self.iterations, rows, rank), split=1, init=Normal(LORA_STD), mup=FIXED)
-                weights[f"{name}_lora.b"] = Weight((self.iterations, rank, hidden), init=Normal(LORA_STD), mup=OUTPUT)
+                weights[f"{name}_lora.a"] = Weight((self.iterations, rows, rank), split=1, init=Normal(LORA_STD), mup=FIXED, maps=None)
+                weights[f"{name}_lora.b"] = Weight((self.iterations, rank, hidden), init=Normal(LORA_STD), mup=OUTPUT, maps=None)
         if self.switches.step_size == "fixed":
             return weights
         shapes: dict[str, tuple[tuple[int, ...], str | float]] = {}

@@ -10,7 +10,7 @@ from fem_megatron.mixers.mamba2.shape import Mamba2Shape
 from fem_megatron.mixers.recurrent import short_convolution, time_steps
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, product_type, rms_norm
+from fem_megatron.update import Update, normed, product_type
 from kernels.linear_attention import linear_attention
 
 RATES = (1.0, 16.0)
@@ -30,7 +30,8 @@ class Mamba2(Update):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         shape, share = self.shape, self.parallel.share
-        h = self.parallel.enter(rms_norm(x, self.norm.weight, shape.norm_eps))
+        x, h = normed(x, self.norm.weight, shape.norm_eps)
+        h = self.parallel.enter(h)
         u, z = self.in_proj(h).unflatten(-1, (self.local_heads, 2 * shape.head)).chunk(2, dim=-1)
         u = short_convolution(u.flatten(2), self.conv, self.conv_bias, context, "conv").unflatten(-1, (self.local_heads, -1))
         bc = linear(h, share(self.bc_proj.weight))

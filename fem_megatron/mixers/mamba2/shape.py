@@ -69,12 +69,12 @@ class Mamba2Shape(Shape):
         per_head = {"log_rate": 0.0, "step_bias": 0.0, "skip": 1.0}
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((2 * self.inner, self.hidden), split=0),
-            "steps.weight": Weight((self.heads, self.hidden), split=0),
-            "bc_proj.weight": Weight((2 * self.state, self.hidden), bare=True, mup=OUTPUT),
-            "conv": Weight((self.inner, self.conv), split=0, init=conv_init(self.conv), mup=FIXED),
+            "in_proj.weight": Weight((2 * self.inner, self.hidden), split=0, maps=(self.head,)),
+            "steps.weight": Weight((self.heads, self.hidden), split=0, maps=None),
+            "bc_proj.weight": Weight((2 * self.state, self.hidden), bare=True, mup=OUTPUT, maps=(self.state,)),
+            "conv": Weight((self.inner, self.conv), split=0, init=conv_init(self.conv), mup=FIXED, maps=None),
             "conv_bias": Weight((self.inner,), split=0, init=0.0),
-            "bc_conv": Weight((2 * self.state, self.conv), init=conv_init(self.conv), mup=FIXED),
+            "bc_conv": Weight((2 * self.state, self.conv), init=conv_init(self.conv), mup=FIXED, maps=None),
             "bc_conv_bias": Weight((2 * self.state,), init=0.0),
             **{name: Weight((self.heads,), split=0, init=start) for name, start in per_head.items()},
             "out_norm.weight": Weight((self.inner,), split=0, init=1.0),

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
-from fem_megatron.update import Update, rms_norm, rotate
+from fem_megatron.update import Update, normed, rms_norm, rotate
 from kernels.pairs import allowed_pairs
 from kernels.second_order_attention import second_order_attention
 from kernels.second_order_attention.reference import energy_linear_attention, free_energy, rotated
@@ -38,8 +38,8 @@ class _EnergyHeads(Update):
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        h = self.parallel.enter(rms_norm(x, self.norm.weight, self.shape.norm_eps))
-        return x + self.parallel.leave(self.step(h, context))
+        x, h = normed(x, self.norm.weight, self.shape.norm_eps)
+        return x + self.parallel.leave(self.step(self.parallel.enter(h), context))
 
     def step(self, z: Tensor, context: Context) -> Tensor:
         """The whole sequence's normed tokens [s, b, D] -> this rank's summand of the step, [s, b, D]."""

@@ -58,7 +58,7 @@ class _Heads(Shape):
         """norm, in_proj (head-major: a head's W_Q, then its W_K), out_proj."""
         return {
             "norm.weight": Weight((self.hidden,), init=1.0, per_token=True),
-            "in_proj.weight": Weight((2 * self.hidden, self.hidden), split=0, bare=True),
+            "in_proj.weight": Weight((2 * self.hidden, self.hidden), split=0, bare=True, maps=(self.head,)),
             "out_proj.weight": Weight((self.hidden, self.hidden), split=1),
         }
 

@@ -35,7 +35,6 @@ from kernels.aft_read.triton.forward import (
     SUM,
     VALUES,
     Launch,
-    built,
     counted,
     dense,
     exponents,
@@ -54,7 +53,7 @@ from kernels.aft_read.triton.forward import (
     valid_stride,
 )
 from kernels.fem_attention.triton.prep import excess
-from kernels.tiles import Build, rows_of, strides_of
+from kernels.tiles import rows_of, strides_of
 
 
 def fused_past(k, v, beta, lam, gate, query, valid, state):
@@ -87,7 +86,8 @@ class _Read(torch.autograd.Function):
 def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
     """(dk, dv, dbeta, dlam, dgate, dquery), None where there is no such input; they lie in memory as [t, b, h, d]."""
     batch, heads, tokens, width = v.shape
-    launch = Launch(*v.shape)
+    # With padding or a query a block of all channels would not fit the registers.
+    launch = Launch(*v.shape, narrow=query is not None or valid is not None)
 
     def like(x):
         made = None if x is None else torch.empty(tokens, batch, heads, width, dtype=x.dtype, device=x.device)
@@ -98,14 +98,15 @@ def _launch_backward(d_o, k, v, beta, centre, lam, gate, query, valid, kept):
     d_beta = None if beta is None else torch.empty(per_program, dtype=torch.float32, device=v.device)
     summary = torch.empty(*per_program[:3], 6, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
     shared = (*strides_of(d_o, k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
+    options = launch.options | {"num_warps": 8}
     if summary is not None:
-        _summary_kernel[launch.grid](
-            d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, *shared,
-            BT=launch.constants["BT"], BC=launch.constants["BC"], **launch.backward_options,
+        _backward_kernel[launch.grid](
+            d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, *(None,) * 6, *shared, SEGMENTS=1,
+            BT=launch.constants["BT"], BC=launch.constants["BC"], **options,
         )  # fmt: skip
     _backward_kernel[launch.grid](
         d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary, dk, dv, d_beta, d_lam, d_gate, d_query, *shared,
-        **launch.constants, **launch.backward_options,
+        **launch.constants, **options,
     )  # fmt: skip
     return dk, dv, None if d_beta is None else d_beta.sum((0, 2)), d_lam, d_gate, d_query
 
@@ -137,65 +138,10 @@ def sources(g, mixed, factor, offset, y, total, joint, beyond, far, beta, BETA: 
 
 
 @triton.jit
-def _summary_kernel(
-    d_o, k, v, beta, centre, lam, gate, query, valid, kept, summary,
-    db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
-    BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    b, h, bh, c, inside = place(heads, width, BC)
-    segment = tl.program_id(1)
-    BETA: tl.constexpr = beta is not None
-    r_a, r_b, r_c, r_h = (
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-    )
-    next_top = tl.full((BC,), -NOTHING, tl.float32)
-    next_joint_top, inverse_temperature, middle = next_top, next_top, next_top
-    if BETA:
-        inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
-        middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
-    end = tl.minimum(segment * each + each, chunks)
-    for back in range(end - segment * each):
-        chunk = end - 1 - back
-        t = chunk * BT + tl.arange(0, BT)
-        there = (t < tokens)[:, None] & inside[None, :]
-        m, s, u, j, i, e = _get_rows(kept + (bh * chunks + chunk) * ROWS * width + c, width, inside)
-        _, _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
-            k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
-        )
-        g = load(d_o, b, h, t, c, db, dh, dt, there)
-        if gate is not None:
-            g *= load(gate, b, h, t, c, gb, gh, gt, there)
-        mixed = load(lam, b, h, t, c, lb, lh, lt, there) if lam is not None else g
-        offset = values / counted(total)
-        y = offset
-        if BETA:
-            _, y = free_energy(offset, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
-        factor = load(query, b, h, t, c, qb, qh, qt, there) if query is not None else tl.full((BT, BC), 1.0, tl.float32)
-        x_a, x_b, x_h, x_c, _ = sources(g, mixed, factor, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None)
-        first = row(top, 0, BT)
-        weight, faded = falling(first[None, :], top), falling(first, next_top)
-        r_a, r_b = tl.sum(weight * x_a, 0) + faded * r_a, tl.sum(weight * x_b, 0) + faded * r_b
-        next_top = first
-        if BETA:
-            r_h = tl.sum(weight * x_h, 0) + faded * r_h
-            first = row(joint_top, 0, BT)
-            r_c = tl.sum(falling(first[None, :], joint_top) * x_c, 0) + falling(first, next_joint_top) * r_c
-            next_joint_top = first
-    put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, next_top, r_a, r_b, next_joint_top, r_c, r_h)
-
-
-@triton.jit
 def _start(summary, bh, c, inside, width, segment, segments, SEGMENTS: tl.constexpr, BC: tl.constexpr):
     """R of A, B, C and H at the first token behind a segment."""
-    r_a, r_b, r_c, r_h = (
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-        tl.zeros((BC,), tl.float32),
-    )
+    r_a = tl.zeros((BC,), tl.float32)
+    r_b, r_c, r_h = r_a, r_a, r_a
     if SEGMENTS > 1:
         which = tl.arange(0, SEGMENTS)
         mask = ((which > segment) & (which < segments))[:, None] & inside[None, :]
@@ -216,12 +162,16 @@ def _backward_kernel(
     db, dh, dt, kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
     SEGMENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Long, because the gradients of all inputs come from one pass over a tile's numbers, which are too many to hand around."""
+    """The gradients in a segment; dk None: its summary, without SEGMENTS.
+
+    Long, because the gradients of all inputs come from one pass over a tile's numbers, which are too many to hand around.
+    """
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
     r_a, r_b, r_c, r_h = _start(summary, bh, c, inside, width, segment, segments, SEGMENTS, BC)
     inverse_temperature, middle, d_beta_sum = r_a, tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
+    first, joint_first = middle, middle
     if BETA:
         inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
         middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
@@ -253,14 +203,15 @@ def _backward_kernel(
             made = mu
             if BETA:
                 made += mixed * gap if lam is not None else gap
-            tl.store(d_gate + at, (g * made).to(d_gate.dtype.element_ty), mask=there)
+            if d_gate is not None:
+                tl.store(d_gate + at, (g * made).to(d_gate.dtype.element_ty), mask=there)
             g *= load(gate, b, h, t, c, gb, gh, gt, there)
-        if lam is not None:
+        if d_lam is not None:
             tl.store(d_lam + at, (g * gap).to(d_lam.dtype.element_ty), mask=there)
         x_a, x_b, x_h, x_c, d_free = sources(
             g, mixed, factor, offset, y, total, joint, beyond, far, inverse_temperature, BETA, lam is not None
         )
-        if query is not None:
+        if d_query is not None:
             d_factor = g * mean
             if BETA:
                 d_factor = g * (1.0 - mixed) * mean if lam is not None else tl.zeros_like(g)
@@ -278,6 +229,8 @@ def _backward_kernel(
             decay, x_a, x_b = tl.associative_scan((fade, x_a, x_b), 0, join_two, reverse=True)
         x_a, x_b = x_a + decay * r_a[None, :], x_b + decay * r_b[None, :]
         r_a, r_b = row(x_a, 0, BT), row(x_b, 0, BT)
+        if dk is None:
+            first, joint_first = row(top, 0, BT), row(joint_top, 0, BT)
         dv_tile, dk_tile = weight * x_a, weight * (centred * x_a - x_b)
         if BETA:
             beyond_one = excess(x)
@@ -296,19 +249,10 @@ def _backward_kernel(
                 own_gap += of_query
             d_beta_sum += tl.sum(centred * x_h + vv * x_c / inverse_temperature[None, :], 0)
             d_beta_sum -= tl.sum(tl.where(there, d_free * own_gap, 0.0), 0) / inverse_temperature
-        tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=there)
-        tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=there)
-    if BETA:
+        if dk is not None:
+            tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=there)
+            tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=there)
+    if dk is None:
+        put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, first, r_a, r_b, joint_first, r_c, r_h)
+    elif BETA:
         tl.store(d_beta + (bh * segments + segment) * width + c, d_beta_sum, mask=inside)
-
-
-def _builds():
-    """As the forward's."""
-    launch = Launch(4, 16, 4096, 64)
-    absent = {"query": None, "valid": None, "d_query": None}
-    for label, more in (("mu and F", {}), ("mu", dict.fromkeys(("beta", "centre", "lam", "d_beta", "d_lam")))):
-        for name, kernel in (("backward summary", _summary_kernel), ("backward", _backward_kernel)):
-            yield built(f"{name}, {label}", kernel, launch.constants | absent | more, launch.backward_options["num_warps"])
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())

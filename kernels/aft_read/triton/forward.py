@@ -1,9 +1,9 @@
 """AFT's read in Triton, forward, and what the backward shares with it: a tile of tokens by channels, its running maxima and sums.
 
-Where one program a channel block would leave the device idle, a summary kernel gives each segment's six rows (maximum, sum and values of
-exp(k), maximum and sum of exp(k + beta v), the excess: exp(k) times exp(x) - 1 - x), plain reductions. The main kernel joins those before
-its segment, goes through its chunks by scans, mixes mu and F, and keeps the rows before each chunk for the backward: 24 / BT bytes a number
-of v. An excess of -1: a value has been too far from c for it, and F - mu comes from the logarithms from there on.
+Where one program a channel block would leave the device idle, a first launch gives each segment's six rows (maximum, sum and values of
+exp(k), maximum and sum of exp(k + beta v), the excess: exp(k) times exp(x) - 1 - x). The second joins those before its segment, goes
+through its chunks by scans, mixes mu and F, and keeps the rows before each chunk for the backward: 24 / BT bytes a number of v. An excess
+of -1: a value has been too far from c for it, and F - mu comes from the logarithms from there on.
 
 A sum of exponentials over the past is kept relative to its running maximum m_t, S_t = sum_{i <= t} exp(z_i - m_t), and moves by
 S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(z_t - m_t): a scan of products at most 1, most of them 1 exactly. m_{t-1} comes from a second load,
@@ -21,7 +21,7 @@ from kernels.fem_attention.triton.epilogue import free_energy_gap
 from kernels.fem_attention.triton.prep import excess
 from kernels.free_energy import SHIFT_BELOW
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build, strides_of
+from kernels.tiles import strides_of
 
 PROGRAMS = 528  # four for each of an H100's multiprocessors
 MOST_SEGMENTS = 64  # their summaries are joined in one block
@@ -41,9 +41,9 @@ NOTHING = tl.constexpr(-1.0e38)
 class Launch:
     """Grid and block sizes for [batch, heads, tokens, width]: one program a block of channels and segment of chunks."""
 
-    def __init__(self, batch, heads, tokens, width):
+    def __init__(self, batch, heads, tokens, width, narrow=False):
         block_t, block_c, programs = (8, 4, 4) if interpreted() else (32, 32, PROGRAMS)
-        block_c = min(block_c, triton.next_power_of_2(width))
+        block_c = min(block_c // 2 if narrow else block_c, triton.next_power_of_2(width))
         self.columns, self.chunks = triton.cdiv(width, block_c), triton.cdiv(tokens, block_t)
         wanted = min(MOST_SEGMENTS, self.chunks, max(1, programs // (batch * heads * self.columns)))
         each = triton.cdiv(self.chunks, wanted)
@@ -52,7 +52,6 @@ class Launch:
         self.sizes = (batch, heads, tokens, width, each, self.segments, self.chunks)
         self.constants = {"SEGMENTS": triton.next_power_of_2(self.segments), "BT": block_t, "BC": block_c}
         self.options = {"num_warps": WARPS, "num_stages": STAGES}
-        self.backward_options = {"num_warps": 2 * WARPS, "num_stages": STAGES}  # which holds twice the numbers
 
 
 @triton.jit
@@ -228,15 +227,14 @@ def launch_forward(k, v, beta, centre, lam, gate, query, valid, state, keep):
     after = torch.empty(batch, heads, 3 if beta is None else 7, width, dtype=torch.float32, device=v.device)
     kept = torch.empty(batch * heads, launch.chunks, 6, width, dtype=torch.float32, device=v.device) if keep else None
     summary = torch.empty(batch * heads, launch.segments, 6, width, dtype=torch.float32, device=v.device) if launch.segments > 1 else None
+    sizes = (*strides_of(k, v, lam, gate, query), *valid_stride(valid), *launch.sizes)
+    blocks = {name: launch.constants[name] for name in ("BT", "BC")}
     if summary is not None:
-        _summary_kernel[launch.grid](
-            k, v, beta, centre, valid, summary, *strides_of(k, v), *valid_stride(valid), *launch.sizes,
-            BT=launch.constants["BT"], BC=launch.constants["BC"], **launch.options,
+        _forward_kernel[launch.grid](
+            k, v, beta, centre, None, None, None, valid, None, summary, None, None, None, *sizes, SEGMENTS=1, **blocks, **launch.options
         )  # fmt: skip
     _forward_kernel[launch.grid](
-        k, v, beta, centre, lam, gate, query, valid, state, summary, o, after, kept,
-        *strides_of(k, v, lam, gate, query), *valid_stride(valid), *launch.sizes,
-        **launch.constants, **launch.options,
+        k, v, beta, centre, lam, gate, query, valid, state, summary, o, after, kept, *sizes, **launch.constants, **launch.options
     )  # fmt: skip
     return o, after, kept
 
@@ -244,40 +242,6 @@ def launch_forward(k, v, beta, centre, lam, gate, query, valid, state, keep):
 def valid_stride(valid):
     """The batch stride of valid [b, t]."""
     return (0,) if valid is None else valid.stride()[:1]
-
-
-@triton.jit
-def _summary_kernel(
-    k, v, beta, centre, valid, summary, kb, kh, kt, vb, vh, vt, wb, batch, heads, tokens, width, each, segments, chunks,
-    BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    b, h, bh, c, inside = place(heads, width, BC)
-    segment = tl.program_id(1)
-    top, total, values = tl.full((BC,), NOTHING, tl.float32), tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    joint_top, joint, beyond, lost = top, total, total, total
-    if beta is not None:
-        inverse_temperature = tl.load(beta + h * width + c, mask=inside, other=1.0)
-        middle = tl.load(centre + bh * width + c, mask=inside, other=0.0)
-    for chunk in range(segment * each, tl.minimum(segment * each + each, chunks)):
-        t = chunk * BT + tl.arange(0, BT)
-        read = readable(valid, wb, b, t, inside, tokens)
-        kk = tl.where(read, load(k, b, h, t, c, kb, kh, kt, read), NOTHING)
-        vv = load(v, b, h, t, c, vb, vh, vt, read)
-        new = tl.maximum(top, tl.max(kk, 0))
-        weight, faded = tl.where(read, tl.exp(kk - new[None, :]), 0.0), falling(top, new)
-        centred = vv
-        if beta is not None:
-            centred, x, far = exponents_from(vv, inverse_temperature, middle, read)
-            beyond = beyond * faded + tl.sum(weight * excess(x), 0)
-            lost += tl.sum(far.to(tl.float32), 0)
-        top, total, values = new, total * faded + tl.sum(weight, 0), values * faded + tl.sum(weight * centred, 0)
-        if beta is not None:
-            z, low = exponents(kk, vv, inverse_temperature, read)
-            new = tl.maximum(joint_top, tl.max(z, 0))
-            joint = joint * falling(joint_top, new) + tl.sum(tl.where(read, tl.exp(z - new[None, :] + low), 0.0), 0)
-            joint_top = new
-    beyond = tl.where(lost > 0.0, -1.0, beyond)
-    put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, top, total, values, joint_top, joint, beyond)
 
 
 @triton.jit
@@ -323,6 +287,7 @@ def _forward_kernel(
     kb, kh, kt, vb, vh, vt, lb, lh, lt, gb, gh, gt, qb, qh, qt, wb, batch, heads, tokens, width, each, segments, chunks,
     SEGMENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """o of a segment, the state behind the last one; o None: the segment's summary, without state and SEGMENTS."""
     b, h, bh, c, inside = place(heads, width, BC)
     segment = tl.program_id(1)
     BETA: tl.constexpr = beta is not None
@@ -339,51 +304,35 @@ def _forward_kernel(
         _, _, _, _, _, _, _, far, top, total, values, joint_top, joint, beyond = tile(
             k, v, inverse_temperature, middle, valid, kb, kh, kt, vb, vh, vt, wb, b, h, t, c, inside, tokens, m, s, u, j, i, e, BETA, BT
         )
-        made = values / counted(total)
-        if BETA:
-            gap, _ = free_energy(made, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
-            made += middle[None, :]
-            if query is not None:
-                factor = load(query, b, h, t, c, qb, qh, qt, there)
-                gap += made * (1.0 - factor) + tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
-                made *= factor
-            made += load(lam, b, h, t, c, lb, lh, lt, there) * gap if lam is not None else gap
-        elif query is not None:
-            made *= load(query, b, h, t, c, qb, qh, qt, there)
-        if gate is not None:
-            made *= load(gate, b, h, t, c, gb, gh, gt, there)
-        tl.store(o + dense(b, h, t, c, batch, heads, width), made.to(o.dtype.element_ty), mask=there)
+        if o is not None:
+            made = values / counted(total)
+            if BETA:
+                gap, _ = free_energy(made, top, total, joint_top, joint, beyond, far, inverse_temperature, middle)
+                made += middle[None, :]
+                if query is not None:
+                    factor = load(query, b, h, t, c, qb, qh, qt, there)
+                    gap += made * (1.0 - factor) + tl.log(tl.where(there, factor, 1.0)) / inverse_temperature[None, :]
+                    made *= factor
+                made += load(lam, b, h, t, c, lb, lh, lt, there) * gap if lam is not None else gap
+            elif query is not None:
+                made *= load(query, b, h, t, c, qb, qh, qt, there)
+            if gate is not None:
+                made *= load(gate, b, h, t, c, gb, gh, gt, there)
+            tl.store(o + dense(b, h, t, c, batch, heads, width), made.to(o.dtype.element_ty), mask=there)
         m, s, u, j, i = (
             row(top, BT - 1, BT), row(total, BT - 1, BT), row(values, BT - 1, BT), row(joint_top, BT - 1, BT), row(joint, BT - 1, BT),
         )  # fmt: skip
         e = row(tl.where(far, -1.0, beyond), BT - 1, BT)
-    at = after + bh * (CENTRE + 1 if BETA else 3) * width + c
-    last = inside & (segment == segments - 1)
-    tl.store(at + MAXIMUM * width, tl.where(s == 0.0, 0.0, m), mask=last)
-    tl.store(at + SUM * width, s, mask=last)
-    tl.store(at + VALUES * width, u + middle * s, mask=last)
-    if BETA:
-        tl.store(at + JOINT_MAXIMUM * width, tl.where(i == 0.0, 0.0, j), mask=last)
-        tl.store(at + JOINT_SUM * width, i, mask=last)
-        tl.store(at + EXCESS * width, e, mask=last)
-        tl.store(at + CENTRE * width, middle, mask=last)
-
-
-def built(label, kernel, given, warps=WARPS):
-    """A kernel's `Build`: bfloat16 slices, float32 sums."""
-    return build(
-        label, kernel, given, warps, STAGES, even="tokens width heads", odd="wb",
-        bf16="k v lam gate o d_o dk dv d_lam d_gate", fp32="beta centre summary after kept d_beta",
-    )  # fmt: skip
-
-
-def _builds():
-    """4096 tokens of 4 x 16 heads of 64 channels, as budget (i) of the 1.3B model has them; with and without the free energy."""
-    launch = Launch(4, 16, 4096, 64)
-    absent = {"query": None, "valid": None, "state": None}
-    for label, more in (("mu and F", {}), ("mu", {"beta": None, "centre": None, "lam": None})):
-        for name, kernel in (("summary", _summary_kernel), ("forward", _forward_kernel)):
-            yield built(f"{name}, {label}", kernel, launch.constants | absent | more)
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())
+    if o is None:
+        put_rows(summary + (bh * segments + segment) * ROWS * width + c, width, inside, m, s, u, j, i, e)
+    else:
+        at = after + bh * (CENTRE + 1 if BETA else 3) * width + c
+        last = inside & (segment == segments - 1)
+        tl.store(at + MAXIMUM * width, tl.where(s == 0.0, 0.0, m), mask=last)
+        tl.store(at + SUM * width, s, mask=last)
+        tl.store(at + VALUES * width, u + middle * s, mask=last)
+        if BETA:
+            tl.store(at + JOINT_MAXIMUM * width, tl.where(i == 0.0, 0.0, j), mask=last)
+            tl.store(at + JOINT_SUM * width, i, mask=last)
+            tl.store(at + EXCESS * width, e, mask=last)
+            tl.store(at + CENTRE * width, middle, mask=last)

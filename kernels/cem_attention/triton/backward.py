@@ -6,9 +6,6 @@ gives what the scores' additive part C gets, summed over the heads that share it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,14 +15,11 @@ from kernels.cem_attention.triton.forward import (
     LOG2_E,
     Part,
     bias_tile,
-    built,
     head_tile,
     pair_scores,
     sizes_of,
-    store_tile,
-    tile_of,
 )
-from kernels.tiles import Build, good_at, of_head
+from kernels.tiles import good_at, load_tile, of_head, store_tile
 
 
 @triton.jit
@@ -58,13 +52,13 @@ def _rows_kernel(
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start, local = tl.program_id(1) * M, tl.arange(0, M)
     there = start + local < rows
-    query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN).to(tl.float32)
+    query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN).to(tl.float32)
     product = tl.sum(
-        query * head_tile(k, batch, head, k_batch, k_head, first + start, keys, local, k_row, WIDTH, PADDED, ALIGN).to(tl.float32), 1
+        query * head_tile(k, batch, head, k_batch, k_head, k_row, first + start, keys, M, WIDTH, PADDED, ALIGN).to(tl.float32), 1
     )
-    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN).to(tl.float32)
+    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN).to(tl.float32)
     row_term = tl.sum(
-        grad * head_tile(out, batch, head, out_batch, out_head, start, rows, local, out_row, WIDTH, PADDED, ALIGN).to(tl.float32), 1
+        grad * head_tile(out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN).to(tl.float32), 1
     )
     if bias is not None:
         at = bias + batch * bias_batch + head * bias_head + (tl.cast(start, tl.int64) + local) * bias_row + first + start + local
@@ -73,31 +67,6 @@ def _rows_kernel(
     weight = tl.exp2(product * scale + tl.load(alone) * LOG2_E - tl.load(lse + row, mask=there, other=float("inf")))
     tl.store(row_terms + row, row_term, mask=there)
     tl.store(p_own + row, weight, mask=there)
-
-
-@triton.jit
-def _dq_tile(
-    dq, missing, d_own, query, grad, k, k_row, start, keys, bias, bias_row, rows, own, own_valid, valid, lse, row_term,
-    slope, alone, scale, edge,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys into dq / scale [M, PADDED] and, [M] each, the sums over j of the gradients of a_ij, and that of a_ii."""
-    local = tl.arange(0, N)
-    key = start + local
-    key_tile = tile_of(k, start, keys, local, k_row, WIDTH, PADDED, ALIGN)
-    added = None
-    if bias is not None:
-        added = bias_tile(bias, bias_row, tl.arange(0, own.shape[0])[:, None], rows, key[None, :], keys)
-    key_valid = good_at(valid, key[None, :], keys)
-    position = key.to(tl.float32)[None, :]
-    _, d_scores = _weights(
-        query, key_tile, grad, key_tile, added, None, own[:, None], position, keys, slope, alone, scale, own_valid, key_valid,
-        lse[:, None], row_term[:, None], edge, CAUSAL,
-    )  # fmt: skip
-    missing += tl.sum(d_scores, 1)
-    if edge:
-        d_own += tl.sum(tl.where(own[:, None] == position, d_scores, 0.0), 1)
-    return tl.dot(d_scores.to(key_tile.dtype), key_tile, dq, input_precision="ieee"), missing, d_own
 
 
 @triton.jit
@@ -120,15 +89,15 @@ def _dq_kernel(
     position = first + start + local
     own = position.to(tl.float32)
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
-    query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
-    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN)
+    query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN)
+    grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN)
     row, there = batch * lse_batch + head * lse_head + start + local, start + local < rows
     row_lse = tl.load(lse + row, mask=there, other=float("inf"))
     row_term = tl.load(row_terms + row, mask=there, other=0.0)
-    k_base = k + tl.multiple_of(batch * k_batch + head * k_head, ALIGN)
-    bias_base = of_head(bias, batch, head, bias_batch, bias_head, tl.cast(start, tl.int64), bias_row)
-    valid_base = of_head(valid, batch, 0, valid_batch, 0)
-    own_valid = good_at(valid_base, position[:, None], keys)
+    k = of_head(k, batch, head, k_batch, k_head, 0, 0, ALIGN)
+    bias = of_head(bias, batch, head, bias_batch, bias_head, tl.cast(start, tl.int64), bias_row)
+    valid = of_head(valid, batch, 0, valid_batch, 0)
+    own_valid = good_at(valid, position[:, None], keys)
     total = tl.zeros([M, PADDED], tl.float32)
     missing = tl.zeros([M], tl.float32)
     d_own = tl.zeros([M], tl.float32)
@@ -139,44 +108,29 @@ def _dq_kernel(
         common = first + start
     tl.assume(end > 0)
     for n in tl.range(0, end, N, num_stages=STAGES):
-        total, missing, d_own = _dq_tile(
-            total, missing, d_own, query, grad, k_base, k_row, n, keys, bias_base, bias_row, rows - start, own, own_valid,
-            valid_base, row_lse, row_term, slope, own_bias, scale, n + N > common, WIDTH, PADDED, N, CAUSAL, ALIGN,
+        key = n + tl.arange(0, N)
+        key_tile = head_tile(k, 0, 0, 0, 0, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
+        added = None
+        if bias is not None:
+            added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
+        at, edge = key.to(tl.float32)[None, :], n + N > common
+        _, d_scores = _weights(
+            query, key_tile, grad, key_tile, added, None, own[:, None], at, keys, slope, own_bias, scale, own_valid,
+            good_at(valid, key[None, :], keys), row_lse[:, None], row_term[:, None], edge, CAUSAL,
         )  # fmt: skip
+        missing += tl.sum(d_scores, 1)
+        if edge:
+            d_own += tl.sum(tl.where(own[:, None] == at, d_scores, 0.0), 1)
+        total = tl.dot(d_scores.to(key_tile.dtype), key_tile, total, input_precision="ieee")
+    tl.debug_barrier()  # other threads load them than store them
     tl.store(row_terms + row, row_term + missing, mask=there)
     program = (batch * tl.num_programs(0) + head) * tl.num_programs(1) + block
     tl.store(d_alone + program, tl.sum(d_own - tl.load(p_own + row, mask=there, other=0.0) * missing, 0))
-    total -= missing[:, None] * head_tile(out, batch, head, out_batch, out_head, start, rows, local, out_row, WIDTH, PADDED, ALIGN).to(
+    total -= missing[:, None] * head_tile(out, batch, head, out_batch, out_head, out_row, start, rows, M, WIDTH, PADDED, ALIGN).to(
         tl.float32
     )
-    at = dq + tl.multiple_of(batch * dq_batch + head * dq_head, ALIGN)
-    store_tile(at, start, rows, local, dq_row, total * unit, WIDTH, PADDED, ALIGN)
-
-
-@triton.jit
-def _dk_tile(
-    dk, key_tile, position, keys, q, q_row, d_out, d_out_row, start, rows, first, bias, bias_row, key, valid, key_valid, lse, row_terms,
-    slope, alone, scale, unit, edge,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """One tile of rows into dk [N, PADDED]: what the keys get as values and in the scores."""
-    local = tl.arange(0, M)
-    query = tile_of(q, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
-    grad = tile_of(d_out, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN)
-    there = start + local < rows
-    row_lse = tl.load(lse + start + local, mask=there, other=float("inf"))
-    row_term = tl.load(row_terms + start + local, mask=there, other=0.0)
-    added = None
-    if bias is not None:
-        added = bias_tile(bias + tl.cast(start, tl.int64) * bias_row, bias_row, local[None, :], rows - start, key[:, None], keys)
-    own_valid = good_at(valid, (first + start + local)[None, :], first + rows)
-    own = (first + start + local).to(tl.float32)[None, :]
-    weights, d_scores = _weights(
-        key_tile, query, key_tile, grad, added, None, own, position, keys, slope, alone, scale, own_valid, key_valid,
-        row_lse[None, :], row_term[None, :], edge, CAUSAL,
-    )  # fmt: skip
-    dk = tl.dot(weights.to(grad.dtype), grad, dk, input_precision="ieee")
-    return tl.dot((d_scores * unit).to(query.dtype), query, dk, input_precision="ieee")
+    at = of_head(dq, batch, head, dq_batch, dq_head, tl.cast(start, tl.int64), dq_row, ALIGN)
+    store_tile(at, dq_row, rows - start, total * unit, M, WIDTH, PADDED, ALIGN)
 
 
 @triton.jit
@@ -194,17 +148,18 @@ def _dk_kernel(
     key = first_key + local
     position = key.to(tl.float32)[:, None]
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
-    key_tile = head_tile(k, batch, head, k_batch, k_head, first_key, keys, local, k_row, WIDTH, PADDED, ALIGN)
-    q_base = q + tl.multiple_of(batch * q_batch + head * q_head, ALIGN)
-    d_out_base = d_out + tl.multiple_of(batch * d_out_batch + head * d_out_head, ALIGN)
-    row = batch * lse_batch + head * lse_head
-    bias_base = of_head(bias, batch, head, bias_batch, bias_head)
-    valid_base = of_head(valid, batch, 0, valid_batch, 0)
-    key_valid = good_at(valid_base, key[:, None], keys)
-    dk_base = dk + tl.multiple_of(batch * dk_batch + head * dk_head, ALIGN)
+    key_tile = head_tile(k, batch, head, k_batch, k_head, k_row, first_key, keys, N, WIDTH, PADDED, ALIGN)
+    q = of_head(q, batch, head, q_batch, q_head, 0, 0, ALIGN)
+    d_out = of_head(d_out, batch, head, d_out_batch, d_out_head, 0, 0, ALIGN)
+    lse += batch * lse_batch + head * lse_head
+    row_terms += batch * lse_batch + head * lse_head
+    bias = of_head(bias, batch, head, bias_batch, bias_head)
+    valid = of_head(valid, batch, 0, valid_batch, 0)
+    key_valid = good_at(valid, key[:, None], keys)
+    dk = of_head(dk, batch, head, dk_batch, dk_head, tl.cast(first_key, tl.int64), dk_row, ALIGN)
     total = tl.zeros([N, PADDED], tl.float32)
     if ADD:
-        total = tile_of(dk_base, first_key, keys, local, dk_row, WIDTH, PADDED, ALIGN)
+        total = load_tile(dk, dk_row, keys - first_key, N, WIDTH, PADDED, True, ALIGN)
     begin = 0
     if CAUSAL:
         begin = tl.maximum(first_key - first, 0) // M * M
@@ -213,11 +168,22 @@ def _dk_kernel(
         edge = True
         if CAUSAL:
             edge = first + m < first_key + N
-        total = _dk_tile(
-            total, key_tile, position, keys, q_base, q_row, d_out_base, d_out_row, m, rows, first, bias_base, bias_row, key, valid_base,
-            key_valid, lse + row, row_terms + row, slope, own_bias, scale, unit, edge, WIDTH, PADDED, M, CAUSAL, ALIGN,
+        start, row = tl.cast(m, tl.int64), m + tl.arange(0, M)
+        query = head_tile(q, 0, 0, 0, 0, q_row, m, rows, M, WIDTH, PADDED, ALIGN)
+        grad = head_tile(d_out, 0, 0, 0, 0, d_out_row, m, rows, M, WIDTH, PADDED, ALIGN)
+        row_lse = tl.load(lse + row, mask=row < rows, other=float("inf"))
+        row_term = tl.load(row_terms + row, mask=row < rows, other=0.0)
+        added = None
+        if bias is not None:
+            added = bias_tile(bias + start * bias_row, bias_row, tl.arange(0, M)[None, :], rows - m, key[:, None], keys)
+        own_valid = good_at(valid, (first + row)[None, :], first + rows)
+        weights, d_scores = _weights(
+            key_tile, query, key_tile, grad, added, None, (first + row).to(tl.float32)[None, :], position, keys, slope, own_bias, scale,
+            own_valid, key_valid, row_lse[None, :], row_term[None, :], edge, CAUSAL,
         )  # fmt: skip
-    store_tile(dk_base, first_key, keys, local, dk_row, total, WIDTH, PADDED, ALIGN)
+        total = tl.dot(weights.to(grad.dtype), grad, total, input_precision="ieee")
+        total = tl.dot((d_scores * unit).to(query.dtype), query, total, input_precision="ieee")
+    store_tile(dk, dk_row, keys - first_key, total, N, WIDTH, PADDED, ALIGN)
 
 
 @triton.jit
@@ -254,9 +220,9 @@ def _d_bias_kernel(
         for n in tl.range(0, heads, num_stages=STAGES):
             head = group * heads + n
             slope = tl.load(slopes + head) * LOG2_E
-            query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
-            grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, start, rows, local, d_out_row, WIDTH, PADDED, ALIGN)
-            key_tile = head_tile(k, batch, head, k_batch, k_head, first_key, keys, local_key, k_row, WIDTH, PADDED, ALIGN)
+            query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN)
+            grad = head_tile(d_out, batch, head, d_out_batch, d_out_head, d_out_row, start, rows, M, WIDTH, PADDED, ALIGN)
+            key_tile = head_tile(k, batch, head, k_batch, k_head, k_row, first_key, keys, N, WIDTH, PADDED, ALIGN)
             row = batch * lse_batch + head * lse_head + start + local
             row_lse = tl.load(lse + row, mask=there, other=float("inf"))
             row_term = tl.load(row_terms + row, mask=there, other=0.0)
@@ -311,28 +277,4 @@ def d_pairs(part: Part, d_out: Tensor, lse: Tensor, row_terms: Tensor) -> Tensor
     return d_bias
 
 
-_KEPT = {"d_out": "*bf16", "lse": "*fp32", "row_terms": "*fp32"}
-_ROWS = _KEPT | {"out": "*bf16", "p_own": "*fp32"}
-_OUTPUTS: tuple[tuple[Any, dict[str, str]], ...] = (
-    (_rows_kernel, _ROWS),
-    (_dq_kernel, _ROWS | {"dq": "*bf16", "d_alone": "*fp32"}),
-    (_dk_kernel, _KEPT | {"dk": "*bf16"}),
-    (_d_bias_kernel, _KEPT | {"d_bias": "*bf16"}),
-)
-
-
-def _builds(width: int, what: str = "", *, bias: bool = True, **form: Any) -> Iterator[Build]:
-    for kernel, outputs in _OUTPUTS:
-        if bias or kernel is not _d_bias_kernel:
-            add, matrix = False if kernel is _dk_kernel else None, kernel is not _rows_kernel
-            numbers = ("groups", "heads")
-            yield built(f"d {width}{what}", kernel, width, outputs=outputs, numbers=numbers, bias=bias, add=add, matrix=matrix, **form)
-
-
-BUILDS: tuple[Build, ...] = (
-    *(build for width in (56, 64, 72, 84, 128) for build in _builds(width)),  # at 256 the kernel by keys spills 64 bytes or more
-    *_builds(64, ", no diagonal", bias=False),
-    *_builds(84, ", padding", valid=True),
-    *_builds(64, ", full", causal=False),
-    built("d 84, parts of the rows", _dk_kernel, 84, add=True, outputs=_KEPT | {"dk": "*fp32"}),
-)
+MATRIX = (_dq_kernel, _dk_kernel, _d_bias_kernel)  # their products are wgmma on sm_90

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tiles import Blocks, Build, build, fitting, good_at, of_head, padded
+from kernels.tiles import Blocks, fitting, good_at, load_tile, of_head, padded, store_tile
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -82,30 +82,12 @@ def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
 
 
 @triton.jit
-def tile_of(base, start, count, local, row_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows start + local of a matrix of ``count`` rows, [len(local), PADDED]; zeros beyond it."""
-    column = tl.arange(0, PADDED)
-    # Head widths as 84 are no multiple of 16, so Triton cannot tell by itself how wide a load may be.
-    at = base + tl.multiple_of(tl.cast(start, tl.int64) * row_stride, ALIGN)
-    at = at + tl.multiple_of(local * row_stride, ALIGN)[:, None] + column[None, :]
-    return tl.load(at, mask=(start + local < count)[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
 def head_tile(
-    x, batch, head, x_batch, x_head, start, count, local, row_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
+    x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """`tile_of` a head of x."""
-    return tile_of(x + tl.multiple_of(batch * x_batch + head * x_head, ALIGN), start, count, local, row_stride, WIDTH, PADDED, ALIGN)
-
-
-@triton.jit
-def store_tile(base, start, count, local, row_stride, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr):
-    """The way back of `tile_of`."""
-    column = tl.arange(0, PADDED)
-    at = base + tl.multiple_of(tl.cast(start, tl.int64) * row_stride, ALIGN)
-    at = at + tl.multiple_of(local * row_stride, ALIGN)[:, None] + column[None, :]
-    tl.store(at, tile.to(base.dtype.element_ty), mask=(start + local < count)[:, None] & (column < WIDTH)[None, :])
+    """`load_tile` of a head of x, of its ``count`` rows those from ``start`` on."""
+    at = of_head(x, b, h, x_b, x_h, tl.cast(start, tl.int64), x_t, ALIGN)
+    return load_tile(at, x_t, count - start, ROWS, WIDTH, PADDED, True, ALIGN)
 
 
 @triton.jit
@@ -143,55 +125,6 @@ def bias_tile(bias, row_stride, row, rows, key, keys):
     return tl.load(bias + (row * row_stride + key), mask=(row < rows) & (key < keys), other=0.0).to(tl.float32)
 
 
-def built(
-    label: str, kernel: Any, width: int, *, outputs: dict[str, str], numbers: tuple[str, ...] = (),
-    bias: bool = True, valid: bool = False, causal: bool = True, add: bool | None = None, matrix: bool = True,
-) -> Build:  # fmt: skip
-    """A kernel as a layer launches it: q and k are views of [s, b, heads r], so that only a head's stride is no multiple of 16.
-
-    outputs: its pointers after `Part.pointers`, name -> Triton type; numbers: its integers that a layer's sizes make odd.
-    """
-    sizes = sizes_of(kernel, torch.bfloat16, width)
-    absent = {name: None for name, there in (("bias", bias), ("valid", valid)) if not there}
-    part = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": causal}
-    constants: dict[str, Any] = absent | part | {"STAGES": sizes.stages, "ALIGN": math.gcd(16, width), "ADD": add}
-    # Of a width that is no multiple of 16 the heads' strides are none; those of C always are.
-    integers = set(kernel.arg_names) - {*constants, *outputs, "q", "k", "bias", "slopes", "alone", "valid", "scale", "unit"}
-    wide = {"q", "k", *(name for name, kind in outputs.items() if kind == "*bf16" and not name.endswith("bias"))}
-    odd = {"first", *numbers} | ({f"{name}_head" for name in wide} if width % 16 else set())
-    return build(
-        label, kernel, constants, sizes.warps, sizes.stages, bf16="q k bias", fp32="slopes alone", kinds=outputs,
-        even=" ".join(integers - odd), odd=" ".join(odd), matrix=matrix,
-    )  # fmt: skip
-
-
-@triton.jit
-def _read_tile(
-    best, total, read, query, k, k_row, start, keys, bias, bias_row, rows, own, own_valid, valid, slope, alone, scale, edge,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys into the running maximum [M], sum [M] and read [M, PADDED]. ``bias`` begins at the tile's first row."""
-    local = tl.arange(0, N)
-    key = start + local
-    key_tile = tile_of(k, start, keys, local, k_row, WIDTH, PADDED, ALIGN)
-    added = None
-    if bias is not None:
-        added = bias_tile(bias, bias_row, tl.arange(0, own.shape[0])[:, None], rows, key[None, :], keys)
-    products = tl.dot(query, tl.trans(key_tile), added, input_precision="ieee")
-    key_valid = good_at(valid, key[None, :], keys)
-    position = key.to(tl.float32)[None, :]
-    scores = pair_scores(products, None, own[:, None], position, keys, slope, alone, scale, own_valid, key_valid, edge, CAUSAL)
-    highest = tl.maximum(best, tl.max(scores, 1))
-    shift = highest
-    if valid is not None:  # a row may have seen nothing yet
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(scores - shift[:, None])
-    shrink = tl.exp2(best - shift)
-    total = total * shrink + tl.sum(weights, 1)
-    read = tl.dot(weights.to(key_tile.dtype), key_tile, read * shrink[:, None], input_precision="ieee")
-    return highest, total, read
-
-
 @triton.jit
 def _forward_kernel(
     q, k, bias, slopes, alone, valid, out, lse, rows, keys, first, scale,
@@ -210,11 +143,12 @@ def _forward_kernel(
     position = first + start + local
     own = position.to(tl.float32)
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
-    query = head_tile(q, batch, head, q_batch, q_head, start, rows, local, q_row, WIDTH, PADDED, ALIGN)
-    k_head_base = k + tl.multiple_of(batch * k_batch + head * k_head, ALIGN)
-    bias_base = of_head(bias, batch, head, bias_batch, bias_head, tl.cast(start, tl.int64), bias_row)
-    valid_base = of_head(valid, batch, 0, valid_batch, 0)
-    own_valid = good_at(valid_base, position[:, None], keys)
+    row = tl.cast(start, tl.int64)
+    query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN)
+    k = of_head(k, batch, head, k_batch, k_head, 0, 0, ALIGN)
+    bias = of_head(bias, batch, head, bias_batch, bias_head, row, bias_row)
+    valid = of_head(valid, batch, 0, valid_batch, 0)
+    own_valid = good_at(valid, position[:, None], keys)
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     read = tl.zeros([M, PADDED], tl.float32)
@@ -225,14 +159,29 @@ def _forward_kernel(
         common = first + start
     tl.assume(end > 0)  # in a loop that may not run at all, ptxas lets no product run on beside others
     for n in tl.range(0, end, N, num_stages=STAGES):  # said here, C's tiles are fetched ahead too
-        best, total, read = _read_tile(
-            best, total, read, query, k_head_base, k_row, n, keys, bias_base, bias_row, rows - start, own, own_valid, valid_base,
-            slope, own_bias, scale, n + N > common, WIDTH, PADDED, N, CAUSAL, ALIGN,
+        key = n + tl.arange(0, N)
+        key_tile = head_tile(k, 0, 0, 0, 0, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
+        added = None
+        if bias is not None:
+            added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
+        products = tl.dot(query, tl.trans(key_tile), added, input_precision="ieee")
+        scores = pair_scores(
+            products, None, own[:, None], key.to(tl.float32)[None, :], keys, slope, own_bias, scale, own_valid,
+            good_at(valid, key[None, :], keys), n + N > common, CAUSAL,
         )  # fmt: skip
+        highest = tl.maximum(best, tl.max(scores, 1))
+        shift = highest
+        if valid is not None:  # a row may have seen nothing yet
+            shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(best - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        read = tl.dot(weights.to(key_tile.dtype), key_tile, read * shrink[:, None], input_precision="ieee")
+        best = highest
     if valid is not None:
         total = tl.where(start + local < rows, total, 1.0)  # beyond the rows nothing is seen
-    at = out + tl.multiple_of(batch * out_batch + head * out_head, ALIGN)
-    store_tile(at, start, rows, local, out_row, read / total[:, None], WIDTH, PADDED, ALIGN)
+    at = of_head(out, batch, head, out_batch, out_head, row, out_row, ALIGN)
+    store_tile(at, out_row, rows - start, read / total[:, None], M, WIDTH, PADDED, ALIGN)
     tl.store(lse + batch * lse_batch + head * lse_head + start + local, best + tl.log2(total), mask=start + local < rows)
 
 
@@ -245,14 +194,4 @@ def attend(part: Part, out: Tensor, lse: Tensor) -> None:
     )
 
 
-def _build(width: int, what: str = "", **form: Any) -> Build:
-    return built(f"d {width}{what}", _forward_kernel, width, outputs={"out": "*bf16", "lse": "*fp32"}, **form)
-
-
-BUILDS: tuple[Build, ...] = (
-    *(_build(width) for width in (56, 64, 72, 84, 128)),
-    _build(64, ", no diagonal", bias=False),
-    _build(84, ", padding", valid=True),
-    _build(64, ", full", causal=False),
-    _build(256),
-)
+MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90

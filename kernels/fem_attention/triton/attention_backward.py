@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, build, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import Blocks, load_tile, of_head, padded, place, store_tile
 
 WIDEST = 256  # of a head's queries and keys, and of v
-HEADS = ((64, 32), (128, 64), (96, 48), (64, 64), (128, 128), (256, 128))  # (dk, dv) that the kernels are built for in the gate
 FLOAT32 = Blocks(16, 16, 4, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
 
 
@@ -82,34 +81,6 @@ def readable(position, lowest, highest, key, tk, valid):
         good = tl.load(valid + key, mask=key < tk, other=0).to(tl.int1)
         allowed &= good[None, :] | (key[None, :] == position[:, None])
     return allowed
-
-
-def attention_gradients(q, k, values, keys_valid, first, last, d_reads, row_term, lse, *, causal, scale, halves):
-    """(dq, dk, dvalues), each in its input's type and order in memory.
-
-    q, k, values, keys_valid, first, last, causal and scale as in `attention.attend`; d_reads [b, h, tq, n] in q's type; row_term and lse
-    (in powers of two) [b, h, tq] float32. The masks, row_term and lse are contiguous. halves: 1 or 2 parts that the n channels are read in.
-    """
-    b, h, tq, dk = q.shape
-    hk, tk, n = values.shape[1:]
-    d_reads = rows_of(d_reads)
-    d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
-    dv = n // halves
-    strides = strides_of(q, k, values, d_reads)
-    numbers = (scale, scale * LOG2E, h, tq, tk)
-    widths = {"CAUSAL": causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": dv, "BDV": padded(dv), "GROUP": h // hk}
-    blocks = queries_blocks(q.dtype, dk, dv, halves)
-    _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
-        q, k, values, keys_valid, first, last, d_reads, row_term, lse, d_q, *numbers, *strides, *d_q.stride()[:3],
-        **widths, ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    blocks = keys_blocks(q.dtype, dk, dv, halves)
-    _keys_kernel[(triton.cdiv(tk, blocks.keys) * b * hk,)](
-        q, k, values, keys_valid, first, last, d_reads, row_term, lse, d_k, d_values, *numbers, *strides,
-        *d_k.stride()[:3], *d_values.stride()[:3],
-        **widths, ROWS=blocks.rows, KEYS=blocks.keys, num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    return d_q, d_k, d_values
 
 
 @triton.jit
@@ -291,24 +262,4 @@ def keys_blocks(dtype, dk, dv, halves):
     return Blocks(64, 64 if width > 256 else 128, 8, 2)
 
 
-FORMS = {
-    ", full": {"CAUSAL": False}, ", four query heads a key head": {"GROUP": 4}, ", documents": {"first": ..., "last": ...},
-    ", padding, full": {"CAUSAL": False, "valid": ...},
-}  # fmt: skip
-
-
-def built(kernel, blocks, what="", widths=HEADS, forms=FORMS, **given):
-    """`Build`s of a kernel in bfloat16, causal, for heads of these widths; and its other forms for d_k 128, d_v 64."""
-    plain = {"CAUSAL": True, "HALVES": 2, "valid": None, "first": None, "last": None, "GROUP": 1} | given
-    for dk, dv, label, form in (*((dk, dv, "", {}) for dk, dv in widths), *((128, 64, *each) for each in forms.items())):
-        sizes = blocks(torch.bfloat16, dk, dv, plain["HALVES"])
-        constants = {name: value for name, value in (plain | form).items() if value is not ...} | {"DK": dk, "DV": dv}
-        constants |= {"BDK": padded(dk), "BDV": padded(dv), "ROWS": sizes.rows, "KEYS": sizes.keys}
-        yield build(
-            f"{what}d_k {dk}, d_v {dv}{label}", kernel, constants, sizes.warps, sizes.stages, matrix=True, even="tq tk",
-            bf16="q k values out lam gate d_reads d_q d_k d_values", fp32="lse reads beta centre row_term",
-            kinds={"first": "*i32", "last": "*i32"},
-        )  # fmt: skip
-
-
-BUILDS = (*built(_queries_kernel, queries_blocks), *built(_keys_kernel, keys_blocks))
+MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90

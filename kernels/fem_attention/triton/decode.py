@@ -13,8 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fem_attention.triton.epilogue import log_beyond
+from kernels.fem_attention.triton.exact_read import _finite_or_zero
+from kernels.fem_attention.triton.prep import excess as excess_of
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, build, padded, rows_of, strides_of
+from kernels.tiles import LOG2E, padded, rows_of, strides_of
 
 LOG2_E = tl.constexpr(LOG2E)
 INFINITY = tl.constexpr(float("inf"))
@@ -73,26 +76,6 @@ def _keys_each(tk, heads, keys, splits):
     blocks = triton.cdiv(tk, keys)
     wanted = min(triton.cdiv(PROGRAMS, heads), triton.cdiv(blocks, 4)) if splits is None else splits
     return triton.cdiv(blocks, max(1, wanted)) * keys
-
-
-@triton.jit
-def _finite_or_zero(x):
-    return tl.where(tl.abs(x) < INFINITY, x, 0.0)
-
-
-@triton.jit
-def _expm1(y):
-    """exp(y) - 1 for |y| <= 1/2, by its series; beyond, infinity: a sum with such a term is not finite, and is not used."""
-    high = 1 / 120 + y * (1 / 720 + y * (1 / 5040 + y * (1 / 40320)))
-    return tl.where(tl.abs(y) <= 0.5, y * (1 + y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * high)))), INFINITY)
-
-
-@triton.jit
-def _log1p(y):
-    """log(1 + y) for |y| <= exp(1/2) - 1: 2 artanh(y / (2 + y)), by its series."""
-    t = y / (2.0 + y)
-    s = t * t
-    return 2.0 * t * (1 + s * (1 / 3 + s * (1 / 5 + s * (1 / 7 + s * (1 / 9 + s * (1 / 11 + s * (1 / 13)))))))
 
 
 @triton.jit
@@ -158,7 +141,9 @@ def _part_kernel(
             peak = tl.maximum(before, tl.max(joint, 0))
             level = _finite_or_zero(peak)
             mass = mass * tl.exp2(before - level) + tl.sum(tl.exp2(joint - level[None, :, :]), 0)
-            small = _expm1(values * (beta_2 / LOG2_E)[None, :])
+            small = values * (beta_2 / LOG2_E)[None, :]
+            # Beyond 1/2 a sum with such a term is not finite, and is not used.
+            small = tl.where(tl.abs(small) <= 0.5, excess_of(small) + small, INFINITY)
             excess = excess * fading[:, None] + tl.sum(tl.where(allowed[:, :, None], p[:, :, None] * small[:, None, :], 0.0), 0)
         top = higher
 
@@ -223,7 +208,8 @@ def _join_kernel(
         excess /= total
         near = tl.abs(excess) < INFINITY
         far = (_finite_or_zero(peak) + tl.log2(mass / total)) / beta_2
-        free = tl.where(near, _log1p(tl.where(near, excess, 0.0)) * LOG2_E / beta_2, far)
+        excess = tl.where(near, excess, 0.0)
+        free = tl.where(near, (excess + log_beyond(excess, tl.log(1.0 + excess))) * LOG2_E / beta_2, far)
         free = tl.where(free < out, out, free)
         if lam is None:
             out = free
@@ -233,29 +219,3 @@ def _join_kernel(
     if gate is not None:
         out *= tl.load(gate + batch * gate_b + head * gate_h + query * gate_t + channels, mask=there, other=0.0).to(tl.float32)
     tl.store(o + flat * CHANNELS + channels, out.to(o.dtype.element_ty), mask=there)
-
-
-def _builds():
-    """One query a head, alone or four heads to a key head, and sixteen."""
-    found = []
-    for width, channels, rows, tq, more in (
-        (64, 32, 1, 1, {"valid": None}),
-        (128, 64, 1, 1, {"valid": None}),
-        (128, 64, 4, 1, {"valid": None}),
-        (128, 64, 16, 16, {}),
-        (128, 128, 1, 1, {"valid": None, "beta": None}),
-    ):
-        sizes = _Sizes(width, channels, rows)
-        given = {"WIDTH": width, "CHANNELS": channels, "CAUSAL": True, "HAS_BETA": "beta" not in more, **more, **sizes.constants}
-        given |= {"tq": 1} if tq == 1 else {}
-        label = f"d_k {width}, d_v {channels}, {rows} rows" + ("" if given["HAS_BETA"] else ", mu alone")
-        pointers = {"bf16": "q k v lam gate o", "fp32": "beta scores reads"}
-        found.append(build(f"parts, {label}", _part_kernel, given, sizes.warps, STAGES, **pointers))
-        if tq == 1:
-            joined = {"CHANNELS": channels, "HAS_BETA": given["HAS_BETA"], "PARTS": JOINED, "BLOCK_C": sizes.joined_channels, "tq": 1}
-            joined |= {} if given["HAS_BETA"] else {"beta": None, "lam": None}
-            found.append(build(f"join, {label}", _join_kernel, joined, JOIN_WARPS, STAGES, **pointers))
-    return tuple(found)
-
-
-BUILDS = _builds()

@@ -1,12 +1,11 @@
 """What comes after attention: o = gate (mu + lam (F - mu)) from [mu | Z], and its backward. No scores and no softmax.
 
 The formulas are those of `kernels.free_energy.FreeEnergyGap`, in float32. F - mu is made again in the backward, which reads [mu | Z] anyway
-(attention keeps it), so nothing of the epilogue's own is kept. This room's own attention has the forward in its last step.
+(attention keeps it), so nothing of the epilogue's own is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from kernels.fem_attention.triton.prep import row_blocks
 from kernels.free_energy import LOWEST_Y
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build, empty_as, load_tile, padded, rows_of, strides_of
+from kernels.tiles import empty_as, load_tile, of_head, padded, place, rows_of, strides_of
 
 WARPS = 8  # a tile's elements are many numbers each here
 LOWEST = tl.constexpr(LOWEST_Y)
@@ -50,38 +49,24 @@ class GatedRead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_reads, _, d_lam, d_gate, d_beta = epilogue_gradients(grads[0], *ctx.saved_tensors)
-        return d_reads, d_beta, None, None, None, d_lam, d_gate
-
-
-def epilogue_gradients(
-    d_o: Tensor, reads: Tensor, beta: Tensor, centre: Tensor, shifted: Tensor, wild: Tensor, lam: Tensor | None, gate: Tensor | None,
-    *, terms: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """([dmu | dZ] in do's type, the softmax's row term [b, h, tq] where ``terms``, dlam, dgate, dbeta) of `GatedRead`'s gradient do."""
-    d_o = rows_of(d_o)
-    (b, h, tokens), (hk, dv) = reads.shape[:3], beta.shape
-    rows, columns = row_blocks(dv)
-    blocks = triton.cdiv(tokens, rows)
-    d_reads = empty_as(reads, d_o.dtype, width=2 * dv)
-    row_term = torch.empty(b, h, tokens, dtype=torch.float32, device=d_o.device) if terms else None
-    d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
-    d_beta = torch.empty(b, hk, h // hk * blocks, dv, dtype=torch.float32, device=d_o.device)
-    _epilogue_backward_kernel[b * h * blocks,](
-        reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, row_term, d_lam, d_gate, d_beta,
-        *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
-    )  # fmt: skip
-    return d_reads, row_term, d_lam, d_gate, d_beta.sum((0, 2))
+        reads, beta, centre, shifted, wild, lam, gate = ctx.saved_tensors
+        d_o = rows_of(grads[0])
+        (b, h, tokens), (hk, dv) = reads.shape[:3], beta.shape
+        rows, columns = row_blocks(dv)
+        blocks = triton.cdiv(tokens, rows)
+        d_reads = empty_as(reads, d_o.dtype, width=2 * dv)
+        d_lam, d_gate = (None if t is None else empty_as(t, width=dv) for t in (lam, gate))
+        d_beta = torch.empty(b, hk, h // hk * blocks, dv, dtype=torch.float32, device=d_o.device)
+        _epilogue_backward_kernel[b * h * blocks,](
+            reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
+            *strides_of(reads, lam, gate, d_o, d_reads, d_lam, d_gate), h, h // hk, tokens, dv, rows, columns, num_warps=WARPS,
+        )  # fmt: skip
+        return d_reads, d_beta.sum((0, 2)), None, None, None, d_lam, d_gate
 
 
 @triton.jit
-def free_energy_gap(mu, z, beta, centre, shifted):
-    """(F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta, c and kappa = 1 where shifted; y has meaning only there.
-
-    One logarithm and no division for an element. log(1 + y) - y comes from its series where y is small, so that no digit is lost.
-    """
-    offset = mu - centre
-    y = tl.maximum(z + offset * beta, LOWEST)
+def log_beyond(y, log):
+    """log(1 + y) - y from that logarithm, or its series where y is small, so that no digit is lost."""
     series = y * (1.0 / 13) - 1.0 / 12
     series = series * y + 1.0 / 11
     series = series * y - 1.0 / 10
@@ -93,21 +78,21 @@ def free_energy_gap(mu, z, beta, centre, shifted):
     series = series * y - 1.0 / 4
     series = series * y + 1.0 / 3
     series = series * y - 1.0 / 2
-    log = tl.log(tl.where(shifted, 1.0 + y, z))
-    beyond = tl.where(tl.abs(y) < 0.25, y * y * series, log - y) + z
-    width = 1.0 / beta
-    return tl.maximum(tl.where(shifted, beyond * width, log * width - offset), 0.0), offset, y
+    return tl.where(tl.abs(y) < 0.25, y * y * series, log - y)
 
 
 @triton.jit
-def load_channels(beta, centre, shifted, channel, DV: tl.constexpr):
-    """beta, c and kappa = 1 of a head's channels from ``channel`` [1, n] of the DV that begin at the given addresses."""
-    there = channel < DV
-    return (
-        tl.load(beta + channel, mask=there, other=1.0).to(tl.float32),
-        tl.load(centre + channel, mask=there, other=0.0),
-        tl.load(shifted + channel, mask=there, other=1).to(tl.int1),
-    )
+def free_energy_gap(mu, z, beta, centre, shifted):
+    """(F - mu >= 0, mu - c, y) from float32 reads mu and Z, beta, c and kappa = 1 where shifted; y has meaning only there.
+
+    One logarithm and no division for an element.
+    """
+    offset = mu - centre
+    y = tl.maximum(z + offset * beta, LOWEST)
+    log = tl.log(tl.where(shifted, 1.0 + y, z))
+    beyond = log_beyond(y, log) + z
+    width = 1.0 / beta
+    return tl.maximum(tl.where(shifted, beyond * width, log * width - offset), 0.0), offset, y
 
 
 @triton.jit
@@ -124,8 +109,11 @@ def _rows_and_channels(beta, centre, shifted, heads, group, tokens, DV: tl.const
     column = tl.arange(0, COLUMNS)
     at = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     kv = head // group
-    temperature, middle, shift = load_channels(beta + kv % (heads // group) * DV, centre + kv * DV, shifted + kv * DV, column[None, :], DV)
-    return head, kv, at, column, (at < tokens)[:, None] & (column < DV)[None, :], temperature, middle, shift
+    there = (column < DV)[None, :]
+    temperature = tl.load(beta + kv % (heads // group) * DV + column[None, :], mask=there, other=1.0)
+    middle = tl.load(centre + kv * DV + column[None, :], mask=there, other=0.0)
+    shift = tl.load(shifted + kv * DV + column[None, :], mask=there, other=1).to(tl.int1)
+    return head, kv, at, column, (at < tokens)[:, None] & there, temperature, middle, shift
 
 
 @triton.jit
@@ -152,11 +140,11 @@ def _epilogue_kernel(
 
 @triton.jit
 def _epilogue_backward_kernel(
-    reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, row_term, d_lam, d_gate, d_beta,
+    reads, beta, centre, shifted, wild, lam, gate, d_o, d_reads, d_lam, d_gate, d_beta,
     rb, rh, rt, lb, lh, lt, gb, gh, gt, ob, oh, ot, drb, drh, drt, dlb, dlh, dlt, dgb, dgh, dgt, heads, group, tokens,
     DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[dmu | dZ], its row term, dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
+    """[dmu | dZ], dlam, dgate of ROWS tokens of a head, and their part of dbeta."""
     head, kv, at, column, inside, temperature, middle, shift = _rows_and_channels(
         beta, centre, shifted, heads, group, tokens, DV, ROWS, COLUMNS
     )
@@ -184,59 +172,36 @@ def _epilogue_backward_kernel(
         tl.store(_tile(d_lam, head, heads, dlb, dlh, dlt, at, column), (d_mixed * gap).to(d_lam.dtype.element_ty), mask=inside)
         d_gap = d_mixed * share
     out = _tile(d_reads, head, heads, drb, drh, drt, at, column)
-    d_mu = (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty)
-    d_z = (d_gap * level * width).to(d_reads.dtype.element_ty)
-    tl.store(out, d_mu, mask=inside)
-    tl.store(out + DV, d_z, mask=inside)
-    if row_term is not None:
-        # Of the rounded gradients, as the attention's backward multiplies them: the rows of its dS add up to zero then.
-        term = tl.sum(tl.where(kept, d_mu.to(tl.float32) * mu + d_z.to(tl.float32) * z, 0.0), 1)
-        tl.store(row_term + head * tokens + at, term, mask=at < tokens)
+    tl.store(out, (d_mixed - d_gap * tilt).to(d_reads.dtype.element_ty), mask=inside)
+    tl.store(out + DV, (d_gap * level * width).to(d_reads.dtype.element_ty), mask=inside)
     part = tl.sum(tl.where(kept, -d_gap * (tilt * offset + gap) * width, 0.0), 0)
     tl.store(d_beta + tl.program_id(0).to(tl.int64) * DV + column, part, mask=column < DV)
 
 
 @triton.jit
 def _row_term_kernel(
-    d_out, out, row_term, heads, tq, d_out_b, d_out_h, d_out_t, out_b, out_h, out_t, N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr
+    d_out, out, share, row_term, heads, tokens, d_out_b, d_out_h, d_out_t, out_b, out_h, out_t,
+    N: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Without an epilogue: the softmax's row term, the sum of do o over a row."""
-    blocks = tl.cdiv(tq, ROWS)
-    block = tl.program_id(0) % blocks
-    head_of_all = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = head_of_all // heads, head_of_all % heads
-    start = (block * ROWS).to(tl.int64)
-    left = tq - block * ROWS
-    d_o = load_tile(d_out + b * d_out_b + h * d_out_h + start * d_out_t, d_out_t, left, ROWS, N, BN).to(tl.float32)
-    o = load_tile(out + b * out_b + h * out_h + start * out_t, out_t, left, ROWS, N, BN).to(tl.float32)
-    row = tl.arange(0, ROWS)
-    tl.store(row_term + head_of_all * tq + start + row, tl.sum(d_o * o, 1), mask=row < left)
+    b, h, head_of_all, start = place(heads, tokens, ROWS)
+    left, row = tokens - start, tl.arange(0, ROWS)
+    d_o = load_tile(of_head(d_out, b, h, d_out_b, d_out_h, start, d_out_t), d_out_t, left, ROWS, N, BN).to(tl.float32)
+    term = tl.sum(d_o * load_tile(of_head(out, b, h, out_b, out_h, start, out_t), out_t, left, ROWS, N, BN).to(tl.float32), 1)
+    at = head_of_all * tokens + start + row
+    if share is not None:
+        term = tl.where(tl.load(share + at, mask=row < left, other=0.0) != 0, -term, 0.0)
+    tl.store(row_term + at, term, mask=row < left)
 
 
-def row_term(d_out: Tensor, out: Tensor) -> Tensor:
-    """The sum of do o over each row [b, h, tq], float32, of do and o [b, h, tq, n], rows contiguous."""
-    b, h, tq, n = out.shape
-    sizes = _term_constants(n)
-    term = torch.empty(b, h, tq, dtype=torch.float32, device=out.device)
-    _row_term_kernel[b * h * triton.cdiv(tq, sizes["ROWS"]),](d_out, out, term, h, tq, *strides_of(d_out, out), **sizes, num_warps=4)
+def row_term(d_out: Tensor, out: Tensor, share: Tensor | None = None) -> Tensor:
+    """The sum of do o over each row [b, h, t], float32, of do and o [b, h, t, n], rows contiguous.
+
+    share [b h, t], where it is given: minus that sum, and 0 where share is 0.
+    """
+    b, h, tokens, n = out.shape
+    rows = 16 if interpreted() else max(4, 1024 // padded(n))
+    term = torch.empty(b, h, tokens, dtype=torch.float32, device=out.device)
+    _row_term_kernel[b * h * triton.cdiv(tokens, rows),](
+        d_out, out, share, term, h, tokens, *strides_of(d_out, out), n, padded(n), rows, num_warps=4
+    )  # fmt: skip
     return term
-
-
-def _term_constants(width: int) -> dict[str, int]:
-    return {"N": width, "BN": padded(width), "ROWS": 16 if interpreted() else max(4, 1024 // padded(width))}
-
-
-def _builds() -> Iterator[Build]:
-    bf16, fp32 = "reads lam gate o d_o d_reads d_lam d_gate out d_out", "beta centre d_beta row_term"
-    both = (("epilogue", _epilogue_kernel), ("epilogue backward", _epilogue_backward_kernel))
-    for dv, present, own in ((64, True, False), (128, True, False), (64, False, False), *((dv, True, True) for dv in (32, 48, 64, 128))):
-        rows, columns = row_blocks(dv)
-        tile = {"DV": dv, "ROWS": rows, "COLUMNS": columns} | ({} if present else dict.fromkeys(("lam", "gate", "d_lam", "d_gate")))
-        label = f", d_v {dv}" + ("" if present else ", no lam, no gate") + (", this room's attention" if own else "")
-        for name, kernel in both[own:]:
-            kinds = {"reads": "*fp32"} if own else {}
-            yield build(name + label, kernel, tile | ({} if own else {"row_term": None}), WARPS, 3, bf16=bf16, fp32=fp32, kinds=kinds)
-    yield build("row term, 128 channels", _row_term_kernel, _term_constants(128), 4, 3, bf16=bf16, fp32=fp32, even="tq")
-
-
-BUILDS: tuple[Build, ...] = tuple(_builds())

@@ -30,12 +30,11 @@ from kernels.fem_attention.triton.exact_read import (
     _read,
     _rows_of,
     _scores,
-    _share,
     _temperature,
     _tile,
 )  # fmt: skip
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, build, of_head, padded, rows_of, strides_of
+from kernels.tiles import LOG2E, of_head, padded, rows_of, strides_of
 
 
 @triton.jit
@@ -59,7 +58,7 @@ def _rows_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
     d_lam_b, d_lam_h, d_lam_t, d_gate_b, d_gate_h, d_gate_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The forward again, and what the other backward kernels need of a row: x, F - x and the row term of softmax's backward.
 
@@ -67,52 +66,51 @@ def _rows_kernel(
     """
     blocks, channel_blocks = tl.cdiv(tq, ROWS), tl.cdiv(CHANNELS, BLOCK_C)
     columns = tl.arange(0, BLOCK_W)
-    for chunk in range(0, pairs, CHUNK):
-        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
-            start, stop = _share(wild, pair, group * blocks * channel_blocks)
-            for item in range(start, stop, tl.num_programs(0)):
-                batch, head, kv, block, of_channels = _place(pair, item, heads, group, blocks, channel_blocks)
-                begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
-                rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
-                there = tl.minimum(rows, tq - 1)
-                position = there + (tk - tq)
-                valid_here = of_head(valid, batch, 0, tk, 0)
-                lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-                k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
-                d_o_here = d_o + batch * d_o_b + head * d_o_h
-                flat = (batch * heads + head) * tq
-                x, _ = _greatest(
-                    queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
-                    False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-                )  # fmt: skip
-                beta_1 = _temperature(beta, kv, channels, CHANNELS)
-                mean, free, moment = _read(
-                    queries, k_here, v_here, k_t, v_t, x, tl.load(lse + flat + there), beta_1 * LOG2_E, position, channels, columns,
-                    valid_here, first, last, begin, end, tk, scale, True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-                )  # fmt: skip
-                d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
-                mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
-                at = (flat + rows)[:, None] * CHANNELS + channels[None, :]
-                tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
-                tl.store(free_energy + at, free, mask=mask)
-                term = tl.sum(tl.where(mask, d_mean * mean + d_free / beta_1[None, :], 0.0), 1)
-                tl.store(row_term + flat * channel_blocks + of_channels * tq + rows, term, mask=rows < tq)
-                of_beta = tl.sum(tl.where(mask, d_free * (moment - free), 0.0), 0) / beta_1
-                to = ((batch * heads + head) * blocks + block) * CHANNELS + channels
-                tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)
-                gap = tl.where(free < mean, 0.0, free - mean)
-                d_out = _operand(d_o_here, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
-                if gate is not None:
-                    out = x + tl.where(free < mean, mean, free)
-                    if lam is not None:
-                        out = x + mean + _tile(lam_here, lam_t, there, channels, CHANNELS) * gap
-                    to = d_gate + batch * d_gate_b + head * d_gate_h + rows.to(tl.int64)[:, None] * d_gate_t + channels[None, :]
-                    tl.store(to, (d_out * out).to(d_gate.dtype.element_ty), mask=mask)
-                    d_out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
-                if lam is not None:
-                    to = d_lam + batch * d_lam_b + head * d_lam_h + rows.to(tl.int64)[:, None] * d_lam_t + channels[None, :]
-                    tl.store(to, (d_out * gap).to(d_lam.dtype.element_ty), mask=mask)
+    upto, count = _marked(wild, pairs, PAIRS)
+    each = group * blocks * channel_blocks
+    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
+        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
+        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+        rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+        there = tl.minimum(rows, tq - 1)
+        position = there + (tk - tq)
+        valid_here = of_head(valid, batch, 0, tk, 0)
+        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
+        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+        k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
+        d_o_here = d_o + batch * d_o_b + head * d_o_h
+        flat = (batch * heads + head) * tq
+        x, _ = _greatest(
+            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
+            False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+        )  # fmt: skip
+        beta_1 = _temperature(beta, kv, channels, CHANNELS)
+        mean, free, moment = _read(
+            queries, k_here, v_here, k_t, v_t, x, tl.load(lse + flat + there), beta_1 * LOG2_E, position, channels, columns,
+            valid_here, first, last, begin, end, tk, scale, True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+        )  # fmt: skip
+        d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+        mask = (rows < tq)[:, None] & (channels < CHANNELS)[None, :]
+        at = (flat + rows)[:, None] * CHANNELS + channels[None, :]
+        tl.store(greatest + at, x.to(greatest.dtype.element_ty), mask=mask)
+        tl.store(free_energy + at, free, mask=mask)
+        term = tl.sum(tl.where(mask, d_mean * mean + d_free / beta_1[None, :], 0.0), 1)
+        tl.store(row_term + flat * channel_blocks + of_channels * tq + rows, term, mask=rows < tq)
+        of_beta = tl.sum(tl.where(mask, d_free * (moment - free), 0.0), 0) / beta_1
+        to = ((batch * heads + head) * blocks + block) * CHANNELS + channels
+        tl.store(d_beta + to, of_beta, mask=channels < CHANNELS)
+        gap = tl.where(free < mean, 0.0, free - mean)
+        d_out = _operand(d_o_here, d_o_t, rows, tq, channels, CHANNELS).to(tl.float32)
+        if gate is not None:
+            out = x + tl.where(free < mean, mean, free)
+            if lam is not None:
+                out = x + mean + _tile(lam_here, lam_t, there, channels, CHANNELS) * gap
+            to = d_gate + batch * d_gate_b + head * d_gate_h + rows.to(tl.int64)[:, None] * d_gate_t + channels[None, :]
+            tl.store(to, (d_out * out).to(d_gate.dtype.element_ty), mask=mask)
+            d_out *= _tile(gate_here, gate_t, there, channels, CHANNELS)
+        if lam is not None:
+            to = d_lam + batch * d_lam_b + head * d_lam_h + rows.to(tl.int64)[:, None] * d_lam_t + channels[None, :]
+            tl.store(to, (d_out * gap).to(d_lam.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -148,38 +146,37 @@ def _dq_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
     d_q_b, d_q_h, d_q_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tq, ROWS)
     columns = tl.arange(0, BLOCK_W)
-    for chunk in range(0, pairs, CHUNK):
-        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
-            start, stop = _share(wild, pair, group * blocks)
-            for item in range(start, stop, tl.num_programs(0)):
-                batch, head, kv, block, _ = _place(pair, item, heads, group, blocks, 1)
-                begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
-                rows = block * ROWS + tl.arange(0, ROWS)
-                there = tl.minimum(rows, tq - 1)
-                valid_here = of_head(valid, batch, 0, tk, 0)
-                lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-                k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
-                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-                flat = (batch * heads + head) * tq
-                sums = tl.load(lse + flat + there)
-                found = tl.zeros((ROWS, BLOCK_W), tl.float32)
-                for key in range(begin, end, KEYS):
-                    keys = key + tl.arange(0, KEYS)
-                    allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                    tile = _operand(k_here, k_t, keys, tk, columns, WIDTH)
-                    log_p = _scores(queries, tile, allowed, scale) - sums[None, :]
-                    d_scores = _score_gradients(
-                        log_p, allowed, v_here, v_t, keys, beta, kv, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
-                        row_term + flat * tl.cdiv(CHANNELS, BLOCK_C), d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here,
-                        d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
-                    )  # fmt: skip
-                    found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
-                at = d_q + batch * d_q_b + head * d_q_h + rows.to(tl.int64)[:, None] * d_q_t + columns[None, :]
-                tl.store(at, (found * (scale / LOG2_E)).to(d_q.dtype.element_ty), mask=(rows < tq)[:, None] & (columns < WIDTH)[None, :])
+    upto, count = _marked(wild, pairs, PAIRS)
+    each = group * blocks
+    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
+        batch, head, kv, block, _ = _place(upto, item, each, heads, group, blocks, 1)
+        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+        rows = block * ROWS + tl.arange(0, ROWS)
+        there = tl.minimum(rows, tq - 1)
+        valid_here = of_head(valid, batch, 0, tk, 0)
+        lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
+        k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
+        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+        flat = (batch * heads + head) * tq
+        sums = tl.load(lse + flat + there)
+        found = tl.zeros((ROWS, BLOCK_W), tl.float32)
+        for key in range(begin, end, KEYS):
+            keys = key + tl.arange(0, KEYS)
+            allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
+            tile = _operand(k_here, k_t, keys, tk, columns, WIDTH)
+            log_p = _scores(queries, tile, allowed, scale) - sums[None, :]
+            d_scores = _score_gradients(
+                log_p, allowed, v_here, v_t, keys, beta, kv, greatest + flat * CHANNELS, free_energy + flat * CHANNELS,
+                row_term + flat * tl.cdiv(CHANNELS, BLOCK_C), d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here,
+                d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+            )  # fmt: skip
+            found += tl.dot(d_scores.to(tile.dtype), tile, input_precision="ieee")
+        at = d_q + batch * d_q_b + head * d_q_h + rows.to(tl.int64)[:, None] * d_q_t + columns[None, :]
+        tl.store(at, (found * (scale / LOG2_E)).to(d_q.dtype.element_ty), mask=(rows < tq)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -188,37 +185,36 @@ def _dk_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
     d_k_b, d_k_h, d_k_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(tk, KEYS)
     columns = tl.arange(0, BLOCK_W)
-    for chunk in range(0, pairs, CHUNK):
-        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
-            start, stop = _share(wild, pair, blocks)
-            for item in range(start, stop, tl.num_programs(0)):
-                batch, _, kv, block, _ = _place(pair, item, heads, group, blocks, 1)
-                begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
-                keys = block * KEYS + tl.arange(0, KEYS)
-                tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
-                found = tl.zeros((KEYS, BLOCK_W), tl.float32)
-                for head in range(kv * group, kv * group + group):
-                    flat = (batch * heads + head) * tq
-                    valid_here = of_head(valid, batch, 0, tk, 0)
-                    lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-                    for row in range(begin, end, ROWS):
-                        rows = row + tl.arange(0, ROWS)
-                        there = tl.minimum(rows, tq - 1)
-                        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-                        allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                        log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
-                        d_scores = _score_gradients(
-                            log_p, allowed, v + batch * v_b + kv * v_h, v_t, keys, beta, kv, greatest + flat * CHANNELS,
-                            free_energy + flat * CHANNELS, row_term + flat * tl.cdiv(CHANNELS, BLOCK_C),
-                            d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
-                        )  # fmt: skip
-                        found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
-                at = d_k + batch * d_k_b + kv * d_k_h + keys.to(tl.int64)[:, None] * d_k_t + columns[None, :]
-                tl.store(at, (found * (scale / LOG2_E)).to(d_k.dtype.element_ty), mask=(keys < tk)[:, None] & (columns < WIDTH)[None, :])
+    upto, count = _marked(wild, pairs, PAIRS)
+    each = blocks
+    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
+        batch, _, kv, block, _ = _place(upto, item, each, heads, group, blocks, 1)
+        begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
+        keys = block * KEYS + tl.arange(0, KEYS)
+        tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
+        found = tl.zeros((KEYS, BLOCK_W), tl.float32)
+        for head in range(kv * group, kv * group + group):
+            flat = (batch * heads + head) * tq
+            valid_here = of_head(valid, batch, 0, tk, 0)
+            lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
+            for row in range(begin, end, ROWS):
+                rows = row + tl.arange(0, ROWS)
+                there = tl.minimum(rows, tq - 1)
+                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+                allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
+                log_p = _scores(queries, tile, allowed, scale) - tl.load(lse + flat + there)[None, :]
+                d_scores = _score_gradients(
+                    log_p, allowed, v + batch * v_b + kv * v_h, v_t, keys, beta, kv, greatest + flat * CHANNELS,
+                    free_energy + flat * CHANNELS, row_term + flat * tl.cdiv(CHANNELS, BLOCK_C),
+                    d_o + batch * d_o_b + head * d_o_h, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, tk, CHANNELS, BLOCK_C,
+                )  # fmt: skip
+                found += tl.dot(tl.trans(d_scores).to(queries.dtype), queries, input_precision="ieee")
+        at = d_k + batch * d_k_b + kv * d_k_h + keys.to(tl.int64)[:, None] * d_k_t + columns[None, :]
+        tl.store(at, (found * (scale / LOG2_E)).to(d_k.dtype.element_ty), mask=(keys < tk)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -227,49 +223,45 @@ def _dv_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, d_o_b, d_o_h, d_o_t,
     d_v_b, d_v_h, d_v_t, pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks, channel_blocks = tl.cdiv(tk, KEYS), tl.cdiv(CHANNELS, BLOCK_C)
     columns = tl.arange(0, BLOCK_W)
-    for chunk in range(0, pairs, CHUNK):
-        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
-            start, stop = _share(wild, pair, blocks * channel_blocks)
-            for item in range(start, stop, tl.num_programs(0)):
-                batch, _, kv, block, of_channels = _place(pair, item, heads, group, blocks, channel_blocks)
-                begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
-                keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
-                tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
-                values = _operand(v + batch * v_b + kv * v_h, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
-                beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
-                found = tl.zeros((KEYS, BLOCK_C), tl.float32)
-                for head in range(kv * group, kv * group + group):
-                    flat = (batch * heads + head) * tq
-                    valid_here = of_head(valid, batch, 0, tk, 0)
-                    lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
-                    d_o_here = d_o + batch * d_o_b + head * d_o_h
-                    for row in range(begin, end, ROWS):
-                        rows = row + tl.arange(0, ROWS)
-                        there = tl.minimum(rows, tq - 1)
-                        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-                        allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
-                        log_p = tl.trans(_scores(queries, tile, allowed, scale)) - tl.load(lse + flat + there)[:, None]
-                        d_mean, d_free = _gradients_of_reads(
-                            d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS
-                        )
-                        x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
-                        free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
-                        below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
-                        w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
-                        found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
-                at = d_v + batch * d_v_b + kv * d_v_h + keys.to(tl.int64)[:, None] * d_v_t + channels[None, :]
-                tl.store(at, found.to(d_v.dtype.element_ty), mask=(keys < tk)[:, None] & (channels < CHANNELS)[None, :])
+    upto, count = _marked(wild, pairs, PAIRS)
+    each = blocks * channel_blocks
+    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
+        batch, _, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
+        begin, end = _rows_of(block * KEYS, tq, tk, first, last, CAUSAL, KEYS)
+        keys, channels = block * KEYS + tl.arange(0, KEYS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+        tile = _operand(k + batch * k_b + kv * k_h, k_t, keys, tk, columns, WIDTH)
+        values = _operand(v + batch * v_b + kv * v_h, v_t, keys, tk, channels, CHANNELS).to(tl.float32)
+        beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
+        found = tl.zeros((KEYS, BLOCK_C), tl.float32)
+        for head in range(kv * group, kv * group + group):
+            flat = (batch * heads + head) * tq
+            valid_here = of_head(valid, batch, 0, tk, 0)
+            lam_here, gate_here = of_head(lam, batch, head, lam_b, lam_h), of_head(gate, batch, head, gate_b, gate_h)
+            d_o_here = d_o + batch * d_o_b + head * d_o_h
+            for row in range(begin, end, ROWS):
+                rows = row + tl.arange(0, ROWS)
+                there = tl.minimum(rows, tq - 1)
+                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+                allowed = _allowed(keys, there + (tk - tq), valid_here, first, last, tk, CAUSAL)
+                log_p = tl.trans(_scores(queries, tile, allowed, scale)) - tl.load(lse + flat + there)[:, None]
+                d_mean, d_free = _gradients_of_reads(d_o_here, lam_here, gate_here, d_o_t, lam_t, gate_t, rows, tq, channels, CHANNELS)
+                x = _tile(greatest + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                free = _tile(free_energy + flat * CHANNELS, CHANNELS, there, channels, CHANNELS)
+                below = tl.where(tl.trans(allowed)[:, :, None], values[None, :, :] - x[:, None, :], 0.0)
+                w = tl.exp2(log_p[:, :, None] + beta_2[None, None, :] * (below - free[:, None, :]))
+                found += tl.sum(w * d_free[:, None, :] + tl.exp2(log_p)[:, :, None] * d_mean[:, None, :], 0)
+        at = d_v + batch * d_v_b + kv * d_v_h + keys.to(tl.int64)[:, None] * d_v_t + channels[None, :]
+        tl.store(at, found.to(d_v.dtype.element_ty), mask=(keys < tk)[:, None] & (channels < CHANNELS)[None, :])
 
 
 BLOCK = 16  # channels at once
 ROWS, KEYS = 32, 16  # at once; kernels whose blocks are of keys have them the other way round
 WARPS, STAGES = 8, 3
 PROGRAMS = 264  # two for each of an H100's multiprocessors
-CHUNK = 64  # marks looked at together
 
 
 def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_valid, bounds):
@@ -325,7 +317,7 @@ class _Launch:
         heads, tq, width = q.shape[1:]
         kv_heads, tk, channels = v.shape[1:]
         self.sizes = (wild.numel(), heads, heads // kv_heads, tq, tk, scale * LOG2E)
-        self.constants = constants(width, channels, causal)
+        self.constants = constants(width, channels, causal, wild.numel())
 
     def __call__(self, kernel, more, strided, rows, keys):
         """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
@@ -337,36 +329,10 @@ class _Launch:
         )
 
 
-def constants(width, channels, causal):
+def constants(width, channels, causal, pairs):
     """The kernels' constants for a head's widths."""
-    return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "CHUNK": CHUNK}
+    return {"WIDTH": width, "CHANNELS": channels, "CAUSAL": causal, "BLOCK_W": padded(width), "BLOCK_C": BLOCK, "PAIRS": padded(pairs)}
 
 
-def _build(label, kernel, width, channels, *, rows, keys, absent=()):
-    given = constants(width, channels, True) | {"group": 1, "ROWS": rows, "KEYS": keys} | dict.fromkeys(absent)
-    return build(
-        f"{label}, d_k {width}, d_v {channels}", kernel, given, WARPS, STAGES, even="tq tk", kinds={"first": "*i32", "last": "*i32"},
-        bf16="q k v o d_o lam gate greatest d_lam d_gate d_q d_k d_v", fp32="beta lse free_energy row_term d_beta",
-    )  # fmt: skip
-
-
-_PLAIN = ("valid", "first", "last")
-_KERNELS = (
-    ("forward", _forward_kernel, ROWS, KEYS),
-    ("backward of rows", _rows_kernel, ROWS, KEYS),
-    ("dq", _dq_kernel, ROWS, KEYS),
-    ("dk", _dk_kernel, KEYS, ROWS),
-    ("dv", _dv_kernel, KEYS, ROWS),
-)
-TRAFFIC = {kernel: ("wild",) for _, kernel, _, _ in _KERNELS}
+TRAFFIC = dict.fromkeys((_forward_kernel, _rows_kernel, _dq_kernel, _dk_kernel, _dv_kernel), ("wild",))
 """Kernel -> the arguments that a launch reads or writes as a rule, here while no head is wild, for models of memory traffic."""
-
-BUILDS = tuple(
-    each
-    for label, kernel, rows, keys in _KERNELS
-    for each in (
-        _build(label, kernel, 64, 32, rows=rows, keys=keys, absent=_PLAIN),
-        _build(label, kernel, 128, 64, rows=rows, keys=keys, absent=_PLAIN),
-        _build(f"{label}, documents and padding", kernel, 128, 64, rows=rows, keys=keys),
-    )
-)

@@ -146,24 +146,19 @@ def _read(
 
 
 @triton.jit
-def _marked(wild, chunk, pairs, CHUNK: tl.constexpr):
-    """The end of a chunk of (batch, kv head) pairs, or its start where none of them is marked."""
-    pair = chunk + tl.arange(0, CHUNK)
-    found = tl.max(tl.load(wild + pair, mask=pair < pairs, other=0).to(tl.int32), 0)
-    return tl.where(found != 0, tl.minimum(chunk + CHUNK, pairs), chunk)
+def _marked(wild, pairs, PAIRS: tl.constexpr):
+    """(how many of the (batch, kv head) pairs up to each are marked [PAIRS], how many of all)."""
+    pair = tl.arange(0, PAIRS)
+    upto = tl.cumsum(tl.load(wild + pair, mask=pair < pairs, other=0).to(tl.int32), 0)
+    return upto, tl.max(upto, 0)
 
 
 @triton.jit
-def _share(wild, pair, blocks):
-    """(first, end) of the program's share of a pair's blocks: every so many, and of each pair others, since late blocks have more to do."""
-    first = (tl.program_id(0) + pair * 89) % tl.num_programs(0)
-    return first, blocks * tl.load(wild + pair).to(tl.int32)
-
-
-@triton.jit
-def _place(pair, item, heads, group, blocks, channel_blocks):
-    """(batch, head, kv head, block, block of channels) of an item; channel blocks lie innermost, heads of a group outermost."""
+def _place(upto, item, each, heads, group, blocks, channel_blocks):
+    """(batch, head, kv head, block, block of channels) of an item, ``each`` of a marked pair; channels innermost, heads outermost."""
     kv_heads = heads // group
+    pair = tl.sum((upto <= item // each).to(tl.int32), 0)
+    item = item % each
     batch, kv = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     head = kv * group + item // (blocks * channel_blocks)
     return batch, head, kv, item // channel_blocks % blocks, item % channel_blocks
@@ -175,37 +170,36 @@ def _forward_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, lam_b, lam_h, lam_t, gate_b, gate_h, gate_t, o_b, o_h, o_t,
     pairs, heads, group, tq, tk, scale,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     blocks, channel_blocks = tl.cdiv(tq, ROWS), tl.cdiv(CHANNELS, BLOCK_C)
     columns = tl.arange(0, BLOCK_W)
-    for chunk in range(0, pairs, CHUNK):
-        for pair in range(chunk, _marked(wild, chunk, pairs, CHUNK)):
-            start, stop = _share(wild, pair, group * blocks * channel_blocks)
-            for item in range(start, stop, tl.num_programs(0)):
-                batch, head, kv, block, of_channels = _place(pair, item, heads, group, blocks, channel_blocks)
-                begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
-                rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
-                there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
-                position = there + (tk - tq)
-                valid_here = of_head(valid, batch, 0, tk, 0)
-                queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
-                k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
-                x, sums = _greatest(
-                    queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
-                    True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-                )  # fmt: skip
-                beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
-                mean, free, _ = _read(
-                    queries, k_here, v_here, k_t, v_t, x, sums, beta_2, position, channels, columns, valid_here, first, last, begin, end,
-                    tk, scale, False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
-                )  # fmt: skip
-                out = x + tl.where(free < mean, mean, free)
-                if lam is not None:
-                    share = _tile(lam + batch * lam_b + head * lam_h, lam_t, there, channels, CHANNELS)
-                    out = x + mean + share * tl.where(free < mean, 0.0, free - mean)
-                if gate is not None:
-                    out *= _tile(gate + batch * gate_b + head * gate_h, gate_t, there, channels, CHANNELS)
-                at = o + batch * o_b + head * o_h + rows.to(tl.int64)[:, None] * o_t + channels[None, :]
-                tl.store(at, out.to(o.dtype.element_ty), mask=(rows < tq)[:, None] & (channels < CHANNELS)[None, :])
-                tl.store(lse + (batch * heads + head) * tq + rows, sums, mask=(rows < tq) & (of_channels == 0))
+    upto, count = _marked(wild, pairs, PAIRS)
+    each = group * blocks * channel_blocks
+    for item in range(tl.program_id(0), count * each, tl.num_programs(0)):
+        batch, head, kv, block, of_channels = _place(upto, item, each, heads, group, blocks, channel_blocks)
+        begin, end = _keys_of(block * ROWS, tq, tk, first, last, CAUSAL, ROWS)
+        rows, channels = block * ROWS + tl.arange(0, ROWS), of_channels * BLOCK_C + tl.arange(0, BLOCK_C)
+        there = tl.minimum(rows, tq - 1)  # rows beyond the last repeat it, and are not stored
+        position = there + (tk - tq)
+        valid_here = of_head(valid, batch, 0, tk, 0)
+        queries = _operand(q + batch * q_b + head * q_h, q_t, there, tq, columns, WIDTH)
+        k_here, v_here = k + batch * k_b + kv * k_h, v + batch * v_b + kv * v_h
+        x, sums = _greatest(
+            queries, k_here, v_here, k_t, v_t, position, channels, columns, valid_here, first, last, begin, end, tk, scale,
+            True, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+        )  # fmt: skip
+        beta_2 = _temperature(beta, kv, channels, CHANNELS) * LOG2_E
+        mean, free, _ = _read(
+            queries, k_here, v_here, k_t, v_t, x, sums, beta_2, position, channels, columns, valid_here, first, last, begin, end,
+            tk, scale, False, WIDTH, CHANNELS, CAUSAL, ROWS, KEYS, BLOCK_C,
+        )  # fmt: skip
+        out = x + tl.where(free < mean, mean, free)
+        if lam is not None:
+            share = _tile(lam + batch * lam_b + head * lam_h, lam_t, there, channels, CHANNELS)
+            out = x + mean + share * tl.where(free < mean, 0.0, free - mean)
+        if gate is not None:
+            out *= _tile(gate + batch * gate_b + head * gate_h, gate_t, there, channels, CHANNELS)
+        at = o + batch * o_b + head * o_h + rows.to(tl.int64)[:, None] * o_t + channels[None, :]
+        tl.store(at, out.to(o.dtype.element_ty), mask=(rows < tq)[:, None] & (channels < CHANNELS)[None, :])
+        tl.store(lse + (batch * heads + head) * tq + rows, sums, mask=(rows < tq) & (of_channels == 0))

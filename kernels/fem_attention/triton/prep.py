@@ -7,7 +7,6 @@ whose values are not finite, is *wild*: its exponents are clamped so that the st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.free_energy import MAX_RANGE, SHIFT_BELOW
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build, empty_as, rows_of
+from kernels.tiles import empty_as, rows_of
 
 WARPS = 4
 LARGEST = tl.constexpr(MAX_RANGE)
@@ -243,21 +242,3 @@ def _stream_backward_kernel(
     tl.store(out, gradient.to(d_v.dtype.element_ty), mask=inside)
     part = tl.sum(tl.where(inside, dx * (value.to(tl.float32) - middle), 0.0), 0)
     tl.store(d_beta + tl.program_id(0).to(tl.int64) * DV + column, part, mask=column < DV)
-
-
-def _builds(dv: int) -> Iterator[Build]:
-    rows, columns, span = range_blocks(dv)
-    kernels = (
-        ("range", _range_kernel),
-        ("constants", _constants_kernel),
-        ("[v | U]", _stream_kernel),
-        ("[v | U] backward", _stream_backward_kernel),
-    )
-    for label, kernel in kernels:
-        yield build(
-            f"{label}, d_v {dv}", kernel, {"DV": dv, "SPAN": span, "ROWS": rows, "COLUMNS": columns}, WARPS, 3,
-            bf16="v values d_values d_v", fp32="low high beta centre largest d_beta",
-        )  # fmt: skip
-
-
-BUILDS: tuple[Build, ...] = (*_builds(64), *_builds(128))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import cdiv
 
+from kernels.fem_attention.triton.epilogue import row_term
 from kernels.linear_attention.triton import plan as plans
 from kernels.linear_attention.triton.forward import (
     CHANNEL,
@@ -28,11 +29,10 @@ from kernels.linear_attention.triton.forward import (
     level_terms,
     pairs_kernel,
     read_kernel,
-    row_terms_kernel,
     states_kernel,
     window,
 )
-from kernels.tiles import strides_of
+from kernels.tiles import rows_of, strides_of
 
 
 class TritonLinearAttention(torch.autograd.Function):
@@ -43,8 +43,8 @@ class TritonLinearAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, normalise: bool
     ) -> tuple[Tensor, Tensor]:
         """As `linear_attention`, causal; y in q's type, the state float32."""
-        q, k, v = (_rows(x) for x in (q, k, v))
-        log_decay = None if log_decay is None else _rows(log_decay) if log_decay.dim() == 4 else log_decay
+        q, k, v = (rows_of(x) for x in (q, k, v))
+        log_decay = None if log_decay is None else rows_of(log_decay) if log_decay.dim() == 4 else log_decay
         initial = None if initial is None else initial.contiguous()
         call = _Call(q, v, log_decay, normalise)
         states, masses, last = call.states(k, v, initial)
@@ -62,21 +62,16 @@ class TritonLinearAttention(torch.autograd.Function):
         dy, d_last = grads
         if dy is None and d_last is None:
             return (None,) * 6
-        dy = torch.zeros_like(y) if dy is None else _rows(dy)
+        dy = torch.zeros_like(y) if dy is None else rows_of(dy)
         call = _Call(q, v, log_decay, share is not None)
         states, masses, _ = call.states(k, v, initial)
-        terms = None if share is None else torch.empty_like(share)
-        if share is not None:
-            call.launch(row_terms_kernel, (call.per_chunk,), (y, dy, share, terms), (y, dy))
+        # Minus y . dy is the gradient of a row's mass times that mass.
+        terms = None if share is None else row_term(dy, y, share)
         d_last = None if d_last is None else d_last.contiguous()
         d_states, d_masses, d_initial = call.states(q, dy, d_last, share, terms, reverse=True)
         dv = call.read(k, q, dy, call.pairs(q, k), d_states, d_masses, share, reverse=True)
         dq, dk, da = call.gradients(q, k, v, dy, share, terms, states, masses, d_states, d_masses)
         return dq, dk, dv, None if da is None else da.to(log_decay.dtype), d_initial if initial is not None else None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 class _Call:
@@ -295,4 +290,4 @@ def gradients_kernel(
     tl.store(dk + to, gk.to(dk.dtype.element_ty), mask=held)
 
 
-BUILDS = tuple(plans.built(label, gradients_kernel, plan) for label, plan in plans.PRODUCTION.items())
+MATRIX = (gradients_kernel,)  # their products are wgmma on sm_90

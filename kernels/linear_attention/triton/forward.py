@@ -259,35 +259,4 @@ def read_kernel(
     tl.store(to, read.to(out.dtype.element_ty), mask=here[:, None] & (j < DV)[None, :])
 
 
-@triton.jit
-def row_terms_kernel(
-    y, dy, share, terms, T, N, H, y_b, y_h, y_t, dy_b, dy_h, dy_t, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """terms [b h, t] float32: minus y . dy, the gradient of a row's mass times that mass; 0 where share is 0."""
-    bh, n = tl.program_id(0).to(tl.int64) // N, tl.program_id(0).to(tl.int64) % N
-    row = tl.arange(0, C)
-    here = n * C + row < T
-    y += (bh // H) * y_b + (bh % H) * y_h + n * C * y_t
-    dy += (bh // H) * dy_b + (bh % H) * dy_h + n * C * dy_t
-    term = tl.zeros((C,), tl.float32)
-    for vb in range(0, DV, BV):
-        j = vb + tl.arange(0, BV)
-        inside = here[:, None] & (j < DV)[None, :]
-        one = tl.load(y + row[:, None] * y_t + j[None, :], mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(dy + row[:, None] * dy_t + j[None, :], mask=inside, other=0.0).to(tl.float32)
-        term += tl.sum(one * other, axis=1)
-    shares = tl.load(share + bh * T + n * C + row, mask=here, other=0.0)
-    tl.store(terms + bh * T + n * C + row, tl.where(shares != 0, -term, 0.0), mask=here)
-
-
-BUILDS = (
-    *(plans.built(label, states_kernel, plan, REVERSE=reverse) for label, plan, reverse in plans.BOTH_WAYS),
-    *(
-        plans.built(label, cumulate_kernel, plan, matrix=False)
-        for label, plan in plans.PRODUCTION.items()
-        if plan.decay and plan.key_width == 64
-    ),
-    *(plans.built(label, read_kernel, plan, REVERSE=reverse) for label, plan, reverse in plans.BOTH_WAYS),
-    *(plans.built(label, pairs_kernel, plan) for label, plan in plans.PRODUCTION.items() if plan.decay == plans.CHANNEL),
-    plans.built("d_v 128", row_terms_kernel, plans.Plan(128, 128, plans.NONE, True, False), matrix=False),
-)
+MATRIX = (states_kernel, read_kernel, pairs_kernel)  # their products are wgmma on sm_90

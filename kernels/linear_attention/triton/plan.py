@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build
 
 NONE, HEAD, CHANNEL = range(3)  # decay: none, one for each head, one for each channel
 
@@ -74,36 +73,3 @@ class Plan(NamedTuple):
 def _block(width: int, wide: bool) -> int:
     most = 16 if interpreted() else 32 if wide else 64
     return max(16, min(most, 1 << (width - 1).bit_length()))  # a product's operands are 16 wide at least
-
-
-PRODUCTION: dict[str, Plan] = {
-    "d_k 64, d_v 64, a decay a head": Plan(64, 64, HEAD, True, False),
-    "d_k 64, d_v 64, a decay a channel": Plan(64, 64, CHANNEL, True, False),
-    "d_k 128, d_v 128, no decay": Plan(128, 128, NONE, True, False),
-    "d_k 128, d_v 128, a decay a head": Plan(128, 128, HEAD, True, False),
-    "d_k 128, d_v 128, a decay a channel": Plan(128, 128, CHANNEL, True, False),
-    "d_k 128, d_v 64, a decay a head, plain": Plan(128, 64, HEAD, False, False),
-    "float32, d_k 64, d_v 64, no decay": Plan(64, 64, NONE, True, True),
-    "float32, d_k 128, d_v 128, a decay a head": Plan(128, 128, HEAD, True, True),
-    "float32, d_k 64, d_v 64, a decay a channel": Plan(64, 64, CHANNEL, True, True),
-}
-BOTH_WAYS = tuple(
-    (f"{label}{', backward in time' if reverse else ''}", plan, reverse)
-    for label, plan in PRODUCTION.items()
-    for reverse in ((False, True) if plan.key_width == 128 else (False,))
-)
-
-
-def built(label: str, kernel: Any, plan: Plan, *, matrix: bool = True, **more: Any) -> Build:
-    """A kernel as a call of ``plan`` launches it; what neither the decay nor the normaliser needs is None. matrix: it has products."""
-    absent = (() if plan.decay else ("high", "low", "da")) + (() if plan.normalise else ("share", "weight", "masses", "d_masses"))
-    absent += () if plan.decay == CHANNEL else ("pairs",)
-    given = plan.given(kernel, **more)
-    warps, stages = given.pop("num_warps"), given.pop("num_stages")
-    kinds = dict.fromkeys("q k x y v dy a states d_states pairs out dq dk".split(), "*fp32" if plan.wide else "*bf16") | {"low": "*fp16"}
-    return build(
-        label, kernel, given | dict.fromkeys(absent), warps, stages, kinds=kinds,
-        fp32="high share weight first masses last d_masses da terms",
-        # wgmma multiplies 64 rows at least; float32 is multiplied exactly, outside the tensor cores.
-        matrix=matrix and plan.chunk >= 64,
-    )  # fmt: skip

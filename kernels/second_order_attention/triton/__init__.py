@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from kernels.fem_attention.triton.epilogue import row_term
 from kernels.implementations import interpreted
 from kernels.second_order_attention.reference import in_own_frame, residual, rotated, solve_gram
-from kernels.second_order_attention.triton.forward import PLAIN, built, launch, means, second
+from kernels.second_order_attention.triton.forward import PLAIN, launch, means, second
 from kernels.tiles import (
     Blocks,
-    Build,
-    build,
     empty_as,
     good_at,
     load_tile,
@@ -108,18 +107,14 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
 
     g in q's type, contiguous; read, centre: the forward's results; the others as there. du is float32, dT [h] float32.
     """
-    b, h, t, d = q.shape
+    t, d = q.shape[2:]
     is_second = u is not None
     d_q, d_k = empty_as(q), empty_as(k)
     d_u = torch.empty_like(mean) if is_second else None
     blocks = queries_blocks(q.dtype, d, is_second, valid is not None)
     lse, average = levels
-    heats, g_centre, g_read = torch.empty(3, b, h, t, dtype=torch.float32, device=q.device)
-    g_read = g_read if is_second else None
-    rows = terms_blocks(d)
-    _terms_kernel[(triton.cdiv(b * h * t, rows.rows),)](
-        g, mean, read, g_centre, g_read, b * h * t, WIDTH=d, PADDED=padded(d), ROWS=rows.rows, num_warps=rows.warps
-    )
+    heats, g_centre = torch.empty_like(lse), row_term(g, mean)
+    g_read = None if read is None else row_term(g, read)
     launch(
         _queries_kernel, blocks, t, q, k, valid, causal,
         q, k, u, g, half, factors, valid, mean, lse, average, centre, g_centre, g_read, d_q, d_u, heats, *d_q.stride()[:3],
@@ -129,19 +124,6 @@ def gradients(q, k, u, g, half, factors, mean, levels, read, centre, valid, caus
         q, k, u, g, half, factors, valid, lse, centre, g_centre, g_read, d_k, *d_k.stride()[:3],
     )  # fmt: skip
     return d_q, d_k, d_u, heats.sum((0, 2))
-
-
-@triton.jit
-def _terms_kernel(g, mean, read, g_centre, g_read, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """g.kbar and g.C u of ``count`` tokens; read None: the first alone."""
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    row = start + tl.arange(0, ROWS)
-    gradient = load_tile(g + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED).to(tl.float32)
-    middle = load_tile(mean + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED)
-    tl.store(g_centre + row, tl.sum(gradient * middle, 1), mask=row < count)
-    if read is not None:
-        found = load_tile(read + start * WIDTH, WIDTH, count - start, ROWS, WIDTH, PADDED)
-        tl.store(g_read + row, tl.sum(gradient * found, 1), mask=row < count)
 
 
 @triton.jit
@@ -268,10 +250,8 @@ def queries_blocks(dtype, width, is_second, padding):
         return PLAIN
     if padded(width) <= 64:
         return Blocks(128, 32 if is_second and padding else 64, 8, 2)
-    if padded(width) <= 128:
-        # With a second stage C u's two sums would not fit the registers.
-        return Blocks(128, 32, 8, 1 if is_second else 3)
-    return Blocks(64, 16, 8, 1) if is_second else Blocks(64, 32, 8, 2)
+    # With a second stage C u's two sums would not fit the registers.
+    return Blocks(128, 32, 8, 1 if is_second else 3)
 
 
 def keys_blocks(dtype, width, is_second, padding):
@@ -280,38 +260,7 @@ def keys_blocks(dtype, width, is_second, padding):
         return PLAIN
     if padded(width) <= 64:
         return Blocks(128, 64, 8, 2)
-    if padded(width) <= 128:
-        return Blocks(128, 32, 8, 2)
-    return Blocks(64, 32, 8, 1)
+    return Blocks(128, 32, 8, 2)
 
 
-def terms_blocks(width):
-    """Tokens at once, and warps, of the kernel for rows' terms."""
-    return Blocks(max(1, 8192 // padded(width)), 0, 4, 1)
-
-
-def _build(label, kernel, sizes, width, causal, is_second, padding=False):
-    missing = () if is_second else ("u", "read", "centre", "d_u", "g_read")
-    absent = {name: None for name in missing if name in kernel.arg_names}
-    label = f"gradient of {'C u' if is_second else 'kbar'}, {label}"
-    return built(label, kernel, sizes(torch.bfloat16, width, is_second, padding), width, causal, padding, **absent)
-
-
-def _terms_build(width):
-    blocks = terms_blocks(width)
-    constants = {"WIDTH": width, "PADDED": padded(width), "ROWS": blocks.rows}
-    fp32 = "mean read g_centre g_read"
-    return build(f"rows' terms, d {width}", _terms_kernel, constants, blocks.warps, blocks.stages, bf16="g", fp32=fp32, even="count")
-
-
-_KERNELS = (("queries", _queries_kernel, queries_blocks), ("keys", _keys_kernel, keys_blocks))
-BUILDS: tuple[Build, ...] = (
-    *(
-        _build(*given, width, causal, is_second)
-        for width, causal in ((64, True), (128, True), (128, False))
-        for is_second in (False, True)
-        for given in _KERNELS
-    ),
-    *(_build(*given, 64, True, is_second, padding=True) for is_second in (False, True) for given in _KERNELS),
-    *(_terms_build(width) for width in (64, 128)),
-)
+MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90

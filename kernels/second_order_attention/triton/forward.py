@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.tiles import Blocks, Build, build, fitting, good_at, load_tile, of_head, padded, place, probabilities, seen, store_tile
+from kernels.tiles import Blocks, fitting, good_at, load_tile, of_head, padded, place, probabilities, seen, store_tile
 
 PLAIN = Blocks(32, 32, 4, 1)  # in the interpreter and in float32
 
@@ -25,14 +25,14 @@ def means(q, k, half, factors, valid, causal):
     b, h, t, d = q.shape
     mean = torch.empty(b, h, t, d, dtype=torch.float32, device=q.device)
     levels = torch.empty(2, b, h, t, dtype=torch.float32, device=q.device)
-    launch(_means_kernel, means_blocks(q.dtype, d), t, q, k, valid, causal, q, k, half, factors, valid, mean, *levels)
+    launch(_means_kernel, means_blocks(q.dtype), t, q, k, valid, causal, q, k, half, factors, valid, mean, *levels)
     return mean, levels
 
 
 def second(q, k, u, half, factors, mean, lse, valid, causal):
     """(C u [b, h, t, d], u.kbar [b, h, t]), both float32 and contiguous; u as q but contiguous, the rest as for and from `means`."""
     read, centre = torch.empty_like(mean), torch.empty_like(lse)
-    blocks = second_blocks(q.dtype, q.shape[3])
+    blocks = second_blocks(q.dtype)
     launch(_second_kernel, blocks, q.shape[2], q, k, valid, causal, q, k, u, half, factors, valid, mean, lse, read, centre)
     return read, centre
 
@@ -134,28 +134,14 @@ def _second_kernel(
     store_tile(read + at, WIDTH, t - start, found - weighed[:, None] * middle, OWN, WIDTH, PADDED)
 
 
-def means_blocks(dtype, width):
+def means_blocks(dtype):
     """Block sizes of the pass for kbar."""
-    return fitting(dtype, PLAIN, PLAIN, Blocks(128, 64, 8, 2 if padded(width) > 128 else 3))
+    return fitting(dtype, PLAIN, PLAIN, Blocks(128, 64, 8, 3))
 
 
-def second_blocks(dtype, width):
+def second_blocks(dtype):
     """Block sizes of the pass for C u."""
-    return fitting(dtype, PLAIN, PLAIN, Blocks(64, 32, 8, 2) if padded(width) > 128 else Blocks(128, 64, 8, 2))
+    return fitting(dtype, PLAIN, PLAIN, Blocks(128, 64, 8, 2))
 
 
-def built(label, kernel, blocks, width, causal, padding=False, **constants):
-    """A kernel of this room at a production shape."""
-    constants |= {"CAUSAL": causal, "WIDTH": width, "PADDED": padded(width), "OWN": blocks.rows, "OTHER": blocks.keys}
-    return build(
-        f"{label}, d {width}, {'causal' if causal else 'full'}{', padding' if padding else ''}", kernel,
-        constants | ({} if padding else {"valid": None}), blocks.warps, blocks.stages, matrix=True, even="t tk", bf16="q k u g d_q d_k",
-        fp32="half factors mean lse average read centre g_centre g_read d_u heats",
-    )  # fmt: skip
-
-
-BUILDS: tuple[Build, ...] = tuple(
-    built(label, kernel, sizes(torch.bfloat16, width), width, causal, padding)
-    for width, causal, padding in ((64, True, False), (128, True, False), (128, False, False), (64, True, True))
-    for label, kernel, sizes in (("kbar", _means_kernel, means_blocks), ("C u", _second_kernel, second_blocks))
-)
+MATRIX = (_means_kernel, _second_kernel)  # their products are wgmma on sm_90

@@ -37,13 +37,11 @@ from kernels.ssm_read.triton.states import (
     _carry_kernel,
     _gradient_states_kernel,
     _states_kernel,
-    build_launch,
-    built,
     channel,
     column,
     maxima,
 )
-from kernels.tiles import Build, rows_of, strides_of
+from kernels.tiles import rows_of, strides_of
 
 
 def fused_past(delta, rate, b_in, c_out, v, beta, lam, gate, valid, state):
@@ -261,18 +259,3 @@ def _read_kernel(
             tl.store(d_sums + 4 * plane + at, x_u, mask=mask)
             of_beta = d_free * (gap + tl.where(far, mu, offset * (y / (1.0 + y))))
             tl.store(d_beta + (bh * chunks + chunk) * width + c, -tl.sum(of_beta, 0) / inverse_temperature, mask=inside)
-
-
-def _builds():
-    launch = build_launch()
-    warps = launch.wide_options["num_warps"]
-    forward, backward = dict.fromkeys(("d_o", "d_lam", "d_gate", "d_sums", "d_beta")), {"o": None}
-    mean = dict.fromkeys(("beta", "centre", "lam", "starts", "left", "d_lam", "d_beta"))
-    found = []
-    for label, less in (("mu and F", {}), ("mu", mean)):
-        for name, absent in (("read", forward), ("gradients of the sums", backward)):
-            found.append(built(f"{name}, {label}", _read_kernel, launch.blocks | absent | less, warps))
-    return tuple(found)
-
-
-BUILDS: tuple[Build, ...] = _builds()

@@ -12,8 +12,7 @@ import triton.language as tl
 
 from kernels.aft_read.triton.forward import dense, exponents_from, join_one, join_two, load, place, row
 from kernels.fem_attention.triton.prep import excess
-from kernels.ssm_read.triton.states import build_launch, built, channel, column, exponent
-from kernels.tiles import Build
+from kernels.ssm_read.triton.states import channel, column, exponent
 
 
 @triton.jit
@@ -99,14 +98,9 @@ def _gradients_kernel(
         given = column(c_out, bh, n, t, states, tokens, t < tokens)[:, None]
         next_given = column(c_out, bh, n, t + 1, states, tokens, (t + 1 < tokens) & (at < BT - 1))[:, None]
         of_state = (((bh * chunks + chunk) * STREAMS) * states + n) * width + c
-        s_v, s_w = (
-            tl.load(states_of + of_state, mask=inside, other=0.0),
-            tl.load(states_of + of_state + states * width, mask=inside, other=0.0),
-        )
-        g_v, g_w = (
-            tl.load(gradients + of_state, mask=inside, other=0.0),
-            tl.load(gradients + of_state + states * width, mask=inside, other=0.0),
-        )
+        below = of_state + states * width
+        s_v, s_w = tl.load(states_of + of_state, mask=inside, other=0.0), tl.load(states_of + below, mask=inside, other=0.0)
+        g_v, g_w = tl.load(gradients + of_state, mask=inside, other=0.0), tl.load(gradients + below, mask=inside, other=0.0)
         d, next_d = tl.exp(-r[None, :] * step), tl.exp(-r[None, :] * next_step)
         intake_before = step_before * taken_before
         onward = next_d * next_given
@@ -126,18 +120,9 @@ def _gradients_kernel(
             # A scan of its own: four streams at once need more registers than there are.
             at_u, at_e = of_state + 3 * states * width, of_state + 2 * states * width
             d_u, k_u = _stream(
-                d,
-                next_d,
-                intake_before * u_before,
-                onward * next_dy_u,
-                given * dy_u,
-                states_of + at_u,
-                gradients + at_u,
-                1.0,
-                first,
-                last,
+                d, next_d, intake_before * u_before, onward * next_dy_u, given * dy_u, states_of + at_u, gradients + at_u, 1.0, first, last,
                 inside,
-            )
+            )  # fmt: skip
             of_log_decay += k_u * d_u
             intake += k_u * u
             of_given += dy_u * (d_u + step * taken * u)
@@ -168,11 +153,3 @@ def _gradients_kernel(
     out = dense(b, h, t, c, batch, heads, width)
     tl.store(d_delta + out, d_step.to(d_delta.dtype.element_ty), mask=mask)
     tl.store(dv + out, d_value.to(dv.dtype.element_ty), mask=mask)
-
-
-def _builds():
-    launch = build_launch()
-    return (built("gradients, mu and F", _gradients_kernel, launch.gradient_blocks, launch.wide_options["num_warps"]),)
-
-
-BUILDS: tuple[Build, ...] = _builds()

@@ -15,10 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.aft_read.triton.forward import NOTHING, exponents, exponents_from, load, place
+from kernels.aft_read.triton.forward import NOTHING, _greater, exponents, exponents_from, load, place
 from kernels.fem_attention.triton.prep import excess
 from kernels.implementations import interpreted
-from kernels.tiles import Build, build
 
 STAGES = 1
 
@@ -56,11 +55,6 @@ def exponent(delta, v, beta):
     """z = log(delta) + beta v where a token is read, as its rounding and what that left."""
     read = delta > 0.0
     return exponents(tl.log(tl.where(read, delta, 1.0)), v, beta, read)
-
-
-@triton.jit
-def _greater(a, b):
-    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -267,32 +261,3 @@ def _carry_back_kernel(
             joint_decay = tl.exp(-relative * span[None, :]) * tl.exp(before - after - slowest * span)[None, :]
             joint = _carried(at + 2 * states * width, mask, joint_decay, joint)
             beyond = _carried(at + 3 * states * width, mask, decay, beyond)
-
-
-def built(label, kernel, given, warps):
-    """A kernel's `Build`: v and the read in bfloat16, all else in float32."""
-    return build(
-        f"{label}", kernel, given, warps, STAGES, even="tokens width states", bf16="v dv lam gate o d_o d_lam d_gate",
-        fp32="delta b_in c_out rate slow beta centre states_of states_out tops lost spans starts left given given_top after gradients"
-        " d_sums d_delta d_b_in d_c_out d_rate d_beta",
-    )  # fmt: skip
-
-
-def build_launch(streams=4):
-    """4096 tokens of 4 x 16 heads of 64 channels with 96 states, as the 1.3B model's budget gives them."""
-    return Launch(4, 16, 4096, 64, 96, streams)
-
-
-def _builds():
-    launch = build_launch()
-    carried = {"BETA": True, "BC": launch.blocks["BC"], "BN": launch.block_n}
-    kernels = (
-        ("states", _states_kernel, launch.blocks),
-        ("states carried", _carry_kernel, carried | {"given": None, "given_top": None}),
-        ("states' gradients", _gradient_states_kernel, launch.blocks),
-        ("gradients carried", _carry_back_kernel, carried),
-    )
-    return tuple(built(f"{label}, mu and F", kernel, more, launch.options["num_warps"]) for label, kernel, more in kernels)
-
-
-BUILDS: tuple[Build, ...] = _builds()

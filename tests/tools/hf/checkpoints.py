@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from fem_megatron.config import ModelConfig
 from pretrain.checkpoint.folder import Progress, find
@@ -35,12 +35,13 @@ STOCK: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "mistral": (MistralConfig, {"sliding_window": 5}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 12}),
 }
 
 
 def save(model: ModelConfig, out: Path, state: dict[str, Tensor]) -> Path:
     """A checkpoint of weights alone at step 12."""
-    save_weights(out, state, replace(RunConfig(), name="small", model=model), Progress(12, 96, 960), "data-key", heldout_loss=2.5)
+    save_weights(out, state.items(), replace(RunConfig(), name="small", model=model), Progress(12, 96, 960), "data-key", heldout_loss=2.5)
     return out
 
 

@@ -29,7 +29,7 @@ RUNS = {"fem_softmax": torch.float32, "transformer": torch.float32, "fem_gla": t
 
 def write_checkpoint(run: Path, config: RunConfig, state: dict[str, Tensor]) -> Path:
     """A step's folder below ``RUN/checkpoints``."""
-    return save_weights(run / "checkpoints", state, config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key")
+    return save_weights(run / "checkpoints", state.items(), config, Progress(STEP, SAMPLES, 2 * SAMPLES), "data-key")
 
 
 def model_of(name: str) -> ModelConfig:

@@ -39,6 +39,7 @@ COMBINED: dict[str, dict[str, Any]] = {
     "cem_attention": {"mixer": "cem", "mlp": "swiglu"},
     "switched": {
         "pattern": ("transformer", "fem_softmax"),
+        "qk_norm": True,
         "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5, rope_scaling="llama3", rope_original_length=40),
     },
     "rotated": {

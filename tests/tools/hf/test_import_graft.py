@@ -185,6 +185,19 @@ def test_attentions_own_switches_stay_with_attention(tmp_path: Path, capsys: pyt
     assert "decoder.layers.N.mixer.in_proj.bias (1): q, k, v" in told["left_behind"]
 
 
+def test_the_norms_of_queries_and_keys_go_with_them(tmp_path: Path) -> None:
+    """Qwen3's, to the Free Energy Mixer's and, from one group to one a query, to attention's; a mixer without them leaves them behind."""
+    qwen = stock_folder("qwen3", tmp_path / "qwen", head_dim=HEAD)
+    theirs = {part: tensors(qwen)[f"model.layers.1.self_attn.{part}_norm.weight"] for part in "qk"}
+    for mixer, place in (("fem_softmax", "prior."), ("transformer", "")):
+        model, state, _ = graft(qwen, tmp_path / mixer, mixer, *(["model.num_query_groups=null"] if mixer == "transformer" else []))
+        assert model.qk_norm and theirs["q"].std() > 0.01
+        for part, weight in theirs.items():
+            assert torch.equal(state[f"decoder.layers.1.mixer.{place}{part}_norm.weight"], weight)
+    model, _, told = graft(qwen, tmp_path / "cem", "cem")
+    assert not model.qk_norm and "decoder.layers.N.mixer.q_norm.weight (0-1)" in told["left_behind"]
+
+
 def test_one_line_where_nothing_can_stand_on_it(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fem = export(small("fem_softmax"), tmp_path / "fem")
     for source, mixer, options, told in (

@@ -67,13 +67,20 @@ def test_logits_are_megatrons(exported: Callable[[str], Exported], name: str) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_documents_are_read_as_if_alone(exported: Callable[[str], Exported], name: str) -> None:
-    """transformers' convention: position_ids begin anew with a document."""
-    model, ids, sizes = exported(name).model, tokens(1, 21), (5, 1, 15)
-    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    """transformers' convention: position_ids that do not go on by one begin a document; here the third is the rest of a longer one."""
+    given, ids, packed = exported(name), tokens(2, 21), (((0, 5), (0, 1), (7, 15)), ((3, 20), (0, 1)))
+    model, without = (
+        given.model,
+        {} if (given.folder / "modeling_fem.py").exists() else {"use_cache": False},
+    )  # beside its cache Llama joins
+    rows = [[torch.arange(first, first + size)[None] for first, size in row] for row in packed]
     with torch.no_grad():
-        packed = model(ids, position_ids=positions, use_cache=False).logits
-        alone = [model(part, use_cache=False).logits for part in ids.split(sizes, dim=1)]
-        close(packed, torch.cat(alone, dim=1), 1e-5)  # rounding of float32, in matrix products of other shapes
+        made = model(ids, position_ids=torch.stack([torch.cat(row, dim=1)[0] for row in rows]), **without)
+        assert made.past_key_values is None
+        for whole, row, parts in zip(made.logits, ids, rows, strict=True):
+            pairs = zip(row[None].split([part.shape[1] for part in parts], dim=1), parts, strict=True)
+            alone = [model(part, position_ids=positions, use_cache=False).logits for part, positions in pairs]
+            close(whole[None], torch.cat(alone, dim=1), 1e-5)  # rounding of float32, in matrix products of other shapes
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
@@ -118,7 +125,8 @@ def test_masked_tokens_anywhere_change_nothing(plain: Any) -> None:
     kept = mask[0].bool()
     with torch.no_grad():
         # float64 rounding.
-        close(plain(ids, attention_mask=mask).logits[0, kept], plain(ids[:, kept]).logits[0], 1e-10)
+        for positions in (None, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):  # as transformers' generate has them
+            close(plain(ids, attention_mask=mask, position_ids=positions).logits[0, kept], plain(ids[:, kept]).logits[0], 1e-10)
 
 
 def test_refused_inputs(plain: Any, raised: Refused) -> None:
@@ -128,6 +136,11 @@ def test_refused_inputs(plain: Any, raised: Refused) -> None:
         (plain, {"input_ids": tokens(1, 5), "attention_mask": torch.ones(1, 4)}),
         (plain, {"input_ids": tokens(1, 5), "past_key_values": DynamicCache()}),
         (plain, {}),
+        (plain, {"input_ids": tokens(1, 5), "position_ids": torch.tensor([[0, 1, 0, 1, 2]]), "use_cache": True}),
+        (
+            plain,
+            {"input_ids": tokens(1, 5), "position_ids": torch.tensor([[1, 0, 1, 0, 1]]), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])},
+        ),
         (encoder, {"input_ids": tokens(1, 5), "past_key_values": FemCache(encoder.config)}),
         (FemLMForCausalLM, {"config": FemLMConfig(small().__dict__, recurrence=0)}),
         (FemLMConfig, {"num_attention_heads": 5}),

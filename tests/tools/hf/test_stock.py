@@ -1,4 +1,4 @@
-"""Our Transformer and transformers' Llama, Mistral and Qwen2 as one model: the same logits, and weights that come back to the bit."""
+"""Our Transformer and transformers' Llama, Mistral, Qwen2 and Qwen3 as one model: equal logits, weights that come back to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fem_megatron.config import ModelConfig
@@ -48,6 +48,8 @@ CASES = {
     "odd heads": (replace(BASE, hidden_size=36, num_attention_heads=8, attention=AttentionConfig(head_dim=6)), "Mistral"),
     "biases": (replace(GROUPED, attention=AttentionConfig(qkv_bias=True)), "Qwen2"),
     "biases and all": (replace(GROUPED, attention=ALL), "Qwen2"),
+    "normed": (replace(GROUPED, qk_norm=True, norm_eps=1e-3, tie_embeddings=True), "Qwen3"),
+    "normed and all": (replace(GROUPED, qk_norm=True, attention=replace(ALL, qkv_bias=False)), "Qwen3"),
 }
 # float32: the same operations in another order, 1e-7 each. bfloat16:
 # 8 bits a number; transformers also rounds the normalised x before its weight.
@@ -125,6 +127,8 @@ THEIRS = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen2, window": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=0),
     "qwen2, window of no layer": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=2),
+    "qwen3": Qwen3Config(**SMALL, head_dim=12),
+    "qwen3, window": Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=0, tie_word_embeddings=True),
 }
 
 
@@ -199,6 +203,7 @@ FOREIGN: list[dict[str, Any]] = [
     {"num_attention_heads": 0},
     {"initializer_range": 0.0},
     {"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "max_window_layers": 1},
+    {"model_type": "qwen3", "architectures": None, "attention_bias": True},
     {"model_type": "mistral", "architectures": None, "layer_types": ["full_attention"] * 2},
 ]
 
@@ -210,5 +215,6 @@ def test_what_is_not_exactly_it_is_refused_in_one_line(raised: Refused) -> None:
 
 def test_what_transformers_has_no_class_for_is_said(raised: Refused) -> None:
     changes: list[dict[str, Any]] = [{"mixer": "fem_softmax"}, {"pattern": ("transformer", "fem_gla")}, {"mlp": "cem"}, {"mlp": "none"}]
+    changes += [{"qk_norm": True, "attention": AttentionConfig(qkv_bias=True)}]
     for change in [*changes, {"recurrence": 2}, {"causal": False}, {"rope": False}]:
         raised(stock_config, replace(BASE, **change), error=StockError)

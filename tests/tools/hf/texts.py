@@ -44,7 +44,7 @@ def save(model: ModelConfig, out: Path, state: dict[str, Tensor] | None = None, 
     """An import's folder: a checkpoint of weights alone, random unless given, and its tokenizer."""
     state = random_state(model, dtype=torch.float32) if state is None else state
     config = replace(RunConfig(), name="small", model=model)
-    save_weights(out, state, replace(config, data=replace(config.data, seq_length=64)), Progress(step, 96, 960), "data-key")
+    save_weights(out, state.items(), replace(config, data=replace(config.data, seq_length=64)), Progress(step, 96, 960), "data-key")
     if tokenizer:
         byte_tokenizer(out / "tokenizer")
     return out

@@ -11,7 +11,7 @@ import torch
 from kernels.check import WITHOUT_GRADIENTS, suites
 from tools.bench.engines import variants as engines
 from tools.bench.speed import implementations, lacks
-from tools.bench.whole_model import BASELINE, SCALES, VARIANTS
+from tools.bench.whole_model import BASELINE, PACKED, SCALES, VARIANTS
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
 PARTS = ("correctness", "ops", "models", "engines")
@@ -151,7 +151,8 @@ def _models() -> Iterator[Task]:
     for scale, sizes in SCALES.items():
         large = scale in ("1.3B", "340M")
         for variant in VARIANTS:
-            if not large and scale != "table 5" and variant not in (BASELINE, "CEM"):
+            few = urgent | linear if scale in PACKED else {BASELINE, "CEM"}
+            if not large and scale != "table 5" and variant not in few:
                 continue
             rank = 6.0
             if large:

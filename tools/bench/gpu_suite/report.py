@@ -13,7 +13,7 @@ from tools.bench.engines import figures
 from tools.bench.gpu_suite.plan import LENGTHS, TOKENS_A_CALL, Task
 from tools.bench.gpu_suite.pool import Outcome
 from tools.bench.gpu_suite.results import Results
-from tools.bench.whole_model import SCALES, VARIANTS
+from tools.bench.whole_model import PACKED, SCALES, VARIANTS
 from tools.bench.workloads import WORKLOADS
 
 SHORT = 4096
@@ -56,7 +56,7 @@ def short(results: Results) -> str:
     parts = [targets(results)]
     if lines:
         parts.append(runner.table([f"{SHORT} tokens, fwd + bwd", "ms", "÷", "held against"], lines))
-    rows = _model_rows(results, ("1.3B", "340M"))
+    rows = _model_rows(results, ("1.3B", "340M", *PACKED))
     if rows:
         parts.append(runner.table(MODEL_COLUMNS, rows))
     return "\n\n".join(parts)
@@ -122,7 +122,7 @@ def engines(results: Results) -> str:
     return runner.table(["operation", "tokens", "engine", "fwd + bwd, ms", "÷ standard, the same engine"], rows) if rows else ""
 
 
-MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "MFU", "peak, GB", "recomputes"]
+MODEL_COLUMNS = ["model", "batch", "step, ms", "tokens/s", "÷ Transformer", "÷ joined", "MFU", "peak, GB", "recomputes"]
 
 
 def models(results: Results) -> str:
@@ -137,11 +137,11 @@ def _model_rows(results: Results, scales: tuple[str, ...]) -> list[list[str]]:
         found = results.models.get((scale, variant, recompute))
         if found is None:
             continue
-        ratio = results.model_ratio(scale, variant, recompute=recompute)
+        ratio, packed = results.model_ratio(scale, variant, recompute=recompute), results.packed_ratio(scale, variant)
         share = results.utilisation(scale, variant, recompute=recompute)
         seconds = found["step"]["seconds"]
         row = [f"{scale} {variant}", f"{found['batch']} x {SCALES[scale].tokens}", _ms(seconds), f"{found['tokens'] / seconds:,.0f}"]
-        row += [f"{ratio:.2f}" if ratio else "", f"{share:.1%}" if share else ""]
+        row += [f"{ratio:.2f}" if ratio else "", f"{packed:.2f}" if packed else "", f"{share:.1%}" if share else ""]
         rows.append([*row, f"{found['peak_bytes'] / 1e9:.1f}", "yes" if found["recompute"] else ""])
     return rows
 

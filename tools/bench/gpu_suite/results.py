@@ -8,11 +8,11 @@ from typing import Any
 
 from kernels.fem_attention.engines import ENGINES
 from kernels.fem_attention.table import Entry
-from pretrain.plan.run_plan import peak_tflops
+from pretrain.plan.devices import peak_tflops
 from tools.bench.engines.figures import Figures
 from tools.bench.gpu_suite.plan import FIRST, LENGTHS, TOKENS_A_CALL
 from tools.bench.gpu_suite.pool import Outcome
-from tools.bench.whole_model import BASELINE
+from tools.bench.whole_model import BASELINE, PACKED
 from tools.bench.workloads import BASELINES, WORKLOADS, Size
 
 
@@ -122,7 +122,14 @@ class Results:
 
     def model_ratio(self, scale: str, variant: str, *, recompute: bool = False, base: str = BASELINE) -> float | None:
         """A model's training step over the Transformer's, both for each token."""
-        own, other = self.models.get((scale, variant, recompute)), self.models.get((scale, base, recompute))
+        return self._per_token((scale, variant, recompute), (scale, base, recompute))
+
+    def packed_ratio(self, scale: str, variant: str) -> float | None:
+        """A training step on documents read apart over one on joined ones, both for each token."""
+        return self._per_token((scale, variant, False), (PACKED[scale], variant, False)) if scale in PACKED else None
+
+    def _per_token(self, model: tuple[str, str, bool], base: tuple[str, str, bool]) -> float | None:
+        own, other = self.models.get(model), self.models.get(base)
         if own is None or other is None:
             return None
         ratio: float = (own["step"]["seconds"] / own["tokens"]) / (other["step"]["seconds"] / other["tokens"])

@@ -9,6 +9,8 @@ operation's implementation, an attention's engine, a type) is an H100's. What th
 - others' fused kernels (`stand_in`): what they read, write and keep for the backward pass.
 
 Not counted: what a kernel reads twice because the L2 cache lost it, small products inside a pointwise kernel, and collectives.
+
+Long, because all that is counted stands in one place: what one kind of call counts no other may.
 """
 
 from __future__ import annotations
@@ -53,9 +55,13 @@ class Launch:
 
 @dataclass
 class Trace:
-    """What ran. chosen: operation -> implementation. host_reads: times that the host waited for a number. kept_bytes: for the backward."""
+    """What ran. chosen: operation -> implementation. host_reads: times that the host waited for a number. kept_bytes: for the backward.
+
+    kernels: each launch of Triton, with its arguments and options by name.
+    """
 
     launches: list[Launch] = field(default_factory=list)
+    kernels: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
     host_reads: int = 0
     kept_bytes: int = 0
@@ -71,8 +77,8 @@ class Trace:
         return sum(each.bytes for each in chosen if backward in (None, each.backward))
 
 
-def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]]) -> Trace:
-    """The trace of a forward and a backward pass.
+def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]], *, backward: bool = True) -> Trace:
+    """The trace of a forward pass and, where asked for, a backward pass.
 
     make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
     Triton, whose kernels are counted, is not installed.
@@ -96,7 +102,8 @@ def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequen
             y = forward()
         trace.kept_bytes = sum(kept.values())
         trace.backward = True
-        torch.autograd.backward([y], [torch.empty(y.shape, dtype=y.dtype, device=META)])
+        if backward:
+            torch.autograd.backward([y], [torch.empty(y.shape, dtype=y.dtype, device=META)])
     return trace
 
 
@@ -235,8 +242,8 @@ def _launches_counted(trace: Trace) -> Iterator[None]:
         modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
         given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         named = next((names for module in modules for each, names in getattr(module, "TRAFFIC", {}).items() if each is kernel), given)
-        builds = (build for module in modules for build in getattr(module, "BUILDS", ()))
-        tiles = any(build.matrix for build in builds if build.kernel is kernel)
+        trace.kernels.append((kernel, given))
+        tiles = any(each is kernel for module in modules for each in getattr(module, "MATRIX", ()))
         place = kernel.fn.__module__.split(".")
         name = f"{place[1] if place[0] == 'kernels' else place[0]}: {kernel.fn.__name__.strip('_')}"
         trace.add(name, moved([given[each] for each in named if isinstance(given[each], Tensor)]), TILES if tiles else POINTWISE)

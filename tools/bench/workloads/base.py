@@ -180,7 +180,12 @@ def needs_fla(device: torch.device) -> str | None:
 
 ATTENTION = per_pair(lambda size: size.key + size.value)
 
-OTHER_ENGINES = {"flash_attn_2": "flash-attn 2", "flash_attn_3": "flash-attn 3", "triton": "our Triton kernels"}
+OTHER_ENGINES = {
+    "flash_attn_2": "flash-attn 2",
+    "flash_attn_3": "flash-attn 3",
+    "flash_attn_4": "flash-attn 4",
+    "triton": "our Triton kernels",
+}
 
 
 def _attention(label: str, call: Callable[[Inputs], Outputs], lacks: Callable[[torch.device], str | None], engine: str) -> Baseline:

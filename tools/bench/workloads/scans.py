@@ -23,6 +23,7 @@ from kernels.fem_projection import fem_projection
 from kernels.gated_delta_rule import gated_delta_rule
 from kernels.implementations import VARIABLE
 from kernels.linear_attention import linear_attention
+from kernels.residual_norm import residual_norm
 from kernels.ssm_read import ssm_read
 from kernels.symmetric_attention import symmetric_linear_attention
 from kernels.time_decay_scan import time_decay_scan
@@ -125,6 +126,22 @@ def _features_inputs(draw: Draw, size: Size) -> Inputs:
     }
 
 
+def _norm_inputs(draw: Draw, size: Size) -> Inputs:
+    channels = size.heads * size.value
+    return {
+        "x": draw.normal(size.tokens, size.batch, channels),
+        "weight": draw.normal(channels),
+        "eps": 1e-6,
+        "second": draw.normal(channels),
+    }
+
+
+def _norms(inputs: Inputs, implementation: str) -> Outputs:
+    _, h, u = residual_norm(**inputs, implementation=implementation)
+    assert u is not None
+    return h, u
+
+
 def _projection_inputs(draw: Draw, size: Size) -> Inputs:
     """Of FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of every head, and the conditioner's features."""
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
@@ -190,6 +207,15 @@ SCANS = (
         call=by_name(conditioner_features),
         flops=no_products,
         value=4,
+        small=(2, 32, 4),
+    ),
+    Workload(
+        name="residual_norm",
+        op="residual_norm",
+        inputs=_norm_inputs,
+        call=_norms,
+        flops=no_products,
+        value=128,
         small=(2, 32, 4),
     ),
     Workload(

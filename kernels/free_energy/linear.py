@@ -1,0 +1,43 @@
+"""The free-energy read over linear attention with decay: one public function, `linear_read`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.free_energy import free_energy_read
+from kernels.linear_attention import linear_attention, log_weights
+from kernels.registered import registered
+
+
+@registered(lambda q, k, v, *_, **__: v.new_empty(v.shape), traceable=lambda *_, **__: False)
+def linear_read(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    lam: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    causal: bool = True,
+    exact: bool = False,
+    implementation: str = "auto",
+) -> Tensor:
+    """o = gate * ((1 - lam) * mu + lam * F) under p_t(i) ~ (q_t * exp(c_t - c_i)) . k_i, c = cumsum(log_decay), with q, k >= 0.
+
+    Shapes: q, k [b, h, t, dk], log_decay [b, h, t] or [b, h, t, dk] or None, the others and the result as `free_energy_read` has them.
+    Types: q and k in that of the products of `linear_attention`, to which the streams are rounded; v, lam, gate as `free_energy_read`.
+    exact: the definition, in the type of sums. implementation: of both operations. Raises ValueError as they do.
+    """
+    wide = torch.promote_types(v.dtype, torch.float32)
+
+    def read(streams: Tensor) -> Tensor:
+        made, _ = linear_attention(q, k, streams.to(q.dtype), log_decay, causal=causal, normalise=True, implementation=implementation)
+        return made.to(streams.dtype)
+
+    def weights(start: int, stop: int) -> Tensor:
+        return log_weights(q.to(wide), k.to(wide), log_decay, start, stop, causal=causal)
+
+    terms = q.shape[-1] if log_decay is not None and log_decay.dim() == 4 else 1
+    return free_energy_read(v, beta, lam, gate, read, weights, terms=terms, exact=exact, implementation=implementation)

@@ -1,0 +1,46 @@
+"""The norms with which a layer reads the residual stream: one public function, `residual_norm`. What the layer does is not here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, rms_norm
+
+from kernels.arguments import FLOATS, check_first, check_others
+from kernels.implementations import Implementation, Op, first_reason, lacks_triton
+
+__all__ = ["OP", "residual_norm"]
+
+WIDEST = 4096  # channels that the kernels keep in registers, with all that their gradients are made of
+
+OP = Op(
+    "residual_norm",
+    "RMSNorm of the residual stream, a LayerNorm of that; the residual's own gradient is added where the norm's is made",
+    (
+        Implementation("triton", "one pass over memory forward, one backward", lacks_triton),
+        Implementation("reference", "PyTorch's norms"),
+    ),
+)
+
+
+def residual_norm(
+    x: Tensor, weight: Tensor, eps: float, second: Tensor | None = None, *, implementation: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(x, h, u): x itself, h = x / rms(x) * weight, and u = LayerNorm(h) * second, or None without ``second``; over the last dimension.
+
+    What goes on from the x returned, the residual, has its gradient added to the norms' in one pass. Shapes: x [..., n], weight and second
+    [n]; the results as x. Types: float64, float32 or bfloat16, the results x's. h is rounded to x's type before its LayerNorm.
+    implementation: "triton", "reference" or "auto", the fastest that this call allows. Triton's keeps its arguments alone for the backward.
+    Raises ValueError for shapes, types or devices that do not fit, and for an implementation that cannot run.
+    Equations: RMSNorm and LayerNorm without biases.
+    """
+    check_first("residual_norm", "x", x, "[..., n]")
+    size = x.shape[-1]
+    check_others("residual_norm", "x", x, {"weight": (weight, (size,), *FLOATS), "second": (second, (size,), *FLOATS)})
+    unfit = first_reason({"float64": x.dtype == torch.float64, f"{size} channels are over {WIDEST}": size > WIDEST})
+    if OP.choose(implementation, x.device, {"triton": unfit}.get) == "triton":
+        from kernels.residual_norm.triton import fused_norms
+
+        return fused_norms(x, weight, second, eps)
+    h = rms_norm(x, (size,), weight, eps)
+    return x, h, None if second is None else layer_norm(h, (size,), second, None, eps)

@@ -1,0 +1,66 @@
+"""The residual stream's norms' cases: one norm and two, a stream far from zero, channels of very different sizes, tokens of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from kernels.check import Draw, Inputs, Outputs, Suite
+from kernels.residual_norm import residual_norm
+
+EPS = 1e-5
+
+
+def _made(size: Mapping[str, int], *, both: bool = True, mean: float = 0.0, spread: float = 1.0) -> Inputs:
+    draw = Draw(size["channels"])
+    made: Inputs = {"x": spread * (draw.normal(size["tokens"], size["batch"], size["channels"]) + mean)}
+    return made | {name: 1 + draw.normal(size["channels"]) / 4 for name in ("weight", "second")[: 1 + both]}
+
+
+def _uneven(size: Mapping[str, int]) -> Inputs:
+    """A channel a thousand times the others, as trained streams have them."""
+    made = _made(size)
+    made["x"][..., 0] *= 1e3
+    return made
+
+
+def _vanishing(size: Mapping[str, int]) -> Inputs:
+    """Tokens of zeros, and of one number: eps is all that they are divided by."""
+    made = _made(size)
+    made["x"][::3] = 0.0
+    made["x"][1::3], made["weight"][:] = 2.0, 1.0
+    return made
+
+
+def _definition(x: Inputs) -> Outputs:
+    value = x["x"]
+    h = value / (value.square().mean(-1, keepdim=True) + EPS).sqrt() * x["weight"]
+    if "second" not in x:
+        return value * 1, h
+    centred = h - h.mean(-1, keepdim=True)
+    return value * 1, h, centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * x["second"]
+
+
+def _call(x: Inputs, implementation: str) -> Outputs:
+    made = residual_norm(x["x"], x["weight"], EPS, x.get("second"), implementation=implementation)
+    return tuple(t for t in made if isinstance(t, Tensor))
+
+
+SUITE = Suite(
+    op="residual_norm",
+    cases={
+        "normal": _made,
+        "one norm": lambda size: _made(size, both=False),
+        "far from zero": lambda size: _made(size, mean=5.0),
+        "small": lambda size: _made(size, spread=1e-3),
+        "uneven": _uneven,
+        "vanishing": _vanishing,
+        "one token": lambda size: _made({**size, "tokens": 1, "batch": 1}),
+    },
+    definition=_definition,
+    call=_call,
+    small={"tokens": 13, "batch": 2, "channels": 37},
+    real={"tokens": 4096, "batch": 2, "channels": 2048},
+    loose={},
+)

@@ -1,0 +1,275 @@
+"""Muon (Jordan et al. 2024; torch.optim.Muon): a linear map's update is its momentum made orthogonal; AdamW updates all else.
+
+What a map is, a weight's shape says (``fem_megatron.shape.Weight.maps``): of a packed projection each slice of each head. Whatever a rank
+updates - whole parameters, their tensor-parallel parts, Megatron's or ZeRO's ranges of flattened ones - is cut into stretches of maps. A
+map that lies wholly on a rank costs no transfer. Of one that is cut, a rank that holds some of it is the owner: it is sent the others'
+stretches, makes the map orthogonal and sends theirs back. So an element moves twice at most, in the type that the iteration computes in;
+ROUND elements of maps a rank are under way at a time.
+
+torch's own iteration computes in bfloat16 alone, on one matrix: fp32 runs would differ between layouts by its rounding, and a head's maps
+would be a product each. Megatron-core's asks for a package that Python 3.11 has not, and refuses the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from fem_megatron.config import ModelConfig
+from fem_megatron.megatron import platform
+from fem_megatron.mup import update_scale
+from fem_megatron.shape import Weight
+from pretrain.config import OptimizerConfig
+from pretrain.plan.muon import ROUND, STEPS, newton_schulz_flops
+
+COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7  # torch.optim.Muon's
+Group = torch.distributed.ProcessGroup
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """About U V^T of each x = U S V^T, [n, rows, columns] in any type: five quintic Newton-Schulz steps, singular values 0.7 to 1.2."""
+    a, b, c = COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank updates of a parameter: ``numel`` elements of it, flattened, from ``start`` on.
+
+    number: the parameter's among all of this pipeline stage. flat: the optimizer's tensor, in which they lie from ``offset`` on.
+    """
+
+    number: int
+    parameter: torch.nn.Parameter
+    flat: Tensor
+    start: int
+    numel: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of a linear map that one rank updates, as all ranks know it.
+
+    map: parameter, copy (a tensor-parallel rank's, of a weight that each holds whole), first row. shape: of the whole map. box: where the
+    tensor-parallel rank's part of it lies (row, column, rows, columns), whose elements [start, start + numel) these are.
+    """
+
+    map: tuple[int, int, int]
+    shape: tuple[int, int]
+    box: tuple[int, int, int, int]
+    start: int
+    numel: int
+
+
+def stretches(part: Part, rank: int) -> Iterator[tuple[Stretch, int]]:
+    """The stretches of maps in a part on this tensor-parallel rank, and where each begins in the part."""
+    spec: Weight = part.parameter.spec  # type: ignore[attr-defined]
+    rows, columns = part.parameter.shape[-2:]
+    split = None if spec.split is None else spec.split - len(spec.shape)
+    assert split in (None, -1, -2), "a leading index is not split"
+    row, column = (rank * size if split == dim else 0 for size, dim in ((rows, -2), (columns, -1)))
+    for first, size in spec.linear_maps():
+        lead, top = divmod(first, spec.shape[-2])
+        here = range(max(top, row), min(top + size, row + rows))
+        begin = (lead * rows + here.start - row) * columns
+        low, high = max(begin, part.start), min(begin + len(here) * columns, part.start + part.numel)
+        if here and low < high:
+            box = (here.start - top, column, len(here), columns)
+            key = (part.number, rank if split is None else 0, first)
+            yield Stretch(key, (size, spec.shape[-1]), box, low - begin, high - low), low - part.start
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's side of a stretch: elements [low, high) of the optimizer's tensor ``flat``, and its update's scale."""
+
+    flat: Tensor
+    low: int
+    high: int
+    scale: float
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor of flat's size."""
+        return tensor.view(-1)[self.low : self.high]
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups marked ``muon``, AdamW for the others. ``connect`` tells it what it updates, before its first step.
+
+    Muon's state is AdamW's first moment, ``exp_avg``: B = momentum B + (1 - momentum) G; the update is orthogonal((1 - momentum) G +
+    momentum B), which is Nesterov's. dtype: of the iteration. All ranks of the group given to ``connect`` take each step together.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, dtype: torch.dtype, *, fused: bool) -> None:
+        betas = (config.beta1, config.beta2)
+        super().__init__([{"params": []}], config.lr, betas, config.eps, config.weight_decay, fused=fused or None)
+        # Not by torch's way, which takes no views, as Megatron's ranges of fp32 weights are.
+        self.param_groups = [{**self.defaults, "muon": False, **group} for group in groups]
+        self.momentum, self.dtype = config.momentum, dtype
+        self.mine: dict[Stretch, Place] = {}
+        self.exchange = _Exchange([[]], 0, None)
+
+    def moments(self, tensor: Tensor) -> tuple[str, ...]:
+        """The names of the moments that it keeps of one of its tensors."""
+        found = any(tensor is one for group in self.param_groups if group["muon"] for one in group["params"])
+        return ("exp_avg",) if found else ("exp_avg", "exp_avg_sq")
+
+    def prepare(self) -> None:
+        """Give what has no state yet the one it starts from."""
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                state = self.state[tensor]
+                if not state:
+                    state["step"] = torch.tensor(0.0, device=tensor.device if self.defaults["fused"] else "cpu")
+                    state.update({name: torch.zeros_like(tensor) for name in self.moments(tensor)})
+
+    def connect(self, model: ModelConfig, parts: Iterable[Part], *, whole: bool) -> None:
+        """Say what lies where: this rank's parts of Muon's weights. ``whole``: data-parallel ranks have the same, and each does all of it.
+
+        Collective over the ranks that share these weights.
+        """
+        get = parallel_state.get_tensor_model_parallel_group if whole else parallel_state.get_tensor_and_data_parallel_group
+        group, rank = get(), parallel_state.get_tensor_model_parallel_rank()
+        self.prepare()
+        self.mine = {}
+        for part in parts:
+            spec: Weight = part.parameter.spec  # type: ignore[attr-defined]
+            for stretch, begin in stretches(part, rank):
+                low, scale = part.offset + begin, update_scale(model, spec, stretch.shape[0])
+                self.mine[stretch] = Place(part.flat, low, low + stretch.numel, scale)
+        table: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(table, list(self.mine), group=group)
+        self.exchange = _Exchange(table, group.rank(), group)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Every group as it is marked. DeepSpeed's ZeRO shows one group at a time."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["muon"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["muon"] and all(tensor.grad is not None for tensor in group["params"]):
+                self._update(group)
+
+    def _update(self, group: dict[str, Any]) -> None:
+        for tensor in group["params"]:
+            state = self.state[tensor]
+            state["step"] += 1
+            state["exp_avg"].lerp_(tensor.grad, 1 - self.momentum)
+            tensor.mul_(1 - group["lr"] * group["weight_decay"])
+        for some in self.exchange.rounds:
+            directions = {one: self._direction(self.mine[one]) for one in some[self.exchange.rank]}
+            updates = self.exchange.made(some, directions, torch.empty(0, dtype=self.dtype, device=platform.device()))
+            for one in directions:
+                place = self.mine[one]
+                place.of(place.flat.detach()).add_(updates[one], alpha=-group["lr"] * place.scale)
+
+    def _direction(self, place: Place) -> Tensor:
+        assert place.flat.grad is not None
+        momentum = self.state[place.flat]["exp_avg"]  # which loading a checkpoint may replace
+        return place.of(place.flat.grad).lerp(place.of(momentum), self.momentum).to(self.dtype)
+
+
+Key = tuple[int, int, int]
+
+
+class _Exchange:
+    """Who owns which map, and the ways there and back. ``table``: each rank's stretches, the same list on every rank of ``group``."""
+
+    def __init__(self, table: list[list[Stretch]], rank: int, group: Group | None) -> None:
+        self.rank, self.group, self.size = rank, group, len(table)
+        shapes = {one.map: one.shape for some in table for one in some}
+        holders: dict[Key, set[int]] = {}
+        for number, some in enumerate(table):
+            for one in some:
+                holders.setdefault(one.map, set()).add(number)
+        work = {key: newton_schulz_flops(*shape) for key, shape in shapes.items()}
+        load, self.owner = [0.0] * self.size, dict[Key, int]()
+        # What lies on one rank alone first; then the largest, each to the one of its ranks that has least to do.
+        for key in sorted(shapes, key=lambda key: (len(holders[key]) > 1, -work[key], key)):
+            self.owner[key] = min(holders[key], key=lambda number: (load[number], number))
+            load[self.owner[key]] += work[key]
+        self.cut = {key for key, found in holders.items() if len(found) > 1}
+        self.rounds = [[[one for one in some if one.map in keys] for some in table] for keys in _rounds(shapes, ROUND * self.size)]
+
+    def made(self, some: list[list[Stretch]], mine: dict[Stretch, Tensor], empty: Tensor) -> dict[Stretch, Tensor]:
+        """The maps of a round made orthogonal: this rank's stretches of them -> its stretches of what was made. All is as ``empty`` is."""
+        others = [number for number in range(self.size) if number != self.rank]
+        theirs = {number: [one for one in some[number] if self.owner[one.map] == self.rank] for number in others}
+        sent = {number: [one for one in some[self.rank] if self.owner[one.map] == number] for number in others}
+        kept = [one for one in mine if self.owner[one.map] == self.rank]
+        moves = any(one.map in self.cut for found in some for one in found)
+        came = self._all_to_all(mine, sent, theirs, empty) if moves else {}
+        maps = _assembled({one: mine[one] for one in kept} | came)
+        by_shape: dict[torch.Size, list[Key]] = {}
+        for key, whole in maps.items():
+            by_shape.setdefault(whole.shape, []).append(key)
+        for keys in by_shape.values():
+            maps |= zip(keys, orthogonal(torch.stack([maps[key] for key in keys])), strict=True)
+        made = {one: _cut(maps[one.map], one) for one in (*kept, *came)}
+        return made | (self._all_to_all(made, theirs, sent, empty) if moves else {})
+
+    def _all_to_all(self, given: dict[Stretch, Tensor], sent: _Ways, wanted: _Ways, empty: Tensor) -> dict[Stretch, Tensor]:
+        """Sends what is ``given`` as ``sent`` says, to each rank so much; what came of each."""
+        sizes = [[sum(one.numel for one in ways.get(number, ())) for number in range(self.size)] for ways in (sent, wanted)]
+        out = torch.cat([empty, *(given[one] for number in sorted(sent) for one in sent[number])])
+        back = empty.new_empty(sum(sizes[1]))
+        torch.distributed.all_to_all_single(back, out, sizes[1], sizes[0], group=self.group)
+        order = [one for number in sorted(wanted) for one in wanted[number]]
+        return dict(zip(order, back.split([one.numel for one in order]), strict=True))
+
+
+_Ways = dict[int, list[Stretch]]  # rank -> what goes there, or comes from there
+
+
+def _rounds(shapes: dict[Key, tuple[int, int]], room: int) -> Iterator[set[Key]]:
+    """The maps of each round: no more than ``room`` elements, but for one map alone."""
+    keys, left = set[Key](), room
+    for key in sorted(shapes):
+        if keys and left < math.prod(shapes[key]):
+            yield keys
+            keys, left = set(), room
+        keys.add(key)
+        left -= math.prod(shapes[key])
+    if keys:
+        yield keys
+
+
+def _assembled(found: dict[Stretch, Tensor]) -> dict[Key, Tensor]:
+    """Whole maps [rows, columns], each from all of its stretches."""
+    maps: dict[Key, Tensor] = {}
+    boxes: dict[tuple[Key, tuple[int, ...]], Tensor] = {}
+    for one, tensor in found.items():
+        if one.numel == math.prod(one.shape):
+            maps[one.map] = tensor.view(one.shape)
+            continue
+        if one.map not in maps:
+            maps[one.map] = tensor.new_empty(one.shape)
+        if (one.map, one.box) not in boxes:
+            boxes[one.map, one.box] = tensor.new_empty(one.box[2] * one.box[3])
+        boxes[one.map, one.box][one.start : one.start + one.numel] = tensor
+    for (key, (row, column, rows, columns)), box in boxes.items():
+        maps[key][row : row + rows, column : column + columns] = box.view(rows, columns)
+    return maps
+
+
+def _cut(whole: Tensor, one: Stretch) -> Tensor:
+    """A stretch of a whole map, flat."""
+    row, column, rows, columns = one.box
+    return whole[row : row + rows, column : column + columns].reshape(-1)[one.start : one.start + one.numel]

@@ -1,0 +1,208 @@
+"""Stages: a run as runs one after another in one folder, each with its own data, lengths, batch and rates. Pure arithmetic, no torch.
+
+A stage begins at the checkpoint in which the one before ended. What it reads of a source follows what earlier stages read of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fem_common.errors import ConfigError
+from fem_common.text import gib, si
+from pretrain.checkpoint.folder import Progress
+from pretrain.config import RunConfig, Stage
+from pretrain.data.facts import DataFacts, check_data
+from pretrain.schedule import Schedule
+
+if TYPE_CHECKING:
+    from pretrain.plan.run_plan import Plan
+
+_RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_steps")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage as a run of its own, or a run that has none.
+
+    config: of the run, its settings those of the stage, ``stages`` those up to it; train.steps are the stage's own. begin_step,
+    begin_tokens: what the stages before it have done. run: the steps and tokens of all.
+    """
+
+    config: RunConfig
+    number: int = 0
+    name: str = ""
+    begin_step: int = 0
+    begin_tokens: int = 0
+    run: tuple[int, int] = (0, 0)
+    own_rates: bool = True
+    first: Schedule | None = None  # of the first stage and of the last, whose steps warm-up and decay of the whole run are told in
+    last: Schedule | None = None
+
+    @cached_property
+    def own(self) -> Schedule:
+        """The schedule of the stage by itself."""
+        return Schedule.of(replace(self.config, stages=()))
+
+    @property
+    def samples(self) -> int:
+        """Sequences of the stage, of its own length."""
+        return self.own.total_samples
+
+    @property
+    def end_step(self) -> int:
+        """The run's step after which the stage is over."""
+        return self.begin_step + self.own.steps
+
+    def schedule(self, progress: Progress | None) -> Schedule:
+        """Of the run while it is in this stage; ``progress``: somewhere in it (None: the run begins)."""
+        if not self.name:
+            return Schedule.of(self.config, progress.begin_step, progress.begin_samples) if progress else Schedule.of(self.config)
+        own, (steps, tokens) = self.own, self.run
+        begin = progress.begin_samples if progress else 0
+        made = replace(own, steps=self.end_step, begin_step=self.begin_step, begin_samples=begin, run_steps=steps, run_tokens=tokens)
+        if self.own_rates:
+            return replace(made, rate_samples=begin)
+        assert self.first is not None and self.last is not None
+        length = own.sample_tokens
+        warmup = math.ceil(self.first.warmup_samples * self.first.sample_tokens / length)
+        decay = math.ceil(self.last.decay_samples * self.last.sample_tokens / length)
+        return replace(made, warmup_samples=warmup, decay_samples=decay, rate_end=math.ceil(tokens / length))
+
+    def entered(self, progress: Progress, length: int, drawn: str) -> Progress:
+        """The start of the stage from the end of the one before, whose sequences had ``length`` tokens; ``drawn``: see `Progress`."""
+        consumed = -(-progress.consumed_samples * length // self.config.data.seq_length)
+        begin: dict[str, Any] = {"begin_step": progress.step, "begin_samples": consumed, "order_begin": consumed}
+        return replace(progress, consumed_samples=consumed, order_samples=self.samples, stage=self.number, drawn=drawn, **begin)
+
+    def needs(self) -> dict[str, int]:
+        """Source of training -> tokens that are set apart for the stage; of a blend a few samples more than its share."""
+        sources, length = self.config.data.train, self.config.data.seq_length
+        whole, more = sum(source.weight for source in sources), len(sources) if len(sources) > 1 else 0
+        return {source.prefix: (math.ceil(self.samples * source.weight / whole) + more) * length + 1 for source in sources}
+
+
+def parts_of(config: RunConfig) -> list[Part]:
+    """The run's stages, each as a run of its own; without stages the run itself."""
+    if not config.stages:
+        return [Part(config)]
+    parts, step, tokens = list[Part](), 0, 0
+    for number, stage in enumerate(config.stages):
+        part = Part(_config_of(config, number, stage), number, stage.name, step, tokens, own_rates=_own_rates(stage))
+        step, tokens = part.end_step, tokens + part.own.steps * part.own.step_tokens
+        parts.append(part)
+    # In steps of these two: the schedule of the whole run, as it begins and as it ends.
+    optimizer = config.optimizer
+    first, last = (
+        Schedule.of(replace(p.config, stages=(), optimizer=optimizer, train=replace(p.config.train, steps=step)))
+        for p in (parts[0], parts[-1])
+    )
+    return [replace(part, run=(step, tokens), first=first, last=last) for part in parts]
+
+
+def facts_of(part: Part, facts: DataFacts) -> DataFacts:
+    """The facts of a stage's own data, in the order of its blend."""
+    if not part.name:
+        return facts
+    train = {source.prefix: source for source in facts.sources if source.split == "train"}
+    own = [replace(train[source.prefix], key=f"stages.{part.number}: {source.prefix}") for source in part.config.data.train]
+    return replace(facts, sources=(*own, *(source for source in facts.sources if source.split != "train")))
+
+
+def check_stages(config: RunConfig) -> Iterator[str]:
+    """What is wrong with the list of stages itself."""
+    for key in ("steps", "tokens"):
+        if (value := getattr(config.train, key)) is not None:
+            yield f"train.{key} = {value}, but stages say how long the run is; set train.{key}=null"
+    if config.checkpoint.fork is not None:
+        yield f"checkpoint.fork = {config.checkpoint.fork} and stages are both given: a fork has none; set stages=[]"
+    if config.optimizer.from_step:
+        yield f"optimizer.from_step = {config.optimizer.from_step} is a fork's; a stage has a schedule of its own with stages.N.schedule"
+    for number, stage in enumerate(config.stages):
+        if (stage.steps is None) == (stage.tokens is None):
+            state = "neither is given" if stage.steps is None else "both are given"
+            yield f"stages.{number}.steps and stages.{number}.tokens say how long {stage.name} is, and {state}: give one"
+        if stage.name in [other.name for other in config.stages[:number]]:
+            yield f"stages.{number}.name = {stage.name} is an earlier stage's, too; choose another"
+        prefixes = [source.prefix for source in stage.data or config.data.train]
+        if twice := next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None):
+            yield f"stages.{number} ({stage.name}) has {twice} twice in its blend; name it once, with the sum of the weights"
+
+
+def render_stages(plans: Sequence[tuple[Part, Plan]]) -> str:
+    """What the stages of a run are, a line each, with their own plans."""
+    lines = [f"stages: {plans[-1][0].end_step:,} steps, {plans[0][0].run[1]:,} tokens"]
+    for part, plan in plans:
+        data, optimizer, schedule = part.config.data, part.config.optimizer, part.own
+        tokens = schedule.steps * schedule.step_tokens
+        whole = sum(source.weight for source in data.train)
+        blend = ", ".join(f"{source.weight / whole:.0%} {source.prefix}" for source in data.train)
+        rates = f"{optimizer.schedule} {optimizer.lr:g} to {optimizer.min_lr:g}" if part.own_rates else "the run's schedule"
+        lines.append(
+            f"  {part.name}: steps {part.begin_step + 1:,} to {part.end_step:,}, {tokens:,} tokens, batches of {schedule.batch_samples} x "
+            f"{schedule.sample_tokens}, {rates}, documents {data.documents}, {si(tokens * plan.train_flops)}FLOP, peak "
+            f"{gib(plan.peak_memory)}; {blend}"
+        )
+    return "\n".join(lines)
+
+
+def check_stages_data(config: RunConfig) -> DataFacts:
+    """What the data of every stage say, as `check_data`: each source once.
+
+    Raises:
+        ConfigError, StorageError: see there; of a stage's data with the stage's name.
+    """
+    told = list[DataFacts]()
+    for part in parts_of(config):
+        with _of_stage(part):
+            told.append(check_data(part.config))
+            if (told[0].vocab_size, told[0].eod_id) != (told[-1].vocab_size, told[-1].eod_id):
+                raise ConfigError("data: another tokenizer than the first stage's; all sources of a run need the same one")
+    sources = {(source.split, source.prefix): source for facts in reversed(told) for source in reversed(facts.sources)}
+    return replace(told[0], sources=tuple(reversed(sources.values())))
+
+
+@contextmanager
+def _of_stage(part: Part) -> Iterator[None]:
+    """Says in which stage a mistake is."""
+    try:
+        yield
+    except ConfigError as error:
+        if not part.name:
+            raise
+        raise ConfigError(f"stages.{part.number} ({part.name}): {error}") from None
+
+
+def drawn_by(parts: Sequence[Part], contents: Mapping[str, str]) -> str:
+    """A hash of all that decides what the last of these stages reads; ``contents``: source -> hash of what it holds. Empty: no stages."""
+    if not parts[-1].name:
+        return ""
+    needs = [{contents[prefix]: tokens for prefix, tokens in part.needs().items()} for part in parts]
+    last = parts[-1].config
+    return hashlib.sha256(json.dumps([needs, last.train.seed, last.data.packing, parts[-1].begin_step]).encode()).hexdigest()[:32]
+
+
+def _own_rates(stage: Stage) -> bool:
+    return any(getattr(stage, key) is not None for key in _RATES)
+
+
+def _config_of(config: RunConfig, number: int, stage: Stage) -> RunConfig:
+    def given(*keys: str) -> dict[str, Any]:
+        return {key: getattr(stage, key) for key in keys if getattr(stage, key) is not None}
+
+    data = replace(config.data, train=stage.data or config.data.train, **given("seq_length", "documents"))
+    sizes = given("micro_batch_size", "global_batch_size")
+    train = replace(config.train, steps=stage.steps, tokens=stage.tokens, **sizes)
+    optimizer = config.optimizer
+    if _own_rates(stage):
+        unsaid = dict.fromkeys(("warmup_tokens", "warmup_fraction", "decay_tokens", "decay_steps"))
+        optimizer = replace(optimizer, **{**unsaid, "warmup_steps": 0, "from_step": 0, **given(*_RATES)})
+    made = replace(config, data=data, train=train, optimizer=optimizer, stages=())
+    steps = Schedule.of(replace(made, optimizer=replace(optimizer, warmup_fraction=None, from_step=0))).steps
+    return replace(made, train=replace(train, steps=steps, tokens=None), stages=config.stages[: number + 1])

@@ -1,0 +1,77 @@
+"""torch.compile sees every operation and every layer whole, and tensors without numbers get the shapes that numbers would have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fem_common.config import load
+from fem_megatron.block import Block
+from fem_megatron.catalogue import MIXERS
+from fem_megatron.config import ModelConfig
+from fem_megatron.parallel import OneProcess
+from fem_megatron.state import Context
+from kernels.check import relative, results
+from tests.kernels.operations import SUITES
+from tests.test_house import ROOT
+
+LAYERS = [name for name, mixer in MIXERS.items() if mixer.package is None]
+QUICK = ("transformer", "fem_softmax", "fem_gla")
+
+
+@pytest.fixture(autouse=True)
+def compiled_here() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default"):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("op", SUITES)
+def test_an_operation_is_one_graph(op: str) -> None:
+    """Forward and backward, and its numbers are the same: a registered operation runs the same code, a traced one the same steps."""
+    suite = SUITES[op]
+    x = suite.cases[next(iter(suite.cases))](suite.small)
+    whole = torch.compile(lambda x: suite.call(x, "auto"), fullgraph=True, backend="eager")
+    plain = results(lambda x: suite.call(x, "auto"), x, torch.float32, "cpu")
+    for name, got in results(whole, x, torch.float32, "cpu").items():
+        assert relative(got, plain[name]) <= 1e-6, name  # float32's rounding, where a sum is taken in another order
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS])
+def test_a_layer_is_one_graph(name: str) -> None:
+    model = replace(load(ModelConfig, ROOT / "configs" / "model" / "fem_sm_demo.yaml"), mixer=name, hidden_size=32, num_attention_heads=2)
+    block = Block(model.blocks()[0], OneProcess())
+    rng = torch.Generator().manual_seed(1)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=rng)
+    x, found = torch.randn(20, 2, 32, generator=rng).requires_grad_(), []
+    for read in (block, torch.compile(block, fullgraph=True, backend="eager")):
+        y = read(x, Context())
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))))
+    assert all(relative(got, plain) <= 1e-5 for got, plain in zip(found[1], found[0], strict=True))  # as above, through the layer
+
+
+CASES = [(op, case) for op in ("fem_attention", "free_energy", "linear_attention", "symmetric_attention") for case in SUITES[op].cases]
+CASES += [(op, next(iter(suite.cases))) for op, suite in SUITES.items() if op not in dict(CASES)]
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_a_tensor_without_numbers_gets_its_shape(op: str, case: str) -> None:
+    """Forward and backward: nothing looks at a number, and no size depends on one."""
+    suite = SUITES[op]
+    x = suite.cases[case](suite.small)
+    given = {name: t.bfloat16() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in x.items()}
+    real = suite.call(given, "auto")
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(t) if isinstance(t, Tensor) else t for name, t in given.items()}
+        leaves = [t.requires_grad_() for t in fake.values() if isinstance(t, Tensor) and t.is_floating_point()]
+        made = suite.call(fake, "auto")
+        gradients = torch.autograd.grad([o.float().sum() for o in made], leaves, allow_unused=True)
+    assert [(o.shape, o.dtype) for o in made] == [(o.shape, o.dtype) for o in real]
+    assert all(g is None or (g.shape, g.dtype) == (t.shape, t.dtype) for g, t in zip(gradients, leaves, strict=True))

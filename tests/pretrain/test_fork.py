@@ -1,0 +1,101 @@
+"""Runs that go on in another folder: in their parent's order bit for bit, or with other data, length, batch, schedule. Real trainings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fem_common.files import sha256
+from pretrain.checkpoint.folder import MANIFEST, find
+from pretrain.run_directory import FORK
+from tests.pretrain.conftest import DEMO, Command
+from tests.ranks import losses
+from tests.wording import Wording
+from tools.checkpoint.__main__ import main as checkpoint
+
+WSD = ("optimizer.schedule=wsd", "optimizer.decay_steps=4", "train.eval_interval=0", "log.diagnostics_interval=0")
+
+
+def step_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def fork(pretrain: Command, parent: Path, new: Path, *overrides: str) -> int:
+    return pretrain(*overrides, "--fork", str(new), config=str(parent))
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [record for line in (run_dir / "metrics.jsonl").read_text().splitlines() if "loss" in (record := json.loads(line))]
+
+
+@pytest.mark.parametrize("engine", ["megatron", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(engine: str, pretrain: Command, tmp_path: Path) -> None:
+    """Through a kill in the decay, and after the trunk has gone on."""
+    trunk, straight, decay = pretrain.run_dir, tmp_path / "straight", tmp_path / "decay"
+    base = (*WSD, f"engine.name={engine}")
+    assert pretrain(*base, "train.steps=10", f"run_dir={straight}") == 0
+    assert pretrain(*base) == 0
+    wanted = {step: told for step, told in losses(straight).items() if step > 4}
+    assert fork(pretrain, step_of(trunk, 4), decay, "train.steps=10") == 0, pretrain.err
+    assert "forked from" in pretrain.out and losses(decay) == wanted
+    assert losses(decay)[8] != losses(trunk)[8]  # whose decay has not begun
+    shutil.rmtree(step_of(decay, 10))
+    assert fork(pretrain, step_of(trunk, 4), decay, "train.steps=10") == 0
+    assert "resumed from" in pretrain.out and losses(decay) == wanted
+    shutil.rmtree(decay / "checkpoints")
+    assert fork(pretrain, step_of(trunk, 4), decay, "train.steps=10") == 0 and losses(decay) == wanted
+    record = json.loads((decay / FORK).read_text())
+    parent = step_of(trunk, 4)
+    assert record == {
+        "parent": str(trunk), "checkpoint": str(parent), "step": 4, "order_begin": 0, "manifest_sha256": sha256(parent / MANIFEST)
+    }  # fmt: skip
+
+
+def test_a_fork_of_other_data_length_batch_and_schedule(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
+    """It begins at the first sample of its own order, counts tokens on, warms up anew, and resumes bit for bit."""
+    assert pretrain("train.steps=4", *WSD[2:]) == 0
+    new, fresh, last = tmp_path / "new", tmp_path / "fresh", tmp_path / "last"
+    other = ("data.seq_length=64", "train.global_batch_size=6", *WSD[2:])
+    whole = (*other, "train.steps=12", "optimizer.from_step=4", "optimizer.warmup_steps=2", "optimizer.schedule=linear")
+    assert fork(pretrain, pretrain.run_dir, new, *whole) == 0, pretrain.err
+    told = [line for line in pretrain.out.splitlines() if line.startswith(("other than", "its data"))]
+    wording("\n".join(told))
+    assert pretrain(*other, "train.steps=1", "optimizer.warmup_steps=0", f"run_dir={fresh}", f"checkpoint.load={pretrain.run_dir}") == 0
+    assert losses(new)[5][0] == losses(fresh)[1][0]
+    curve = {record["step"]: record for record in lines(new)}
+    assert list(curve) == list(range(5, 13))
+    assert [curve[step]["consumed_tokens"] for step in (5, 12)] == [4 * 4 * 32 + n * 6 * 64 for n in (1, 8)]
+    assert curve[5]["lr"] == curve[6]["lr"] / 2 and curve[12]["lr"] == pytest.approx(3e-4)  # linear from the peak to the floor
+    progress = find(new).progress
+    assert (progress.begin_step, progress.begin_samples, progress.order_begin, progress.order_samples) == (4, 8, 8, 8 * 6)
+    shutil.rmtree(step_of(new, 12))
+    wanted = losses(new)
+    assert fork(pretrain, pretrain.run_dir, new, *whole) == 0 and losses(new) == wanted
+    assert (
+        fork(pretrain, new, last, "train.tokens=4000", "train.steps=null", "optimizer.from_step=0", "optimizer.warmup_steps=0") == 0
+    )  # a fork's fork
+    assert find(last).progress.step == 12 + -(-(4000 - 512 - 8 * 6 * 64) // (6 * 64))
+    assert losses(last)[13] != losses(new)[12] and find(last).progress.order_begin == 8
+
+
+def test_what_is_no_fork_is_refused(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
+    assert pretrain("train.steps=4", *WSD[2:]) == 0
+    run, new, merged = pretrain.run_dir, tmp_path / "new", tmp_path / "merged"
+    assert checkpoint(["merge", str(run), "--out", str(merged)]) == 0
+    for parent, out, *overrides in (
+        (run, new),
+        (run, run, "train.steps=8"),
+        (run, new, "train.steps=8", "model.num_layers=4"),
+        (run, new, "train.steps=8", "train.precision=bf16"),
+        (run, new, "train.steps=8", "optimizer.from_step=8"),
+        (run, new, "train.steps=8", f"checkpoint.load={run}"),
+        (DEMO, new, "train.steps=8", f"run_dir={tmp_path / 'nowhere'}"),
+        (DEMO, new, "train.steps=8", f"run_dir={merged}"),
+    ):
+        assert fork(pretrain, Path(parent), out, *overrides) == 2
+        wording(pretrain.err.strip().splitlines()[-1])
+    assert not (new / "checkpoints").exists()

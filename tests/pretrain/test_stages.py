@@ -1,0 +1,95 @@
+"""Runs of stages: what each reads, where it begins, that a kill changes nothing. Real trainings of a second, real indices."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.checkpoint.folder import find
+from pretrain.config import load_run
+from pretrain.data.stage_documents import stage_documents
+from pretrain.stages import parts_of
+from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.test_fork import lines, step_of
+from tests.ranks import losses
+from tests.wording import Wording
+
+STAGES = (
+    "stages=[{name: ramp, steps: 3, seq_length: 16, global_batch_size: 2}, {name: main, steps: 4}, "
+    "{name: decay, tokens: 380, documents: separate, lr: 1e-3, min_lr: 0, schedule: linear}]"
+)
+STAGED = (
+    "train.steps=null",
+    STAGES,
+    "checkpoint.interval=2",
+    "checkpoint.keep_last=9",
+    "train.eval_interval=0",
+    "log.diagnostics_interval=0",
+)
+
+
+def test_no_document_comes_again_before_all_have_come() -> None:
+    """By counting: what stages take of 50 documents, through two passes over them and a half."""
+    lengths = np.random.RandomState(0).randint(0, 40, 50)
+    whole = int(lengths.sum())
+    needs = [whole // 3, whole // 5, 0, whole, whole]
+    taken = [stage_documents(lengths, needs[: n + 1], seed=7) for n in range(len(needs))]
+    for need, documents in zip(needs, taken, strict=True):
+        tokens = lengths[documents]
+        assert tokens.sum() >= need > tokens.sum() - tokens[-1:].sum() or need == 0 == len(documents)
+    order = np.concatenate(taken)
+    for epoch in range(len(order) // 50 + 1):
+        counts = Counter(order[epoch * 50 : (epoch + 1) * 50].tolist())
+        assert max(counts.values()) == 1
+    assert not np.array_equal(order[:50], order[50:100]) and not np.array_equal(order[:50], np.arange(50))
+
+
+def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole() -> None:
+    sizes = ["data.seq_length=32", "train.global_batch_size=4", "optimizer.warmup_steps=8", "optimizer.warmup_fraction=null"]
+    parts = parts_of(load_run(DEMO, [*STAGED, *sizes]))
+    assert [(part.name, part.begin_step, part.end_step, part.begin_tokens) for part in parts] == [
+        ("ramp", 0, 3, 0), ("main", 3, 7, 3 * 32), ("decay", 7, 10, 3 * 32 + 4 * 128)
+    ]  # fmt: skip
+    ramp, main, decay = (part.schedule(None) for part in parts)
+    # Warm-up is eight steps of the first stage: 256 tokens, in each stage's own sequences; the end is the whole run's, 992 tokens.
+    assert (ramp.warmup_samples, ramp.rate_end, main.warmup_samples, main.rate_end) == (16, 62, 8, 31)
+    assert (decay.warmup_samples, decay.rate_end, decay.steps, decay.last_step, decay.total_tokens) == (0, 0, 10, 10, 992)
+
+
+def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(pretrain: Command, tmp_path: Path) -> None:
+    """Killed within each stage and at each boundary: what is newer than a step is gone, and the same command is given again."""
+    assert pretrain(*STAGED) == 0, pretrain.err
+    run = pretrain.run_dir
+    wanted, curve = losses(run), {record["step"]: record for record in lines(run)}
+    assert list(curve) == list(range(1, 11))
+    read = [np.load(file) for file in (run / "index_cache").glob("*/*StageGPTDataset-train-document_index.npy")]
+    assert len(read) == 3 and len(np.unique(np.concatenate(read))) == sum(map(len, read))  # no document in two stages
+    assert [curve[step]["consumed_tokens"] for step in (3, 7, 10)] == [96, 96 + 512, 992]
+    assert curve[10]["lr"] == 0.0 and curve[8]["lr"] == pytest.approx(1e-3 * 2 / 3)
+    for gone in (9, 8, 5, 4, 1):  # the newest left: the second boundary, a step within, the first boundary, a step within, none
+        kept = tmp_path / f"kept_{gone}"
+        shutil.copytree(run, kept)
+        for step in range(gone, 11):
+            shutil.rmtree(step_of(kept, step), ignore_errors=True)
+        assert pretrain(*STAGED, f"run_dir={kept}") == 0 and losses(kept) == wanted, gone
+    assert find(run).progress.stage == 2 and pretrain(*STAGED) == 0 and "is complete at step 10" in pretrain.out
+
+
+def test_stages_that_cannot_be(pretrain: Command, wording: Wording) -> None:
+    for wrong in (
+        ["stages=[{name: one, steps: 3}]"],
+        ["train.steps=null", "stages=[{name: one}]"],
+        ["train.steps=null", "stages=[{name: one, steps: 3}, {name: one, steps: 3}]"],
+        ["train.steps=null", "stages=[{name: one, steps: 3}, {name: two, steps: 3, global_batch_size: 3}]"],
+        ["train.steps=null", "stages=[{name: one, steps: 3, schedule: linear, warmup_steps: 3}]"],
+        ["train.steps=null", "stages=[{name: one, steps: 4}]", "optimizer.warmup_steps=9"],
+    ):
+        assert pretrain(*wrong) == 2
+        wording(pretrain.err)
+    assert pretrain(*STAGED[:1], "stages=[{name: one, steps: 2}, {name: two, steps: 2}]", "optimizer.warmup_steps=1") == 0
+    assert pretrain(*STAGED[:1], "stages=[{name: one, steps: 3}, {name: two, steps: 2}]", "optimizer.warmup_steps=1") == 2
+    wording(pretrain.err)

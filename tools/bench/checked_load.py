@@ -1,0 +1,99 @@
+"""``python -m tools.bench.checked_load``: what comparing checksums costs, beside the load of a checkpoint that it is part of.
+
+A configuration's weights, zeros in fp32, are written as a run's first checkpoint and read by its reader in one process, with and without
+the comparison in turn: the median of what a load with it is longer than the one without beside it. A thread compares while the next part
+is read, so the cost is small where a core is free for it; how long that thread computes stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from fem_common.cli import run
+from fem_common.text import gib
+from fem_megatron.megatron import platform
+from pretrain.config import load_run
+from pretrain.plan.run_plan import parameter_shapes
+from tools.bench import runner
+
+PROGRAM = "tools.bench.checked_load"
+RUN = "configs/run/fem_sm_1.3b_100bt.yaml"
+
+
+def seconds(step: Path, *, compared: bool, cached: bool) -> tuple[float, float]:
+    """Of reading every tensor of a checkpoint, and of a core's within comparing; ``cached``: its files are in memory, else on the disk.
+
+    Tensors of one shape share a target, so that memory holds one of each.
+    """
+    from pretrain.checkpoint.reader import CheckedReader
+
+    computed = 0.0
+
+    class Timed(CheckedReader):
+        @staticmethod
+        def compare(*part: Any) -> None:
+            nonlocal computed
+            began = time.thread_time()
+            if compared:
+                CheckedReader.compare(*part)
+            computed += time.thread_time() - began
+
+    reader = Timed(step)
+    stored = {name: one for name, one in reader.read_metadata().state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+    targets = {one.size: torch.ones(one.size) for one in stored.values()}
+    for file in step.iterdir():
+        with file.open("rb") as content:
+            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_WILLNEED if cached else os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    load({name: targets[one.size] for name, one in stored.items()}, storage_reader=reader, no_dist=True)
+    return time.perf_counter() - began, computed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a Markdown table; returns the exit code."""
+    parser = runner.command_line(PROGRAM, "What comparing checksums costs beside the load of a checkpoint.")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=f"over {RUN}")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is written for the while (default: the one for temporary files)")
+    parser.add_argument("--rounds", type=int, default=5, help="loads of each kind (default: 5)")
+    options = parser.parse_args(arguments)
+    return run(PROGRAM, lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Write the checkpoint, time its loads and print a row for each place that it is read from: 0. Raises ConfigError, StorageError."""
+    config, rows = load_run(RUN, options.overrides), []
+    platform.import_megatron()  # before anything imports Megatron-core
+    platform.prepare()
+    from pretrain.checkpoint.folder import Progress
+    from pretrain.checkpoint.writer import save_weights
+
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(config.model).items()}
+        step = save_weights(Path(folder), weights.items(), config, Progress(0, 0, 0), "")
+        size = sum(weight.nbytes for weight in weights.values())
+        print(f"{size / 4e9:.2f}B parameters, {gib(size)}\n")
+        print("| from | load, s | longer by comparing, s | share | comparing, s of a core |\n|---|---|---|---|---|")
+        for place, cached in (("disk", False), ("memory", True)):
+            pairs = [[seconds(step, compared=compared, cached=cached) for compared in (True, False)] for _ in range(options.rounds)]
+            whole = statistics.median(one for (one, _), _ in pairs)
+            longer = statistics.median(one - bare for (one, _), (bare, _) in pairs)
+            alone = statistics.median(core for (_, core), _ in pairs)
+            rows.append({"from": place, "bytes": size, "seconds": whole, "longer": longer, "comparing": alone})
+            print(f"| {place} | {whole:.2f} | {longer:.2f} | {longer / whole:.1%} | {alone:.2f} |", flush=True)
+    runner.write_json(options.json, {"suite": "checked_load", "machine": runner.facts(), "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

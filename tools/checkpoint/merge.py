@@ -1,0 +1,104 @@
+"""The verb ``merge``: checkpoints of one model -> DIR/step_NNNNNNNN with the average of their weights.
+
+A tensor at a time is read from every checkpoint, summed in float64 and rounded once, to the type that the newest checkpoint stores. Layouts
+and engines may differ: a checkpoint's names and shapes are the model's. Moments are not averaged: what starts from the result has none.
+Li et al. 2025, "Model Merging in Pre-training of Large Language Models" (arXiv 2505.12082).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fem_common.errors import ConfigError, files_told
+from pretrain.checkpoint.folder import HASHES, MANIFEST, Found, damage, find, hash_of, newest_first
+from pretrain.checkpoint.reader import Weights
+from pretrain.checkpoint.resume import FREE, TOLD, changes, shown
+from pretrain.checkpoint.writer import write_weights
+from pretrain.config import run_of
+
+
+def newest(run: Path, count: int) -> list[Path]:
+    """The newest ``count`` undamaged checkpoints of a run directory, the oldest first; says on stderr which ones it passes over.
+
+    Raises:
+        ConfigError: there are fewer. StorageError: a file system failed.
+    """
+    good = list[Path]()
+    with files_told():
+        for path in newest_first(run / "checkpoints") or newest_first(run):
+            if len(good) == count:
+                break
+            if wrong := damage(path):
+                print(f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing over it", file=sys.stderr)
+            else:
+                good.insert(0, path)
+    if len(good) < count:
+        raise ConfigError(f"--last {count}: {run} has {len(good)} good checkpoints; a run keeps as many as checkpoint.keep_last says")
+    return good
+
+
+def merge(checkpoints: Sequence[Path], out: Path, *, shares: Sequence[float] | None = None, decay: float | None = None) -> None:
+    """Writes the average of checkpoints (steps' folders; run directories: their newest) below ``out``; says on stdout what it wrote.
+
+    shares: of each; None: equal ones, or with ``decay`` those of an exponential window, the last named checkpoint's the largest.
+
+    Raises:
+        ConfigError: no good checkpoint there; they are not of one model; ``out`` has something in it. DamagedCheckpoint: a tensor is not as
+            it was written. StorageError: a file system failed.
+    """
+    if shares is None:
+        shares = [(1.0 if decay is None else decay) ** (len(checkpoints) - 1 - n) for n in range(len(checkpoints))]
+    with files_told():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"--out {out} is there already; choose another folder")
+        found = [find(path) for path in checkpoints]
+        sources = [Weights(each.path) for each in found]
+        newest = max(range(len(found)), key=lambda n: found[n].progress.step)
+        for each, source in zip(found, sources, strict=True):
+            _check_alike(found[newest], sources[newest], each, source)
+        step = write_weights(out, averages(sources, shares, sources[newest].dtypes), _manifest(found, shares, found[newest]))
+    total = sum(shares)
+    print(f"wrote {step}: the average of {len(found)} checkpoints, weights alone; checkpoint.load={out} starts from them")
+    for each, share in zip(found, shares, strict=True):
+        print(f"  {share / total:7.2%}  {each.path}")
+
+
+def averages(sources: Sequence[Weights], shares: Sequence[float], dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    """(name, weighted mean over the sources) of every weight, in the given type; one is in memory at a time, and its float64 sum."""
+    for name, dtype in dtypes.items():
+        total = torch.zeros(sources[0].shapes[name], dtype=torch.float64)
+        for source, share in zip(sources, shares, strict=True):
+            total += source.read([name])[name].double() * share
+        yield name, (total / sum(shares)).to(dtype)
+
+
+def _check_alike(first: Found, weights: Weights, other: Found, others: Weights) -> None:
+    """Raises ConfigError where they are not of one model."""
+    config = run_of(first.manifest["config"], first.path / MANIFEST)
+    kept = [change for change in changes(other.manifest["config"], config) if change.key.startswith("model.")]
+    differ = [f"{change.key} is {shown(change.old)} there, {shown(change.new)} here" for change in kept if change.rule not in (FREE, TOLD)]
+    differ += [f"{name} has another shape" for name, shape in weights.shapes.items() if others.shapes.get(name, shape) != shape]
+    differ += [f"{name} is in one alone" for name in sorted(weights.shapes.keys() ^ others.shapes.keys())]
+    if differ:
+        raise ConfigError(f"checkpoint {other.path} is of another model than {first.path}: {differ[0]}")
+
+
+def _manifest(found: Sequence[Found], shares: Sequence[float], newest: Found) -> dict[str, Any]:
+    """The newest one's, with what it is the average of; the losses that it tells are those of other weights."""
+    merged = [
+        {
+            "checkpoint": str(each.path.resolve()),
+            "step": each.progress.step,
+            "share": share / sum(shares),
+            "manifest": hash_of(each.path / MANIFEST),
+        }
+        for each, share in zip(found, shares, strict=True)
+    ]
+    gone = ("files", "sha256", HASHES, "heldout_loss", "converted")
+    return {**{key: value for key, value in newest.manifest.items() if key not in gone}, "merged": merged}

@@ -1,0 +1,185 @@
+"""What the gate compiles: the launches of the layers and operations themselves, on tensors without numbers. No list of shapes.
+
+Each part of configs/model, and each mixer at the 1.3B Transformer's widths, a layer forward and backward as `tools.bench.traffic` runs it;
+FEM's softmax prior with this room's own attention too, with and without documents. Then every case of ``kernels/<op>/cases.py`` at its real
+size, in bfloat16 and float32: masks, pasts, states, padding. Two launches that Triton would compile alike are one build: an integer that is
+1 is a constant, and a multiple of 16 says so, as do pointers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fem_common.config import load
+from fem_megatron.block import Block
+from fem_megatron.catalogue import MIXERS
+from fem_megatron.config import ModelConfig
+from fem_megatron.documents import Documents
+from fem_megatron.parallel import OneProcess
+from fem_megatron.shape import BlockShape
+from fem_megatron.state import Context
+from kernels.check import Inputs, Suite, suites
+from tools.bench.traffic.trace import run_on_paper
+from tools.kernel_gate.gate import Build, covering
+
+MODELS = Path(__file__).parents[2] / "configs" / "model"
+TOKENS, BATCH = 4096, 2
+OTHERS = {"gated_delta_rule": ()}  # operations without a Triton kernel of ours
+IMPLEMENTATIONS = {"fem_attention": ("triton", "decode")}
+TYPES = (torch.bfloat16, torch.float32)
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.float64: "*fp64", torch.bool: "*i1",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+Launches = Sequence[tuple[Any, Mapping[str, Any]]]
+
+
+def build_of(label: str, kernel: Any, given: Mapping[str, Any]) -> Build:
+    """What Triton compiles for a launch with these arguments and options, by name."""
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned: list[str] = []
+    for name in kernel.arg_names:
+        value = given.get(name)
+        if name in _constexprs(kernel) or value is None or (isinstance(value, int) and value == 1):
+            constants[name] = value
+        elif isinstance(value, Tensor):
+            types[name] = POINTERS[value.dtype]
+            aligned += [name] if value.storage_offset() * value.element_size() % 16 == 0 else []
+        elif isinstance(value, int):
+            types[name] = "i32" if abs(value) < 2**31 else "i64"
+            aligned += [name] if value % 16 == 0 else []
+        else:
+            types[name] = "fp32"
+    options = given.get("num_warps", 4), given.get("num_stages", 3)
+    return Build(kernel.fn.__module__, kernel.fn.__name__, label, (*types.items(),), (*constants.items(),), tuple(aligned), *options)
+
+
+def recorded() -> list[Build]:
+    """The builds by module and kernel: all of the layers; of the operations' cases so many that each value of each constant occurs."""
+    of_layers, of_cases = _alike(_layers()), _alike(_cases())
+    found = dict.fromkeys((*of_layers, *covering([*of_layers, *of_cases])))
+    return sorted(found, key=lambda build: (build.module, build.function.fn.__code__.co_firstlineno))
+
+
+def _alike(labelled: Iterator[tuple[str, Launches]]) -> list[Build]:
+    """The builds of launches: of those alike but for what is known of numbers, the first, and one of which the least is known."""
+    first: dict[tuple[Any, ...], Build] = {}
+    least: dict[tuple[Any, ...], Build] = {}
+    for label, launches in labelled:
+        for kernel, given in launches:
+            if kernel.fn.__module__.startswith("kernels."):
+                build = build_of(label, kernel, given)
+                kind = _kind(kernel, build)
+                first.setdefault(kind, build)
+                known = least.setdefault(kind, build)
+                if (len(build.aligned), -len(build.types)) < (len(known.aligned), -len(known.types)):
+                    least[kind] = build
+    return [*dict.fromkeys((*first.values(), *least.values()))]
+
+
+def _constexprs(kernel: Any) -> set[str]:
+    return {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+
+
+def _kind(kernel: Any, build: Build) -> tuple[Any, ...]:
+    """What makes the kernel another one: its constants, which pointers there are, and their types."""
+    constants = tuple(each for each in build.constants if each[1] is None or each[0] in _constexprs(kernel))
+    return build.module, build.kernel, constants, tuple(each for each in build.types if each[1].startswith("*")), build.warps, build.stages
+
+
+def _layers() -> Iterator[tuple[str, Launches]]:
+    for label, model in models().items():
+        for n, shape in enumerate(dict.fromkeys(model.blocks())):
+            name = label if n == 0 else f"{label}, layer kind {n + 1}"
+            yield name, _layer(shape, model)
+            if model.mixer == "fem_softmax":
+                yield f"{name}, own attention", _layer(shape, model, "triton")
+                yield f"{name}, own attention, documents", _layer(shape, model, "triton", documents=True)
+
+
+def _cases() -> Iterator[tuple[str, Launches]]:
+    for op, suite in suites().items():
+        for implementation in () if op in OTHERS else IMPLEMENTATIONS.get(op, ("triton",)):
+            for case, make in suite.cases.items():
+                for dtype in TYPES:
+                    try:
+                        launches = _case(suite, make, implementation, dtype)
+                    except ValueError:  # a case that the implementation refuses
+                        continue
+                    yield f"{op}: {case}, {implementation}, {str(dtype).removeprefix('torch.')}", launches
+
+
+def models() -> dict[str, ModelConfig]:
+    """By name: the parts of configs/model, and every mixer at the 1.3B Transformer's widths."""
+    found = {path.stem: load(ModelConfig, path) for path in sorted(MODELS.glob("*.yaml"))}
+    base = found["transformer_1.3b"]
+    named = {
+        f"{name} as wide as 1.3B": replace(base, mixer=name) for name, mixer in MIXERS.items() if mixer.package is None and name != "mha2nd"
+    }
+    return found | named
+
+
+def _layer(shape: BlockShape, model: ModelConfig, engine: str = "", *, documents: bool = False) -> Launches:
+    def make(parallel: OneProcess) -> tuple[Callable[[], Tensor], list[Tensor]]:
+        block = Block(shape, parallel)
+        x = torch.empty(TOKENS, 1 if documents else BATCH, model.hidden_size, dtype=parallel.dtype, requires_grad=True)
+        apart = _documents() if documents else None
+        positions = None if apart is None else apart.positions
+        return lambda: block(x, Context(positions, causal=model.causal, documents=apart)), list(block.parameters())
+
+    before = os.environ.get("FEM_KERNELS")
+    if engine:
+        os.environ["FEM_KERNELS"] = f"fem_attention={engine}"
+    try:
+        return run_on_paper(make).kernels
+    finally:
+        os.environ.pop("FEM_KERNELS", None)
+        os.environ.update({} if before is None else {"FEM_KERNELS": before})
+
+
+def _documents() -> Documents:
+    """Of one sequence, so long that their rows have padding."""
+    with torch.device("cpu"):
+        begins = torch.zeros(1, TOKENS, dtype=torch.bool)
+        begins[0, 1000] = begins[0, 1900] = True
+        made = Documents.of(begins)
+    places = {name: getattr(made, name).to("meta") for name in ("positions", "batch", "time", "kept")}
+    return replace(made, **places, valid=tuple(each.to("meta") for each in made.valid))
+
+
+class _Unnumbered(TorchFunctionMode):
+    """Random numbers are drawn of no generator: where tensors have no numbers there is none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "generator"})
+
+
+def _case(suite: Suite, draw: Callable[[Mapping[str, int]], Inputs], implementation: str, dtype: torch.dtype) -> Launches:
+    trains = implementation != "decode"
+
+    def made(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().to(dtype).requires_grad_(trains) if floats else value
+
+    def make(_: OneProcess) -> tuple[Callable[[], Tensor], list[Tensor]]:
+        with _Unnumbered():
+            given = {name: made(value) for name, value in draw(suite.real).items()}
+
+        def call() -> Tensor:
+            outputs = suite.call(given, implementation)
+            return torch.cat([each.flatten().float() for each in outputs if not trains or each.requires_grad])
+
+        return call, []
+
+    return run_on_paper(make, backward=trains).kernels

@@ -1,0 +1,194 @@
+"""FEM, table 4: forecasts of time series, FEM beside softmax attention, GLA and DLinear.
+
+ETT's files are read from runs/papers/data; a synthetic twin of them, hourly with a day's and a week's course, is made here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from fem_common.errors import UserError
+from fem_common.text import counted
+from tools.papers.catalogue import RUNS
+from tools.papers.experiment import Claim, Experiment, Size
+from tools.papers.images import STACKED
+from tools.papers.network import Network, Positions, model_of, start
+from tools.papers.training import Examples, Problem, regression
+
+SERIES, HOURS = 7, 24 * 30
+DATA = RUNS / "data"
+SETS = {"ETTh1": 12 * HOURS, "ETTh2": 12 * HOURS, "ETTm1": 48 * HOURS, "ETTm2": 48 * HOURS, "synthetic": 4 * HOURS}
+"""Data set -> points of the training part; a third as many follow for validation and again for test, as the benchmark has it."""
+HORIZONS = (96, 192, 336, 720)
+PATCH = 16
+SPREAD = 1e-5
+MEAN = 25  # DLinear's window
+
+
+def synthetic(points: int, generator: Generator) -> Tensor:
+    """[points, SERIES]: a day's and a week's waves, of a size and phase for each series, on a random walk that comes back, and noise."""
+    hours = torch.arange(points)[:, None]
+    phase, size = (torch.rand(4, SERIES, generator=generator) for _ in range(2))
+    waves = [(2 * math.pi * (hours / period + phase[n])).sin() * size[n] for n, period in enumerate((24, 12, 168, 84))]
+    noise = torch.randn(points, SERIES, generator=generator)
+    walk = torch.zeros(points, SERIES)
+    for n in range(1, points):
+        walk[n] = 0.98 * walk[n - 1] + 0.1 * noise[n]
+    return torch.stack(waves).sum(0) + walk + 0.2 * torch.randn(points, SERIES, generator=generator)
+
+
+def series(name: str) -> Tensor:
+    """The data set's series, float32 [points, SERIES], all but the dates. Raises UserError where its file is not here or is another."""
+    points = SETS[name] * 5 // 3
+    if name == "synthetic":
+        return synthetic(points, Generator().manual_seed(5))
+    import pandas
+
+    file = DATA / f"{name}.csv"
+    try:
+        found = pandas.read_csv(file).iloc[:points, 1:]
+        if found.shape != (points, SERIES):
+            raise UserError(
+                f"{file}: {found.shape[0]} lines of {counted(found.shape[1], 'series')}; {name} has {points} and more of {SERIES}"
+            )
+        return torch.tensor(found.to_numpy("float32"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file}: {getattr(error, 'strerror', None) or error}; https://github.com/zhouhaoyi/ETDataset has it, in ETT-small"
+        ) from None
+
+
+def windows(case: str, size: Size) -> list[Examples]:
+    """Training, validation and test data: points, and those that follow; every series for itself, [n, size.length], [n, horizon].
+
+    Series have mean 0 and spread 1 in the training part. The first size.train and size.test of the windows, 0: all.
+    """
+    name, horizon = case.rsplit(" ", 1)
+    length = size.length
+    whole, first = series(name), SETS[name]
+    whole = (whole - whole[:first].mean(0)) / whole[:first].std(0)
+    made = []
+    parts = ((0, first, size.train), (first - length, first * 4 // 3, size.test), (first * 4 // 3 - length, first * 5 // 3, size.test))
+    for begin, end, most in parts:
+        cut = whole[begin:end].unfold(0, length + int(horizon), 1).flatten(0, 1)[: most or None]  # [n, length + horizon]
+        made.append((cut[:, :length], cut[:, length:]))
+    return made
+
+
+class Patches(nn.Module):
+    """[b, length] -> [b, length / PATCH, D], a linear layer a patch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(PATCH, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The patches, one after the other."""
+        made: Tensor = self.into(x.unfold(1, PATCH, PATCH))
+        return made
+
+
+class Relative(nn.Module):
+    """Forecasts of a series in its own mean and spread, put back afterwards."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, length] -> [b, horizon]."""
+        mean, spread = x.mean(1, keepdim=True), x.std(1, keepdim=True) + SPREAD
+        made: Tensor = self.inner((x - mean) / spread)
+        return made * spread + mean
+
+
+class DLinear(nn.Module):
+    """A linear layer on the running mean of MEAN points, and one on what is left (Zeng et al. 2023)."""
+
+    def __init__(self, length: int, horizon: int) -> None:
+        super().__init__()
+        self.trend, self.rest = nn.Linear(length, horizon), nn.Linear(length, horizon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, length] -> [b, horizon]."""
+        wide = torch.cat((x[:, :1].expand(-1, MEAN // 2), x, x[:, -1:].expand(-1, MEAN // 2)), 1)
+        trend = wide.unfold(1, MEAN, 1).mean(-1)
+        made: Tensor = self.trend(trend) + self.rest(x - trend)
+        return made
+
+
+ROWS: dict[str, dict[str, Any]] = {"DLinear": {}, **STACKED}
+
+
+def problem(case: str, row: str, size: Size, seed: int) -> Problem:
+    """Patches of one series as tokens, bidirectional; the forecast from all of them. The seed is the weights' and the order's alone."""
+    data, horizon = windows(case, size), int(case.rsplit(" ", 1)[1])
+    torch.manual_seed(seed)
+    if row == "DLinear":
+        network: nn.Module = DLinear(size.length, horizon)
+        start(network, model_of(size, {}))
+    else:
+        count = size.length // PATCH
+        head = nn.Sequential(nn.RMSNorm(size.width), nn.Flatten(), nn.Linear(count * size.width, horizon))
+        inputs = Positions(Patches(size.width), count, size.width)
+        network = Relative(Network(model_of(size, {**ROWS[row], "causal": False}), inputs, head))
+
+    def scores(output: Tensor, _: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
+        error, count = (output - targets).double(), targets.numel()
+        return {"mse": (error.square().sum(), count), "mae": (error.abs().sum(), count)}
+
+    return replace(regression(network, *data), scores=scores, score="mse", root=False)
+
+
+QUICK = Size(
+    ("synthetic 96",),
+    tuple(ROWS),
+    steps=300,
+    batch=64,
+    rates=(1e-3, 3e-3),
+    train=0,
+    test=1500,
+    width=32,
+    heads=4,
+    layers=2,
+    length=192,
+    init_std=0.1,
+)
+FULL = replace(
+    QUICK,
+    test=0,
+    cases=tuple(f"{name} {horizon}" for name in tuple(SETS)[:4] for horizon in HORIZONS),
+    steps=20_000,
+    rates=(1e-4, 5e-4),
+    width=128,
+    heads=8,
+    layers=3,
+    length=512,
+    init_std=0.02,
+)
+PUBLISHED = {  # means over the horizons
+    "ETTh1": {"FEM-SM": 0.419, "FEM-GLA": 0.418, "GLA": 0.418, "DLinear": 0.422},
+    "ETTh2": {"FEM-SM": 0.340, "FEM-GLA": 0.344, "GLA": 0.342, "DLinear": 0.426},
+    "ETTm1": {"FEM-SM": 0.341, "FEM-GLA": 0.345, "GLA": 0.357, "DLinear": 0.347},
+    "ETTm2": {"FEM-SM": 0.242, "FEM-GLA": 0.247, "GLA": 0.250, "DLinear": 0.252},
+}
+EXPERIMENT = Experiment(
+    name="fem-forecast",
+    title="FEM, table 4: time series",
+    metric="mse",
+    rows=ROWS,
+    sizes={"quick": QUICK, "full": FULL},
+    problem=problem,
+    falls=True,
+    also={"mae": "Mean absolute error:"},
+    published={(f"{name} {h}", row): value for name, rows in PUBLISHED.items() for h in HORIZONS for row, value in rows.items()},
+    told="Mean squared error of series of spread 1. The synthetic twin of ETTh1 has a day's and a week's course and a walk. The paper's "
+    "numbers are means over the horizons 96 to 720; its input's length and its network it does not say: here 16 points are a token, and "
+    "every series is forecast for itself.",
+    claims=(Claim("FEM-SM", "softmax"), Claim("FEM-GLA", "GLA"), Claim("FEM-SM", "DLinear")),
+)

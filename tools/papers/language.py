@@ -1,0 +1,123 @@
+"""Language modelling at a small size: CEM's attention, MLP and both beside Llama's (CEM, section 4), and second-order attention beside MHA.
+
+Bytes of the running Python's standard library. The papers' own sizes are runs of `pretrain` (``catalogue``).
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from tools.papers.experiment import Claim, Experiment, Size
+from tools.papers.network import Network, classifier, model_of
+from tools.papers.training import Examples, Problem, classification
+
+BYTES = 256
+MODULES = 120
+STRIDE = 7
+
+
+def corpus() -> Tensor:
+    """The library's largest modules of one file, in an order that has no meaning, as bytes, uint8 [n]."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda file: (-file.stat().st_size, file.name))[:MODULES]
+    content = b"\n".join(files[STRIDE * n % len(files)].read_bytes() for n in range(len(files)))
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def windows(size: Size, seed: int) -> list[Examples]:
+    """Bytes [n, length] and those that follow: training, validation and test data from the corpus' first 8 tenths, the ninth, the last."""
+    text, made = corpus(), list[Examples]()
+    tenth = len(text) // 10
+    for part, (begin, end, count) in enumerate(((0, 8, size.train), (8, 9, size.test), (9, 10, size.test))):
+        generator = Generator().manual_seed(5000 + (10 * seed if part == 0 else 0) + part)
+        places = torch.randint(begin * tenth, end * tenth - size.length, (count,), generator=generator)
+        cut = text[places[:, None] + torch.arange(size.length + 1)].long()
+        made.append((cut[:, :-1], cut[:, 1:]))
+    return made
+
+
+def problem(case: str, row: str, size: Size, seed: int) -> Problem:
+    """A causal model of bytes; loss: nats a byte."""
+    torch.manual_seed(seed)
+    network = Network(model_of(size, ROWS[row]), nn.Embedding(BYTES, size.width), classifier(size.width, BYTES))
+    task = classification(network, *windows(size, seed))
+
+    def scores(output: Tensor, inputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, int]]:
+        return {"nats": (task.loss(output, inputs, targets) * targets.numel(), targets.numel())}
+
+    return replace(task, scores=scores, score="nats")
+
+
+def _cem(mixer: str, mlp: str, steps: int, **switches: Any) -> dict[str, Any]:
+    parts = [name for name, part in (("attention", mixer), ("mlp", mlp)) if part == "cem"]
+    return {"mixer": mixer, "mlp": mlp, "cem": {**{f"steps_{part}": steps for part in parts}, **switches}}
+
+
+CEM: dict[str, dict[str, Any]] = {
+    "Llama": {"mixer": "transformer"},
+    "CEM attention T = 1": _cem("cem", "swiglu", 1),
+    "CEM attention T = 2": _cem("cem", "swiglu", 2),
+    "CEM MLP T = 1": _cem("transformer", "cem", 1),
+    "CEM MLP T = 2": _cem("transformer", "cem", 2),
+    "CEM T = 1": _cem("cem", "cem", 1),
+    "CEM T = 2": _cem("cem", "cem", 2),
+    "CEM T = 2, raw residual": _cem("cem", "cem", 2, residual="raw"),
+}
+SECOND: dict[str, dict[str, Any]] = {
+    "MHA": {"mixer": "transformer"},
+    "MHA2nd1st": {"mixer": "mha2nd1st"},
+    "MHA2nd": {"mixer": "mha2nd"},
+    "Att2nd1st": {"mixer": "mha2nd1st", "num_attention_heads": 1},
+}
+ROWS = CEM | SECOND
+QUICK = Size(
+    ("bytes",),
+    ("Llama", "CEM attention T = 2", "CEM MLP T = 2", "CEM T = 1", "CEM T = 2"),
+    steps=300,
+    batch=16,
+    rates=(3e-3, 1e-2),
+    train=8000,
+    test=128,
+    width=64,
+    heads=4,
+    layers=2,
+    length=128,
+    init_std=0.05,
+    weight_decay=0.1,
+)
+FULL = replace(QUICK, rows=tuple(CEM), steps=20_000, batch=64, train=80_000, test=1024, width=256, heads=8, layers=6, length=512, seeds=5)
+TOLD = "Nats a byte of Python's standard library; test data are other files. "
+CEM_LANGUAGE = Experiment(
+    name="cem-language",
+    title="CEM, section 4: language models beside their Llama twin",
+    metric="nats",
+    rows=CEM,
+    sizes={"quick": QUICK, "full": FULL},
+    problem=problem,
+    falls=True,
+    told=TOLD + "Equal width, so CEM has fewer parameters. The paper: attention at T = 2 better than Llama's, the MLP nearly as good, the "
+    "whole slightly better, at rates tuned for each.",
+    claims=(
+        Claim("CEM attention T = 2", "Llama"),
+        Claim("CEM T = 2", "Llama"),
+        Claim("CEM T = 2", "CEM T = 1"),
+        Claim("CEM MLP T = 2", "CEM MLP T = 1"),
+        Claim("CEM T = 2", "CEM T = 2, raw residual"),
+    ),
+)
+SECOND_LANGUAGE = Experiment(
+    name="second-language",
+    title="Second-order attention: language models at a small size",
+    metric="nats",
+    rows=SECOND,
+    sizes={"quick": replace(QUICK, rows=("MHA", "MHA2nd1st", "Att2nd1st")), "full": replace(FULL, rows=tuple(SECOND))},
+    problem=problem,
+    falls=True,
+    told=TOLD + "The paper has none of its own. Att2nd1st has one head.",
+    claims=(Claim("MHA2nd1st", "MHA"), Claim("MHA2nd1st", "Att2nd1st")),
+)
