@@ -187,9 +187,10 @@ def test_what_the_kernels_log_is_told_during_a_run_alone() -> None:
     told: list[str] = []
     log = logging.getLogger("kernels.of_a_test")
     with kernels_told(told.append):
-        log.info("one runs")
-    log.info("another runs")
-    assert told == ["kernels: one runs"]
+        for operation, choice in (("a", "one runs"), ("b", "another runs"), ("c", "one runs (the other does not: no GPU)")):
+            log.info(f"{operation}: {choice}")
+    log.info("d: one runs")
+    assert told == ["kernels: one runs for a, c; another runs for b"]
 
 
 def test_a_hopeless_run_gives_up_without_a_checkpoint(pretrain: Command) -> None:
