@@ -79,7 +79,9 @@ def test_parts_of_the_sequences_and_of_the_rows(case: str, terms: int, monkeypat
     monkeypatch.setattr(products, "TERMS", terms)
     monkeypatch.setattr(products, "LEAST_ROWS", 20)
     truth, got = (results(functools.partial(call, implementation=how), x, torch.float32, "cpu") for how in ("reference", "triton"))
-    assert all(float((got[name] - t).norm()) <= 1e-5 * float(t.norm()) + 3e-6 for name, t in truth.items())  # both round in float32
+    # Both round in float32. The biases' gradient, 0.02, is what is left of 136 rows' terms of either sign: 6e-8 of 10 each, at random 7e-6.
+    errors = {name: (float((got[name] - t).norm()), 1e-5 * float(t.norm()) + 1e-5) for name, t in truth.items()}
+    assert all(error <= bound for error, bound in errors.values()), errors
     assert max(held) <= max(terms, 20 * len(x["d"]) * x["k"].shape[2])
 
 
