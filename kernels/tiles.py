@@ -44,6 +44,12 @@ def rows_of(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+def alignment(width: int, *tensors: Tensor) -> int:
+    """What ``ALIGN`` is for these: the power of two, up to 16, that divides a width and all strides; 1 where Triton sees it by itself."""
+    found = math.gcd(16, width, *(n for t in tensors for n in t.stride()[:3]))
+    return 1 if found == 16 else found
+
+
 def strides_of(*tensors: Tensor | None) -> list[int]:
     """The first three strides of each, batch, head and token; zeros where there is none."""
     return [n for t in tensors for n in ((0, 0, 0) if t is None else t.stride()[:3])]
@@ -57,23 +63,19 @@ def empty_as(t: Tensor, dtype: torch.dtype | None = None, *, width: int | None =
 
 
 @triton.jit
-def _multiple(offset, ALIGN: tl.constexpr):
-    if ALIGN > 1:
-        offset = tl.multiple_of(offset, ALIGN)
-    return offset
-
-
-@triton.jit
 def load_tile(
     base, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr = True, ALIGN: tl.constexpr = 1
 ):  # fmt: skip
     """[ROWS, PADDED] from ``base``: rows ``stride`` apart, zero from row ``count`` on (where RAGGED) and from column WIDTH on.
 
-    ALIGN: divides the stride. Head widths as 84 are no multiple of 16, so Triton cannot tell by itself how wide a load may be.
+    ALIGN: divides the stride; 1 says nothing. Head widths as 84 are no multiple of 16: Triton cannot tell how wide a load may be.
     """
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
-    at = base + _multiple(tl.arange(0, ROWS) * stride, ALIGN)[:, None] + column
+    offset = tl.arange(0, ROWS) * stride
+    if ALIGN > 1:  # said here: of its argument, a function could say nothing
+        offset = tl.multiple_of(offset, ALIGN)
+    at = base + offset[:, None] + column
     if WIDTH < PADDED:
         inside = (row < count) & (column < WIDTH) if RAGGED else column < WIDTH
         tile = tl.load(at, mask=inside, other=0.0)
@@ -89,7 +91,10 @@ def store_tile(base, stride, count, tile, ROWS: tl.constexpr, WIDTH: tl.constexp
     """Store a tile [ROWS, PADDED] in the type at ``base``: its rows before ``count``, its columns before WIDTH."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
-    at = base + _multiple(tl.arange(0, ROWS) * stride, ALIGN)[:, None] + column
+    offset = tl.arange(0, ROWS) * stride
+    if ALIGN > 1:
+        offset = tl.multiple_of(offset, ALIGN)
+    at = base + offset[:, None] + column
     tl.store(at, tile.to(base.dtype.element_ty), mask=(row < count) & (column < WIDTH))
 
 
@@ -105,10 +110,21 @@ def place(heads, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def of_head(x, b, h, x_b, x_h, start=0, x_t=0, ALIGN: tl.constexpr = 1):
-    """Where row ``start`` of a head of x [b, h, ...] begins; None where there is no x. ALIGN: as `load_tile` has it, of all strides."""
+def at_row(x, row, stride, ALIGN: tl.constexpr = 1):
+    """x plus ``row`` rows ``stride`` apart; ALIGN: as `load_tile` has it. Said of a product, since of a sum with 0 nothing is kept."""
+    offset = row * stride
+    if ALIGN > 1:
+        offset = tl.multiple_of(offset, ALIGN)
+    return x + offset
+
+
+@triton.jit
+def of_head(x, b, h, x_b, x_h, start=None, x_t=0, ALIGN: tl.constexpr = 1):
+    """Where a head of x [b, h, ...], or its row ``start``, begins; None where there is no x. ALIGN: of all strides."""
     if x is not None:
-        x += _multiple(b * x_b + h * x_h + start * x_t, ALIGN)
+        x = at_row(at_row(x, b, x_b, ALIGN), h, x_h, ALIGN)
+        if start is not None:
+            x = at_row(x, start, x_t, ALIGN)
     return x
 
 

@@ -138,7 +138,7 @@ def _launch(kernel, own, valid, *arguments, **constants):
 
 def _blocks(kernel, dtype, width):
     narrow, broad = BLOCKS[kernel.fn.__name__]
-    return fitting(dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 4, 1), broad if padded(width) > 128 else narrow)
+    return fitting(dtype, Blocks(32, 16, 4, 1), Blocks(32, 32, 8, 1), broad if padded(width) > 128 else narrow)
 
 
 @triton.jit

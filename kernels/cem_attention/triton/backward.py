@@ -17,6 +17,7 @@ from kernels.cem_attention.triton.forward import (
     bias_tile,
     head_tile,
     pair_scores,
+    row_tile,
     sizes_of,
 )
 from kernels.tiles import good_at, load_tile, of_head, store_tile
@@ -94,7 +95,7 @@ def _dq_kernel(
     row, there = batch * lse_batch + head * lse_head + start + local, start + local < rows
     row_lse = tl.load(lse + row, mask=there, other=float("inf"))
     row_term = tl.load(row_terms + row, mask=there, other=0.0)
-    k = of_head(k, batch, head, k_batch, k_head, 0, 0, ALIGN)
+    k = of_head(k, batch, head, k_batch, k_head, ALIGN=ALIGN)
     bias = of_head(bias, batch, head, bias_batch, bias_head, tl.cast(start, tl.int64), bias_row)
     valid = of_head(valid, batch, 0, valid_batch, 0)
     own_valid = good_at(valid, position[:, None], keys)
@@ -109,7 +110,7 @@ def _dq_kernel(
     tl.assume(end > 0)
     for n in tl.range(0, end, N, num_stages=STAGES):
         key = n + tl.arange(0, N)
-        key_tile = head_tile(k, 0, 0, 0, 0, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
+        key_tile = row_tile(k, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
         added = None
         if bias is not None:
             added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)
@@ -149,8 +150,8 @@ def _dk_kernel(
     position = key.to(tl.float32)[:, None]
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
     key_tile = head_tile(k, batch, head, k_batch, k_head, k_row, first_key, keys, N, WIDTH, PADDED, ALIGN)
-    q = of_head(q, batch, head, q_batch, q_head, 0, 0, ALIGN)
-    d_out = of_head(d_out, batch, head, d_out_batch, d_out_head, 0, 0, ALIGN)
+    q = of_head(q, batch, head, q_batch, q_head, ALIGN=ALIGN)
+    d_out = of_head(d_out, batch, head, d_out_batch, d_out_head, ALIGN=ALIGN)
     lse += batch * lse_batch + head * lse_head
     row_terms += batch * lse_batch + head * lse_head
     bias = of_head(bias, batch, head, bias_batch, bias_head)
@@ -169,8 +170,8 @@ def _dk_kernel(
         if CAUSAL:
             edge = first + m < first_key + N
         start, row = tl.cast(m, tl.int64), m + tl.arange(0, M)
-        query = head_tile(q, 0, 0, 0, 0, q_row, m, rows, M, WIDTH, PADDED, ALIGN)
-        grad = head_tile(d_out, 0, 0, 0, 0, d_out_row, m, rows, M, WIDTH, PADDED, ALIGN)
+        query = row_tile(q, q_row, m, rows, M, WIDTH, PADDED, ALIGN)
+        grad = row_tile(d_out, d_out_row, m, rows, M, WIDTH, PADDED, ALIGN)
         row_lse = tl.load(lse + row, mask=row < rows, other=float("inf"))
         row_term = tl.load(row_terms + row, mask=row < rows, other=0.0)
         added = None

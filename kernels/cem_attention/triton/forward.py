@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tiles import Blocks, fitting, good_at, load_tile, of_head, padded, store_tile
+from kernels.tiles import Blocks, alignment, at_row, fitting, good_at, load_tile, of_head, padded, store_tile
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -52,12 +52,12 @@ class Part(NamedTuple):
         return (*self.q.stride()[:3], *self.k.stride()[:3], *bias, valid, *(n for other in others for n in other.stride()[:3]))
 
     def constants(self, sizes: Blocks, *others: Tensor) -> dict[str, int | bool]:
-        """The compile-time arguments that every kernel has, and how it is built. ALIGN: the greatest power of 2 in all strides of rows."""
-        width, strides = self.q.shape[3], [n for x in (self.q, self.k, *others) for n in x.stride()[:3]]
+        """The compile-time arguments that every kernel has, and how it is built."""
+        width = self.q.shape[3]
         tiles = {"WIDTH": width, "PADDED": padded(width), "M": sizes.rows, "N": sizes.keys, "CAUSAL": self.causal}
         return tiles | {
             "STAGES": sizes.stages,
-            "ALIGN": math.gcd(16, width, *strides),
+            "ALIGN": alignment(width, self.q, self.k, *others),
             "num_warps": sizes.warps,
             "num_stages": sizes.stages,
         }
@@ -77,17 +77,22 @@ def sizes_of(kernel: Any, dtype: torch.dtype, width: int) -> Blocks:
     """A kernel's tiles for heads this wide; small in the interpreter, so that a test has many, and without tensor cores, in float32."""
     narrow, middle, broad = BLOCKS[kernel.fn.__name__]
     wide = padded(width)
-    alone = Blocks(32, 32, 4, 1) if wide <= 64 else Blocks(16, 16, 4, 1)
+    alone = Blocks(32, 32, 8, 1) if wide <= 64 else Blocks(16, 16, 8, 1)
     return fitting(dtype, Blocks(32, 16, 4, 1), alone, narrow if wide <= 64 else middle if wide <= 128 else broad)
+
+
+@triton.jit
+def row_tile(x, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr):
+    """`load_tile` of x's ``count`` rows, those from ``start`` on."""
+    return load_tile(at_row(x, tl.cast(start, tl.int64), x_t, ALIGN), x_t, count - start, ROWS, WIDTH, PADDED, True, ALIGN)
 
 
 @triton.jit
 def head_tile(
     x, b, h, x_b, x_h, x_t, start, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """`load_tile` of a head of x, of its ``count`` rows those from ``start`` on."""
-    at = of_head(x, b, h, x_b, x_h, tl.cast(start, tl.int64), x_t, ALIGN)
-    return load_tile(at, x_t, count - start, ROWS, WIDTH, PADDED, True, ALIGN)
+    """`row_tile` of a head of x."""
+    return row_tile(of_head(x, b, h, x_b, x_h, ALIGN=ALIGN), x_t, start, count, ROWS, WIDTH, PADDED, ALIGN)
 
 
 @triton.jit
@@ -145,7 +150,7 @@ def _forward_kernel(
     slope, own_bias = tl.load(slopes + head) * LOG2_E, tl.load(alone) * LOG2_E
     row = tl.cast(start, tl.int64)
     query = head_tile(q, batch, head, q_batch, q_head, q_row, start, rows, M, WIDTH, PADDED, ALIGN)
-    k = of_head(k, batch, head, k_batch, k_head, 0, 0, ALIGN)
+    k = of_head(k, batch, head, k_batch, k_head, ALIGN=ALIGN)
     bias = of_head(bias, batch, head, bias_batch, bias_head, row, bias_row)
     valid = of_head(valid, batch, 0, valid_batch, 0)
     own_valid = good_at(valid, position[:, None], keys)
@@ -160,7 +165,7 @@ def _forward_kernel(
     tl.assume(end > 0)  # in a loop that may not run at all, ptxas lets no product run on beside others
     for n in tl.range(0, end, N, num_stages=STAGES):  # said here, C's tiles are fetched ahead too
         key = n + tl.arange(0, N)
-        key_tile = head_tile(k, 0, 0, 0, 0, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
+        key_tile = row_tile(k, k_row, n, keys, N, WIDTH, PADDED, ALIGN)
         added = None
         if bias is not None:
             added = bias_tile(bias, bias_row, local[:, None], rows - start, key[None, :], keys)

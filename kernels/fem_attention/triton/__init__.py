@@ -24,7 +24,7 @@ from kernels.fem_attention.triton.attention_backward import (
 )  # fmt: skip
 from kernels.fem_attention.triton.epilogue import row_term
 from kernels.implementations import interpreted
-from kernels.tiles import LOG2E, Blocks, empty_as, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
+from kernels.tiles import LOG2E, Blocks, alignment, at_row, empty_as, load_tile, of_head, padded, place, rows_of, store_tile, strides_of
 
 
 def attend(q, k, values, *, causal, scale, keys_valid=None, bounds=None):
@@ -51,7 +51,7 @@ class _Attend(torch.autograd.Function):
         _forward_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
             q, k, values, *masks, out, lse, scale * LOG2E, h, tq, tk, *strides_of(q, k, values, out),
             CAUSAL=causal, DK=dk, BDK=padded(dk), DV=n, BDV=padded(n), ROWS=blocks.rows, KEYS=blocks.keys, GROUP=h // hk,
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            ALIGN=alignment(n, q, k, values, out), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
         ctx.save_for_backward(q, k, values, *masks, out, lse)
         ctx.causal, ctx.scale = causal, scale
@@ -63,11 +63,13 @@ class _Attend(torch.autograd.Function):
         q, k, values, keys_valid, first, last, out, lse = ctx.saved_tensors
         (b, h, tq, dk), (hk, tk, n), d_out = q.shape, values.shape[1:], rows_of(d_out)
         d_q, d_k, d_values = torch.empty_like(q), torch.empty_like(k), torch.empty_like(values)
-        # Values in two halves where they are equal: one accumulator of all channels would spill.
-        halves = 2 - n % 2
+        # Values in two halves where they are equal: one accumulator of all channels would spill. Not where it would be no wider than two of
+        # theirs, and loads would be narrower where the second half begins.
+        halves = 1 if n % 2 or (n % 16 and n <= 128) else 2
         given = (q, k, values, keys_valid, first, last, d_out, row_term(d_out, out), lse)
         numbers = (ctx.scale, ctx.scale * LOG2E, h, tq, tk, *strides_of(q, k, values, d_out))
         widths = {"CAUSAL": ctx.causal, "HALVES": halves, "DK": dk, "BDK": padded(dk), "DV": n // halves, "BDV": padded(n // halves)}
+        widths["ALIGN"] = alignment(n // halves, q, k, values, d_out, d_q, d_k, d_values)
         blocks = queries_blocks(q.dtype, dk, n // halves, halves)
         _queries_kernel[(triton.cdiv(tq, blocks.rows) * b * h,)](
             *given, d_q, *numbers, *strides_of(d_q), **widths, ROWS=blocks.rows, KEYS=blocks.keys, GROUP=h // hk,
@@ -85,12 +87,12 @@ class _Attend(torch.autograd.Function):
 def _span(
     top, total, read, q, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t, values_t,
     MASKED: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
-    BDV: tl.constexpr, KEYS: tl.constexpr,
+    BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: running maximum (in powers of two), sum of weights, reads."""
     for n in range(start, stop, KEYS):
         here = tl.cast(n, tl.int64)
-        keys = load_tile(k + here * k_t, k_t, tk - n, KEYS, DK, BDK, MASKED)
+        keys = load_tile(at_row(k, here, k_t, ALIGN), k_t, tk - n, KEYS, DK, BDK, MASKED, ALIGN)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if MASKED:
             allowed = readable(position, lowest, highest, n + tl.arange(0, KEYS), tk, valid)
@@ -106,7 +108,7 @@ def _span(
             kept = tl.exp2(top - new)
         weights = weights.to(values.dtype.element_ty)
         total = total * kept + tl.sum(weights.to(tl.float32), 1)
-        tile = load_tile(values + here * values_t, values_t, tk - n, KEYS, DV, BDV, MASKED)
+        tile = load_tile(at_row(values, here, values_t, ALIGN), values_t, tk - n, KEYS, DV, BDV, MASKED, ALIGN)
         read = tl.dot(weights, tile, read * kept[:, None], input_precision="ieee")
         top = new
     return top, total, read
@@ -117,7 +119,7 @@ def _forward_kernel(
     q, k, values, valid, first, last, out, lse, factor, heads, tq, tk,
     q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, out_b, out_h, out_t,
     CAUSAL: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of a head."""
     b, h, head_of_all, top_row = place(heads, tq, ROWS)
@@ -125,15 +127,14 @@ def _forward_kernel(
     start, left = top_row.to(tl.int64), tq - top_row
     row = tl.arange(0, ROWS)
     position = tk - tq + top_row + row
-    k += b * k_b + kv * k_h
-    values += b * values_b + kv * values_h
+    k, values = of_head(k, b, kv, k_b, k_h, ALIGN=ALIGN), of_head(values, b, kv, values_b, values_h, ALIGN=ALIGN)
     valid = of_head(valid, b, 0, tk, 0)
     lowest = None
     if first is not None:
         lowest = tl.load(first + position, mask=row < left, other=0)
     highest = last_key(position, row < left, tk, last, CAUSAL)
 
-    queries = load_tile(q + b * q_b + h * q_h + start * q_t, q_t, left, ROWS, DK, BDK, True)
+    queries = load_tile(of_head(q, b, h, q_b, q_h, start, q_t, ALIGN), q_t, left, ROWS, DK, BDK, True, ALIGN)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     read = tl.zeros([ROWS, BDV], tl.float32)
@@ -142,17 +143,17 @@ def _forward_kernel(
     if valid is None and first is None:
         top, total, read = _span(
             top, total, read, queries, k, values, valid, position, lowest, highest, begin, inner, factor, tk, k_t, values_t,
-            False, DK, BDK, DV, BDV, KEYS,
+            False, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
     top, total, read = _span(
         top, total, read, queries, k, values, valid, position, lowest, highest, inner, end, factor, tk, k_t, values_t,
-        True, DK, BDK, DV, BDV, KEYS,
+        True, DK, BDK, DV, BDV, KEYS, ALIGN,
     )  # fmt: skip
 
     # Only rows past the last query have read nothing.
     total = tl.where(total > 0, total, 1.0)
     tl.store(lse + head_of_all * tq + start + row, top + tl.log2(total), mask=row < left)
-    store_tile(out + b * out_b + h * out_h + start * out_t, out_t, left, read / total[:, None], ROWS, DV, BDV)
+    store_tile(of_head(out, b, h, out_b, out_h, start, out_t, ALIGN), out_t, left, read / total[:, None], ROWS, DV, BDV, ALIGN)
 
 
 def forward_blocks(dtype, dk, width):
@@ -163,7 +164,9 @@ def forward_blocks(dtype, dk, width):
         return FLOAT32
     if padded(width) > 256:
         return Blocks(64, 32, 8, 2)
-    return Blocks(128, 64, 8, 2 if padded(dk) > 128 else 3)
+    if padded(dk) > 128:
+        return Blocks(128, 32 if padded(width) > 128 else 64, 8, 2)
+    return Blocks(128, 64, 8, 3)
 
 
 MATRIX = (_forward_kernel,)  # their products are wgmma on sm_90

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from kernels.implementations import interpreted
-from kernels.tiles import Blocks, load_tile, of_head, padded, place, store_tile
+from kernels.tiles import Blocks, at_row, load_tile, of_head, padded, place, store_tile
 
 WIDEST = 256  # of a head's queries and keys, and of v
-FLOAT32 = Blocks(16, 16, 4, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
+FLOAT32 = Blocks(16, 16, 8, 1)  # without tensor cores a product's operands lie in registers, and larger blocks spill
 
 
 @triton.jit
@@ -87,21 +87,22 @@ def readable(position, lowest, highest, key, tk, valid):
 def _queries_span(
     grad, q, d_read, d_more, level, term, k, values, valid, position, lowest, highest, start, stop, factor, tk, k_t, values_t,
     MASKED: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr,
-    BDV: tl.constexpr, KEYS: tl.constexpr,
+    BDV: tl.constexpr, KEYS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The keys from start to stop: dS k."""
     for n in range(start, stop, KEYS):
         here = tl.cast(n, tl.int64)
-        keys = load_tile(k + here * k_t, k_t, tk - n, KEYS, DK, BDK, MASKED)
+        keys = load_tile(at_row(k, here, k_t, ALIGN), k_t, tk - n, KEYS, DK, BDK, MASKED, ALIGN)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * factor - level[:, None]
         if MASKED:
             allowed = readable(position, lowest, highest, n + tl.arange(0, KEYS), tk, valid)
             scores = tl.where(allowed, scores, float("-inf"))
         weights = tl.exp2(scores)
-        tile = load_tile(values + here * values_t, values_t, tk - n, KEYS, DV, BDV, MASKED)
+        value = at_row(values, here, values_t, ALIGN)
+        tile = load_tile(value, values_t, tk - n, KEYS, DV, BDV, MASKED, ALIGN)
         d_weights = tl.dot(d_read, tl.trans(tile), input_precision="ieee")
         if HALVES == 2:
-            tile = load_tile(values + here * values_t + DV, values_t, tk - n, KEYS, DV, BDV, MASKED)
+            tile = load_tile(value + DV, values_t, tk - n, KEYS, DV, BDV, MASKED, ALIGN)
             d_weights = tl.dot(d_more, tl.trans(tile), d_weights, input_precision="ieee")
         d_scores = tl.where(weights > 0, weights * (d_weights - term[:, None]), 0.0)
         grad = tl.dot(d_scores.to(keys.dtype), keys, grad, input_precision="ieee")
@@ -114,27 +115,26 @@ def _queries_kernel(
     scale, factor, heads, tq, tk,
     q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t, d_q_b, d_q_h, d_q_t,
     CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of a head. Long, because it goes over the keys in up to two spans."""
     b, h, head_of_all, top_row = place(heads, tq, ROWS)
     start, left = top_row.to(tl.int64), tq - top_row
     row = tl.arange(0, ROWS)
     position = tk - tq + top_row + row
-    k += b * k_b + h // GROUP * k_h
-    values += b * values_b + h // GROUP * values_h
+    k, values = of_head(k, b, h // GROUP, k_b, k_h, ALIGN=ALIGN), of_head(values, b, h // GROUP, values_b, values_h, ALIGN=ALIGN)
     valid = of_head(valid, b, 0, tk, 0)
     lowest = None
     if first is not None:
         lowest = tl.load(first + position, mask=row < left, other=0)
     highest = last_key(position, row < left, tk, last, CAUSAL)
 
-    queries = load_tile(q + b * q_b + h * q_h + start * q_t, q_t, left, ROWS, DK, BDK, True)
-    d_reads += b * d_reads_b + h * d_reads_h + start * d_reads_t
-    d_read = load_tile(d_reads, d_reads_t, left, ROWS, DV, BDV, True)
+    queries = load_tile(of_head(q, b, h, q_b, q_h, start, q_t, ALIGN), q_t, left, ROWS, DK, BDK, True, ALIGN)
+    d_reads = of_head(d_reads, b, h, d_reads_b, d_reads_h, start, d_reads_t, ALIGN)
+    d_read = load_tile(d_reads, d_reads_t, left, ROWS, DV, BDV, True, ALIGN)
     d_more = d_read
     if HALVES == 2:
-        d_more = load_tile(d_reads + DV, d_reads_t, left, ROWS, DV, BDV, True)
+        d_more = load_tile(d_reads + DV, d_reads_t, left, ROWS, DV, BDV, True, ALIGN)
     level = tl.load(lse + head_of_all * tq + start + row, mask=row < left, other=float("inf"))
     term = tl.load(row_term + head_of_all * tq + start + row, mask=row < left, other=0.0)
     grad = tl.zeros([ROWS, BDK], tl.float32)
@@ -143,13 +143,13 @@ def _queries_kernel(
     if valid is None and first is None:
         grad = _queries_span(
             grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, begin, inner, factor, tk, k_t,
-            values_t, False, HALVES, DK, BDK, DV, BDV, KEYS,
+            values_t, False, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
         )  # fmt: skip
     grad = _queries_span(
         grad, queries, d_read, d_more, level, term, k, values, valid, position, lowest, highest, inner, end, factor, tk, k_t, values_t,
-        True, HALVES, DK, BDK, DV, BDV, KEYS,
+        True, HALVES, DK, BDK, DV, BDV, KEYS, ALIGN,
     )  # fmt: skip
-    store_tile(d_q + b * d_q_b + h * d_q_h + start * d_q_t, d_q_t, left, grad * scale, ROWS, DK, BDK)
+    store_tile(of_head(d_q, b, h, d_q_b, d_q_h, start, d_q_t, ALIGN), d_q_t, left, grad * scale, ROWS, DK, BDK, ALIGN)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _keys_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, values_b, values_h, values_t, d_reads_b, d_reads_h, d_reads_t,
     d_k_b, d_k_h, d_k_t, d_values_b, d_values_h, d_values_t,
     CAUSAL: tl.constexpr, HALVES: tl.constexpr, DK: tl.constexpr, BDK: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """dk and d[v | U] of a block of keys of a key head, over all its query heads. Long, because every tensor has its strides."""
     blocks = tl.cdiv(tk, KEYS)
@@ -183,21 +183,21 @@ def _keys_kernel(
         if not CAUSAL:
             opened = tl.load(first + key, mask=key < tk, other=0)[:, None]
 
-    keys = load_tile(k + b * k_b + kv * k_h + start * k_t, k_t, left, KEYS, DK, BDK, True)
-    values += b * values_b + kv * values_h + start * values_t
-    value = load_tile(values, values_t, left, KEYS, DV, BDV, True)
+    keys = load_tile(of_head(k, b, kv, k_b, k_h, start, k_t, ALIGN), k_t, left, KEYS, DK, BDK, True, ALIGN)
+    values = of_head(values, b, kv, values_b, values_h, start, values_t, ALIGN)
+    value = load_tile(values, values_t, left, KEYS, DV, BDV, True, ALIGN)
     more = value
     if HALVES == 2:
-        more = load_tile(values + DV, values_t, left, KEYS, DV, BDV, True)
+        more = load_tile(values + DV, values_t, left, KEYS, DV, BDV, True, ALIGN)
     d_key = tl.zeros([KEYS, BDK], tl.float32)
     d_value = tl.zeros([KEYS, BDV], tl.float32)
     d_more = tl.zeros([KEYS, BDV], tl.float32)
-    q += b * q_b + kv * GROUP * q_h
-    d_reads += b * d_reads_b + kv * GROUP * d_reads_h
+    q = of_head(q, b, kv * GROUP, q_b, q_h, ALIGN=ALIGN)
+    d_reads = of_head(d_reads, b, kv * GROUP, d_reads_b, d_reads_h, ALIGN=ALIGN)
     lse += (b * heads + kv * GROUP) * tq
     row_term += (b * heads + kv * GROUP) * tq
-    d_k += b * d_k_b + kv * d_k_h + start * d_k_t
-    d_values += b * d_values_b + kv * d_values_h + start * d_values_t
+    d_k = of_head(d_k, b, kv, d_k_b, d_k_h, start, d_k_t, ALIGN)
+    d_values = of_head(d_values, b, kv, d_values_b, d_values_h, start, d_values_t, ALIGN)
     # One loop over all query heads, not two: what a loop needs before it would spill beside the three accumulators.
     count = tl.cdiv(end - begin, ROWS)
     for n in range(count * GROUP):
@@ -208,7 +208,7 @@ def _keys_kernel(
             m -= n // count * count * ROWS
         here = tl.cast(m, tl.int64)
         row = m + tl.arange(0, ROWS)
-        queries = load_tile(q + g * q_h + here * q_t, q_t, tq - m, ROWS, DK, BDK, True)
+        queries = load_tile(at_row(at_row(q, g, q_h, ALIGN), here, q_t, ALIGN), q_t, tq - m, ROWS, DK, BDK, True, ALIGN)
         # Queries past the last weigh exp2(-inf).
         level = tl.load(lse + g * tq + row, mask=row < tq, other=float("inf"))
         scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * factor - level[None, :]
@@ -221,21 +221,21 @@ def _keys_kernel(
             scores = tl.where(good | (position == key[:, None]), scores, float("-inf"))
         weights = tl.exp2(scores)
         rounded = weights.to(keys.dtype)
-        d_at = d_reads + g * d_reads_h + here * d_reads_t
-        d_read = load_tile(d_at, d_reads_t, tq - m, ROWS, DV, BDV, True)
+        d_at = at_row(at_row(d_reads, g, d_reads_h, ALIGN), here, d_reads_t, ALIGN)
+        d_read = load_tile(d_at, d_reads_t, tq - m, ROWS, DV, BDV, True, ALIGN)
         d_value = tl.dot(rounded, d_read, d_value, input_precision="ieee")
         d_weights = tl.dot(value, tl.trans(d_read), input_precision="ieee")
         if HALVES == 2:
-            d_read = load_tile(d_at + DV, d_reads_t, tq - m, ROWS, DV, BDV, True)
+            d_read = load_tile(d_at + DV, d_reads_t, tq - m, ROWS, DV, BDV, True, ALIGN)
             d_more = tl.dot(rounded, d_read, d_more, input_precision="ieee")
             d_weights = tl.dot(more, tl.trans(d_read), d_weights, input_precision="ieee")
         term = tl.load(row_term + g * tq + row, mask=row < tq, other=0.0)
         d_scores = tl.where(weights > 0, weights * (d_weights - term[None, :]), 0.0)
         d_key = tl.dot(d_scores.to(keys.dtype), queries, d_key, input_precision="ieee")
-    store_tile(d_k, d_k_t, left, d_key * scale, KEYS, DK, BDK)
-    store_tile(d_values, d_values_t, left, d_value, KEYS, DV, BDV)
+    store_tile(d_k, d_k_t, left, d_key * scale, KEYS, DK, BDK, ALIGN)
+    store_tile(d_values, d_values_t, left, d_value, KEYS, DV, BDV, ALIGN)
     if HALVES == 2:
-        store_tile(d_values + DV, d_values_t, left, d_more, KEYS, DV, BDV)
+        store_tile(d_values + DV, d_values_t, left, d_more, KEYS, DV, BDV, ALIGN)
 
 
 def queries_blocks(dtype, dk, dv, halves):
@@ -246,8 +246,8 @@ def queries_blocks(dtype, dk, dv, halves):
     if dtype == torch.float32:
         return FLOAT32
     if width > 384:
-        return Blocks(64, 32 if width > 512 else 64, 8, 2)
-    return Blocks(128, 64, 8, 2)
+        return Blocks(64, 32 if width >= 512 else 64, 8, 2)
+    return Blocks(128, 32 if padded(dv) > 64 else 64, 8, 2)
 
 
 def keys_blocks(dtype, dk, dv, halves):
@@ -259,7 +259,7 @@ def keys_blocks(dtype, dk, dv, halves):
         return FLOAT32
     if width > 384:
         return Blocks(16 if width > 512 else 32, 64, 8, 2)
-    return Blocks(64, 64 if width > 256 else 128, 8, 2)
+    return Blocks(64, 64 if width > 256 or padded(dv) > 64 else 128, 8, 2)
 
 
 MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90

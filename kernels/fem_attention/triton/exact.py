@@ -260,7 +260,7 @@ def _dv_kernel(
 
 BLOCK = 16  # channels at once
 ROWS, KEYS = 32, 16  # at once; kernels whose blocks are of keys have them the other way round
-WARPS, STAGES = 8, 3
+WARPS, STAGES = 8, 2
 PROGRAMS = 264  # two for each of an H100's multiprocessors
 
 
@@ -275,7 +275,7 @@ def exact_forward_(o, q, k, v, beta, lam, gate, wild, *, causal, scale, keys_val
     """
     launch = _Launch(q, k, v, beta, lam, gate, wild, causal, scale, keys_valid, bounds)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(_forward_kernel, (o, lse), (o,), ROWS, KEYS)
+    launch(_forward_kernel, (o, lse), (o,), ROWS, KEYS, stages=1)  # with more it spills in float32
     return (lse,)
 
 
@@ -301,7 +301,7 @@ def exact_backward_(
     launch(_rows_kernel, (d_o, lse, *left), (d_o, dlam, dgate), ROWS, KEYS)
     dbeta.copy_(torch.where(wild[:, :, None], of_beta.sum(2), dbeta))
     shared = (d_o, lse, greatest, free_energy)
-    launch(_dq_kernel, (*shared, row_term, dq), (d_o, dq), ROWS, KEYS)
+    launch(_dq_kernel, (*shared, row_term, dq), (d_o, dq), ROWS // 2, KEYS)
     launch(_dk_kernel, (*shared, row_term, dk), (d_o, dk), KEYS, ROWS)
     launch(_dv_kernel, (*shared, dv), (d_o, dv), KEYS, ROWS)
 
@@ -319,13 +319,13 @@ class _Launch:
         self.sizes = (wild.numel(), heads, heads // kv_heads, tq, tk, scale * LOG2E)
         self.constants = constants(width, channels, causal, wild.numel())
 
-    def __call__(self, kernel, more, strided, rows, keys):
+    def __call__(self, kernel, more, strided, rows, keys, stages=STAGES):
         """Launch: more pointers follow those that all have; strided: which of them come with strides, in their order."""
         if any(t is not None and t.stride(-1) != 1 and t.shape[-1] > 1 for t in strided):
             raise ValueError("exact read: a result's last dimension is not contiguous; it is written in place, so make it so")
         strides = strides_of(*self.strided, *strided)
         kernel[(3 if interpreted() else PROGRAMS,)](
-            *self.pointers, *more, *strides, *self.sizes, **self.constants, ROWS=rows, KEYS=keys, num_warps=WARPS, num_stages=STAGES
+            *self.pointers, *more, *strides, *self.sizes, **self.constants, ROWS=rows, KEYS=keys, num_warps=WARPS, num_stages=stages
         )
 
 

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from kernels.fem_attention.triton.epilogue import row_term
-from kernels.implementations import interpreted
 from kernels.second_order_attention.reference import in_own_frame, residual, rotated, solve_gram
-from kernels.second_order_attention.triton.forward import PLAIN, launch, means, second
+from kernels.second_order_attention.triton.forward import FLOAT32, SMALL, launch, means, second
 from kernels.tiles import (
     Blocks,
     empty_as,
+    fitting,
     good_at,
     load_tile,
     of_head,
@@ -246,21 +246,14 @@ def _keys_kernel(
 
 def queries_blocks(dtype, width, is_second, padding):
     """Block sizes of the kernel over queries."""
-    if interpreted() or dtype == torch.float32:
-        return PLAIN
-    if padded(width) <= 64:
-        return Blocks(128, 32 if is_second and padding else 64, 8, 2)
+    narrow = Blocks(128, 32 if is_second and padding else 64, 8, 2)
     # With a second stage C u's two sums would not fit the registers.
-    return Blocks(128, 32, 8, 1 if is_second else 3)
+    return fitting(dtype, SMALL, FLOAT32, narrow if padded(width) <= 64 else Blocks(128, 32, 8, 1 if is_second else 3))
 
 
 def keys_blocks(dtype, width, is_second, padding):
     """Block sizes of the kernel over keys."""
-    if interpreted() or dtype == torch.float32:
-        return PLAIN
-    if padded(width) <= 64:
-        return Blocks(128, 64, 8, 2)
-    return Blocks(128, 32, 8, 2)
+    return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64 if padded(width) <= 64 else 32, 8, 2))
 
 
 MATRIX = (_queries_kernel, _keys_kernel)  # their products are wgmma on sm_90

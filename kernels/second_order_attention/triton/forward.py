@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.tiles import Blocks, fitting, good_at, load_tile, of_head, padded, place, probabilities, seen, store_tile
 
-PLAIN = Blocks(32, 32, 4, 1)  # in the interpreter and in float32
+SMALL, FLOAT32 = Blocks(32, 32, 4, 1), Blocks(16, 32, 8, 1)  # in the interpreter; without tensor cores, where larger ones spill
 
 
 def means(q, k, half, factors, valid, causal):
@@ -136,12 +136,12 @@ def _second_kernel(
 
 def means_blocks(dtype):
     """Block sizes of the pass for kbar."""
-    return fitting(dtype, PLAIN, PLAIN, Blocks(128, 64, 8, 3))
+    return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 3))
 
 
 def second_blocks(dtype):
     """Block sizes of the pass for C u."""
-    return fitting(dtype, PLAIN, PLAIN, Blocks(128, 64, 8, 2))
+    return fitting(dtype, SMALL, FLOAT32, Blocks(128, 64, 8, 2))
 
 
 MATRIX = (_means_kernel, _second_kernel)  # their products are wgmma on sm_90
