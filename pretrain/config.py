@@ -284,6 +284,9 @@ class EvaluateConfig:
         "Where it runs. cpu: a quarter of rank 0's CPUs, at the lowest priority. cuda: rank 0's GPU, whose memory it shares: leave room.",
         ("cpu", "cuda"),
     )
+    merge: int | None = setting(
+        None, "Evaluate also the average of so many checkpoints, the newest ones up to it, once there are so many; null: not.", least=2
+    )
     timeout_minutes: float = setting(60.0, "An evaluation that takes longer is ended; training goes on.", above=0)
 
     @property

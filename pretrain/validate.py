@@ -333,6 +333,9 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
     elif every and every % saved:
         near = max(1, round(every / saved)) * saved
         yield f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the nearest: {near}"
+    merged, kept = config.evaluate.merge, config.checkpoint.keep_last
+    if merged and merged > kept:
+        yield f"evaluate.merge = {merged} checkpoints, but checkpoint.keep_last = {kept} are kept; set checkpoint.keep_last={merged}"
     if not config.evaluate.suite:
         yield "evaluate.suite is empty: name a suite, such as quick, or the path of its YAML"
 
