@@ -108,6 +108,7 @@ class Evaluations(Callback):
             self._take()
             if self.checkpoints.last != self.seen:
                 self.seen = self.checkpoints.last
+                self.ended = {number for number in self.ended if number <= _newest(self.checkpoints)}  # training may have gone back
                 self._note_due()
             if self.running is None and self.waiting is not None:
                 (step, checkpoint), self.waiting = self.waiting, None
