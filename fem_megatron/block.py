@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ class Block(nn.Module):
             here = replace(context if self.recurrence == 1 else context.within(str(iteration)), iteration=iteration)
             x = self.mixer(x, here.within("mixer"))
             if self.mlp is not None:
-                x = self.mlp(x, here.within("mlp"))
+                x = here.again(partial(self.mlp, context=here.within("mlp")), x)
         return x
 
 

@@ -132,7 +132,11 @@ class TrainConfig:
     precision: str = setting(
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
-    recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
+    recompute: str = setting(
+        "none",
+        "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
+        ("none", "selective", "full"),
+    )
     z_loss: float = setting(
         0.0,
         "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",

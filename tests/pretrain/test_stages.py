@@ -128,7 +128,8 @@ def test_twenty_kills_over_three_stages_with_muon_change_no_bit(settings: list[s
     seed = random.randrange(10**6)
     dice = random.Random(seed)
     stages = STAGES.replace("steps: 3", "steps: 12").replace("steps: 4", "steps: 16").replace("tokens: 380", "steps: 12")
-    more = ["optimizer.name=muon", "train.on_spike=skip", "train.spike_window=4", "train.spike_deviations=2", "checkpoint.interval=3"]
+    more = ["train.micro_batch_size=1", "optimizer.name=muon", "train.on_spike=skip", "train.spike_window=4", "checkpoint.interval=3"]
+    more += ["train.spike_deviations=2"]
     base = [DEMO, *settings[1:], *(stages if text == STAGES else text for text in STAGED), *more]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for run_dir, kills in ((whole, []), (killed, sorted([12, 28, *dice.sample([*range(2, 12), *range(13, 28), *range(29, 40)], 18)]))):
