@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -33,7 +32,7 @@ class Block(nn.Module):
             here = replace(context if self.recurrence == 1 else context.within(str(iteration)), iteration=iteration)
             x = self.mixer(x, here.within("mixer"))
             if self.mlp is not None:
-                x = here.again(partial(self.mlp, context=here.within("mlp")), x)
+                x = here.again(self.mlp, x, here.within("mlp"))
         return x
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Context:
     documents: Documents | None = None
     recompute: bool = False
 
-    def again(self, part: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+    def again(self, part: Callable[..., Tensor], *given: Any) -> Tensor:
         """``part(*given)``; under ``recompute`` the backward pass computes it again, by the same operations in the same order."""
         if not (self.recompute and torch.is_grad_enabled()):
             return part(*given)
