@@ -32,7 +32,7 @@ class Block(nn.Module):
             here = replace(context if self.recurrence == 1 else context.within(str(iteration)), iteration=iteration)
             x = self.mixer(x, here.within("mixer"))
             if self.mlp is not None:
-                x = self.mlp(x, here.within("mlp"))
+                x = here.again(self.mlp, x, here.within("mlp"))
         return x
 
 

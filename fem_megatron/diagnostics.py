@@ -42,7 +42,8 @@ def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dic
 
     blocks: by the layer's number in the whole model; all of a tensor-parallel group must do this together. The dictionary is filled when
     the context ends: ``layer_03/mixer/step_norm`` (of a block with recurrence ``layer_03/iteration_01/mixer/step_norm``) -> value.
-    ``step_norm`` is the mean of |x' - x| / |x|; energies and entropies (nats) are means over the sample, energy_rose a share of tokens.
+    ``step_norm`` is the mean of |x' - x| / |x|, ``activation_max`` the largest |x'| of a channel; energies and entropies (nats) are means
+    over the sample, energy_rose a share of tokens.
     """
     found: Quantities = {}
     numbers: dict[str, float] = {}
@@ -86,7 +87,7 @@ def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: 
     if split:
         length -= length % parallel.size
     if not length:  # documents of fewer tokens than there are ranks
-        return {"step_norm": _step_norm(*whole)}
+        return _generic(*whole)
     whole = [t[start : start + length] for t in whole]
     sliced = [t.chunk(parallel.size)[parallel.rank] if split else t for t in whole]
     positions = None if context.positions is None else context.positions[start : start + length]
@@ -97,7 +98,7 @@ def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: 
         iteration=context.iteration,
     )
     sample = Sample(sliced[0], sliced[1], here, torch.arange(length, device=x.device))
-    generic = {"step_norm": _step_norm(*whole)}
+    generic = _generic(*whole)
     # Eigenvalues of what is not finite would end the run, which knows what to do with such a step.
     if update.diagnostics is None or not whole[1].isfinite().all():
         return generic
@@ -105,8 +106,8 @@ def observe(update: Update, x: Tensor, after: Tensor, context: Context, tokens: 
     return generic | more
 
 
-def _step_norm(before: Tensor, after: Tensor) -> Tensor:
-    return (size(wide(after) - wide(before)) / size(before)).mean()
+def _generic(before: Tensor, after: Tensor) -> Quantities:
+    return {"step_norm": (size(wide(after) - wide(before)) / size(before)).mean(), "activation_max": wide(after).abs().max()}
 
 
 def energies(name: str, before: Tensor, after: Tensor) -> Quantities:

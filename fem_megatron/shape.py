@@ -100,7 +100,8 @@ class Training:
     """How a model is trained, as far as the memory of its activations depends on it.
 
     element: bytes of the training precision. tensor_parallel: ranks that share a layer; sequence_split: that share the sequence outside it.
-    micro_batch: sequences, of ``length`` tokens. cuda: whether a GPU's fused kernels run.
+    micro_batch: sequences, of ``length`` tokens. cuda: whether a GPU's fused kernels run. again: reads are computed again, and keep what
+    they are given alone (train.recompute = selective).
     """
 
     element: int
@@ -109,6 +110,7 @@ class Training:
     micro_batch: int
     length: int
     cuda: bool
+    again: bool = False
 
     def estimate(self, hidden: int, kept: tuple[float, float], more: float = 0.0) -> dict[str, float]:
         """Bytes a token from those seen a channel of ``hidden``, in fp32 and in bf16, and ``more``; every rank has the input whole."""

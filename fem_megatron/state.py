@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fem_megatron.documents import Documents
 
@@ -81,6 +83,7 @@ class Context:
     memory: what an update keeps from one iteration to the next within a forward pass (momentum); with gradients, unlike the state.
     room: of a state that is written in place and never grows. touching: the keys of a room are read without a gap before the new ones.
     documents: of a sequence of several, none of which reads another (in training); None: a sequence is one.
+    recompute: what reads other tokens, and MLPs, keep their inputs alone and are computed again in the backward pass.
     """
 
     positions: Tensor | None = None
@@ -95,14 +98,23 @@ class Context:
     room: Room | None = None
     touching: bool = False
     documents: Documents | None = None
+    recompute: bool = False
+
+    def again(self, part: Callable[..., Tensor], *given: Any) -> Tensor:
+        """``part(*given)``; under ``recompute`` the backward pass computes it again, by the same operations in the same order."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return part(*given)
+        made: Tensor = checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        return made
 
     def apart(self, read: Callable[..., Tensor], *tensors: Tensor | None, batch: int = 0, time: int = 2) -> Tensor:
         """``read(valid, *tensors)``, of every document by itself where there are several; valid as above, of the tensors' own tokens."""
-        if self.documents is None:
-            return read(self.valid, *tensors)
+        documents = self.documents
+        if documents is None:
+            return self.again(lambda *given: read(self.valid, *given), *tensors)
         if self.state is not None or self.valid is not None:
             raise ValueError("documents are read apart in training, without a decoding state and without padding")
-        return self.documents.apart(read, tensors, batch=batch, time=time, causal=self.causal)
+        return self.again(lambda *given: documents.apart(read, given, batch=batch, time=time, causal=self.causal), *tensors)
 
     def within(self, name: str) -> Context:
         """The same for a part of the layer, whose state lies under ``name``."""

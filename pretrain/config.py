@@ -132,7 +132,11 @@ class TrainConfig:
     precision: str = setting(
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
-    recompute: str = setting("none", "full: keep each layer's input alone and recompute the layer in the backward pass.", ("none", "full"))
+    recompute: str = setting(
+        "none",
+        "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
+        ("none", "selective", "full"),
+    )
     z_loss: float = setting(
         0.0,
         "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
@@ -142,14 +146,23 @@ class TrainConfig:
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)
     max_bad_steps: int = setting(
-        10, "After this many steps in a row with a non-finite loss or gradient, or that were skipped as spikes, the run fails.", least=1
+        10,
+        "After this many steps in a row with a non-finite loss or gradient, or that were skipped as spikes, the run fails; so it does "
+        "after more rewinds from about the same step.",
+        least=1,
     )
     on_spike: str = setting(
         "none",
-        "skip: a step whose loss or gradient norm (its logarithm) is far above the running mean of those before it updates nothing.",
-        ("none", "skip"),
+        "A spike is a step whose loss or gradient norm (its logarithm) is far above the running mean of those before it. skip: it updates "
+        "nothing; rewind: training goes back to a checkpoint, and passes over the samples since.",
+        ("none", "skip", "rewind"),
     )
     spike_deviations: float = setting(6.0, "on_spike: how many running standard deviations above the mean are a spike.", above=0)
+    spike_rewind: int = setting(
+        100,
+        "on_spike=rewind: steps to go back at least, to a checkpoint of checkpoint.interval; where none is so early a spike is skipped.",
+        least=1,
+    )
     spike_window: int = setting(100, "on_spike: steps over which mean and deviation run; the first so many are never spikes.", least=2)
 
 
@@ -283,6 +296,9 @@ class EvaluateConfig:
         "cpu",
         "Where it runs. cpu: a quarter of rank 0's CPUs, at the lowest priority. cuda: rank 0's GPU, whose memory it shares: leave room.",
         ("cpu", "cuda"),
+    )
+    merge: int | None = setting(
+        None, "Evaluate also the average of so many checkpoints, the newest ones up to it, once there are so many; null: not.", least=2
     )
     timeout_minutes: float = setting(60.0, "An evaluation that takes longer is ended; training goes on.", above=0)
 

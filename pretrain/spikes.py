@@ -7,9 +7,10 @@ one never stopped. A step that was not taken is not learned from.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pretrain.config import TrainConfig
+from pretrain.config import RunConfig, TrainConfig
 
 Recent = tuple[float, ...]
 """() or (steps seen, the loss's mean and variance, the mean and variance of the norm's logarithm)."""
@@ -51,6 +52,23 @@ class Spikes:
             gap = value - mean
             learned += [mean + weight * gap, (1 - weight) * (variance + weight * gap * gap)]
         return tuple(learned)
+
+
+def check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What is wrong with the guard's settings."""
+    if config.train.on_spike != "none" and config.engine.name == "deepspeed":
+        told = "DeepSpeed tells the gradient's norm after the update; set engine.name=megatron, or on_spike=none"
+        yield f"train.on_spike = {config.train.on_spike}: {told}"
+    if config.train.on_spike == "rewind" and not config.checkpoint.interval:
+        yield "train.on_spike = rewind goes back to a checkpoint, but checkpoint.interval = 0; set one, or on_spike=skip"
+
+
+def rewinds_to(step: int, interval: int, back: int) -> int:
+    """The step of the checkpoint that a spike at ``step`` goes back to: the last of every ``interval``-th that is ``back`` steps before.
+
+    Checkpoints that signals had a run write are none of these: a run that was stopped goes back as far as one that was not.
+    """
+    return max(0, step - back) // interval * interval
 
 
 def _seen(loss: float, grad_norm: float) -> tuple[float, float]:

@@ -78,7 +78,7 @@ class Part:
     def entered(self, progress: Progress, length: int, drawn: str) -> Progress:
         """The start of the stage from the end of the one before, whose sequences had ``length`` tokens; ``drawn``: see `Progress`."""
         consumed = -(-progress.consumed_samples * length // self.config.data.seq_length)
-        begin: dict[str, Any] = {"begin_step": progress.step, "begin_samples": consumed, "order_begin": consumed}
+        begin: dict[str, Any] = {"begin_step": progress.step, "begin_samples": consumed, "order_begin": consumed, "passed_over": 0}
         return replace(progress, consumed_samples=consumed, order_samples=self.samples, stage=self.number, drawn=drawn, **begin)
 
     def needs(self) -> dict[str, int]:

@@ -26,7 +26,7 @@ from pretrain.report.progress_file import ProgressFile
 from pretrain.report.stragglers import Stragglers
 from pretrain.schedule import Schedule
 from pretrain.signals import STOP
-from pretrain.spikes import Spikes
+from pretrain.spikes import Spikes, rewinds_to
 
 
 class TooManyBadSteps(CommandError):
@@ -70,13 +70,16 @@ class Trainer:
             TooManyBadSteps: without a checkpoint, so that every attempt starts again from the same one.
             ConfigError, StorageError: a checkpoint cannot be written.
         """
-        stream = self._stream(self.data.train, self.progress.consumed_samples - self.progress.order_begin)
+        stream = self._training()
         self.meter.restart()
         stopped_by = self._asked_to_stop(sum_over_ranks(self._beside()))
         while self.progress.step < self.schedule.steps and stopped_by is None:
             with self.profiler(self.progress.step + 1) as traced, self.watch(self.progress.step + 1) as seen:
-                record, sums = self._step(stream)
+                record, sums, spike = self._step(stream)
             self._tell_step(record, seen, traced)
+            if spike and self._rewound(spike):
+                stream, stopped_by = self._training(), self._asked_to_stop(sums)
+                continue
             if self._due(self.config.train.eval_interval):
                 self._evaluate()
             stopped_by = self._asked_to_stop(sums)
@@ -100,8 +103,8 @@ class Trainer:
         self.progress_file.tell("stopped" if stopped_by else done, signal=stopped_by)
         return Outcome(self.progress, stopped_by, self.checkpoints.last)
 
-    def _step(self, stream: Iterator[Any]) -> tuple[StepRecord, list[float]]:
-        """What it did, and the ranks' sums of `_beside`."""
+    def _step(self, stream: Iterator[Any]) -> tuple[StepRecord, list[float], str | None]:
+        """What it did, the ranks' sums of `_beside`, and what was a spike of it."""
         before = self.progress
         consumed = before.consumed_samples + self.schedule.batch_samples
         spikes, found = Spikes.of(self.config.train), list[str]()
@@ -122,8 +125,6 @@ class Trainer:
             bad_steps_in_a_row=before.bad_steps_in_a_row + 1 if result.skipped else 0,
             recent=spikes.learned(before.recent, result.loss, result.grad_norm) if spikes and not result.skipped else before.recent,
         )
-        for spike in found:
-            self._tell_spike(spike)
         record = StepRecord(
             step=self.progress.step,
             consumed_tokens=consumed * self.schedule.sample_tokens,
@@ -132,20 +133,41 @@ class Trainer:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             peak_memory_bytes=int(max(result.beside[len(STOP) :])),
+            passed_over=before.passed_over,
             **self.meter.measure(self.schedule.last_step - self.progress.step, self._pauses_left()),
         )
         self._note_progress()
         if result.times is not None:
             self._compare_ranks(result.times)
-        return record, result.beside
+        return record, result.beside, found[0] if found else None
 
-    def _tell_spike(self, spike: str) -> None:
-        step, last = self.progress.step, self.progress.consumed_samples - 1
-        text = (
-            f"step {step} skipped, a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to {last}, its documents: "
-            f"python -m tools.tokens {self.progress_file.folder} --step {step}"
-        )
+    def _rewound(self, spike: str) -> bool:
+        """Whether training is back at a checkpoint, the samples since passed over; else the spike was skipped. Told either way.
+
+        What is decided follows from the steps: a run that is killed before its next checkpoint meets the spike, and decides, again.
+        """
+        at, train = self.progress, self.config.train
+        times = at.rewound[1] + 1 if at.rewound and at.step <= at.rewound[0] + train.spike_rewind else 1
+        last = at.consumed_samples + at.passed_over - 1
+        told = f"a spike: {spike}; its samples are {last + 1 - self.schedule.batch_samples} to {last}, its documents: "
+        told += f"python -m tools.tokens {self.progress_file.folder}"
+        target = rewinds_to(at.step, self.config.checkpoint.interval, train.spike_rewind) if train.on_spike == "rewind" else 0
+        if times > train.max_bad_steps:
+            self.checkpoints.close()
+            back = f"training has gone back {times - 1} times from about here: lower optimizer.lr, or look at the data"
+            raise TooManyBadSteps(f"step {at.step}, {told} --sample {last}; {back}")
+        found = self.checkpoints.rewind(self.engine, target) if target > at.begin_step else None
+        if found is None:
+            text = f"step {at.step} skipped, {told} --step {at.step}"
+        else:
+            kept = found.progress
+            passed_over = at.passed_over + at.consumed_samples - kept.consumed_samples
+            self.progress = replace(kept, order_samples=at.order_samples, passed_over=passed_over, rewound=(at.step, times))
+            self._tell_progress()
+            text = f"step {at.step}, {told} --sample {last}; back at {found.path}, {passed_over} samples passed over so far"
         self._tell(lambda callback: callback.on_message(text))
+        self.meter.restart()
+        return found is not None
 
     def _compare_ranks(self, times: StepTimes) -> None:
         slowest = self.stragglers.compare(self.progress.step, times)
@@ -191,6 +213,10 @@ class Trainer:
         if self.progress_file.told != ("running", self.checkpoints.last):
             self.progress_file.tell("running")
 
+    def _training(self) -> Iterator[Any]:
+        at = self.progress
+        return self._stream(self.data.train, at.consumed_samples - at.order_begin + at.passed_over)
+
     def _stream(self, dataset: Any, first_sample: int) -> Iterator[Any]:
         return batches(dataset, first_sample, self.config.train.micro_batch_size, platform.device(), self.data.reader, self.data.ends)
 
@@ -228,7 +254,7 @@ class Trainer:
         if last is not None and last != good:
             there = ", in checkpoint.mirror too" if self.config.checkpoint.mirror else ""
             back += f" (remove the later ones, up to {last}{there})"
-        first = self.progress.consumed_samples - self.progress.order_begin - bad * self.schedule.batch_samples
+        first = self.progress.consumed_samples + self.progress.passed_over - self.progress.order_begin - bad * self.schedule.batch_samples
         return (
             f"the {what} for {bad} steps in a row (up to step {record.step}); {back}, with a lower optimizer.lr, or "
             f"look at the data from sample {max(first, 0)} on"

@@ -24,6 +24,7 @@ from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
+from pretrain.spikes import check_spikes
 from pretrain.stages import check_stages, check_stages_data, parts_of
 
 _CONSTANT = OptimizerConfig(schedule="constant")  # of a stage in the run's schedule, which is checked as a whole
@@ -133,11 +134,6 @@ def _check_device(config: RunConfig, world_size: int) -> Iterator[str]:
     if device is not None and peak_tflops(device) is None:
         known = list(DEVICE_PEAK_TFLOPS)
         yield f"log.device = '{device}' has no known peak; the nearest: {nearest(device, known, 0.0)} (of {', '.join(known)})"
-
-
-def _check_spikes(config: RunConfig, world_size: int) -> Iterator[str]:
-    if config.train.on_spike != "none" and config.engine.name == "deepspeed":
-        yield "train.on_spike = skip: DeepSpeed tells the gradient's norm after the update; set engine.name=megatron, or on_spike=none"
 
 
 def _check_profile(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -333,6 +329,9 @@ def _check_evaluation(config: RunConfig, world_size: int) -> Iterator[str]:
     elif every and every % saved:
         near = max(1, round(every / saved)) * saved
         yield f"evaluate.interval = {every} is not a multiple of checkpoint.interval = {saved}; the nearest: {near}"
+    merged, kept = config.evaluate.merge, config.checkpoint.keep_last
+    if merged and merged > kept:
+        yield f"evaluate.merge = {merged} checkpoints, but checkpoint.keep_last = {kept} are kept; set checkpoint.keep_last={merged}"
     if not config.evaluate.suite:
         yield "evaluate.suite is empty: name a suite, such as quick, or the path of its YAML"
 
@@ -383,7 +382,7 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
     (_check_profile, "log"),
-    (_check_spikes, "train engine"),
+    (check_spikes, "train engine checkpoint"),
     (check_engine, "engine parallel train model optimizer"),
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),

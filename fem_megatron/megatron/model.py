@@ -29,7 +29,7 @@ class Layout:
     virtual_pipeline_model_parallel_size: int | None = None
     sequence_parallel: bool = False
     params_dtype: torch.dtype = torch.float32
-    recompute: bool = False
+    recompute: str = "none"  # or "selective", "full"
     z_loss: float = 0.0
 
     @property
@@ -67,9 +67,9 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=layout.overlap_p2p,
         batch_p2p_comm=not layout.overlap_p2p,
-        recompute_granularity="full" if layout.recompute else None,
-        recompute_method="uniform" if layout.recompute else None,
-        recompute_num_layers=1 if layout.recompute else None,
+        recompute_granularity=None if layout.recompute == "none" else layout.recompute,
+        recompute_method="uniform" if layout.recompute == "full" else None,
+        recompute_num_layers=1 if layout.recompute == "full" else None,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
         **platform.transformer_config_overrides(),

@@ -57,7 +57,8 @@ class MegatronBlock(Block):
         for name, value in unused.items():
             if value is not None and name in ("inference_context", "attention_bias", "rotary_pos_emb", "context"):
                 raise NotImplementedError(f"this layer does not take {name}")
-        return super().forward(hidden_states, replace(packed_seq_params or Context(), causal=self.causal)), None
+        again = self.config.recompute_granularity == "selective" and self.training
+        return super().forward(hidden_states, replace(packed_seq_params or Context(), causal=self.causal, recompute=again)), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -5,7 +5,7 @@
     status --watch 10     again every 10 seconds, until all are over
 
 DIR is a job's directory, or a folder with such directories below it. What Slurm says of a job counts more than what its supervisor
-wrote last.
+wrote last. A fork stands below its parent.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Row:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     step_age: float | None = None  # seconds since the last step's line, of an active run
+    parent: str | None = None  # run directory that it is a fork of, and the step that it began at
+    parent_step: int | None = None
     since: float | None = None  # unix time of the supervisor's last word
     message: str = ""
 
@@ -93,6 +95,8 @@ def summary(job: Job, rows: Sequence[Row]) -> Row:
     trouble = next((row for row in rows if row.state in ("lost", "stopped") or row.failures), None)
     message = f"{trouble.name}: {trouble.message}" if trouble and trouble.message else ""
     ids = [row.job_id.partition("_")[0] for row in rows if row.job_id]
+    origins = {(row.parent, row.parent_step) for row in rows}
+    parent, parent_step = origins.pop() if len(origins) == 1 else (None, None)
     return Row(
         name=job.name,
         directory=job.directory,
@@ -101,6 +105,8 @@ def summary(job: Job, rows: Sequence[Row]) -> Row:
         job_id=ids[-1] if ids else None,
         failures=sum(row.failures for row in rows),
         since=max((row.since for row in rows if row.since is not None), default=None),
+        parent=parent,
+        parent_step=parent_step,
         message=message,
     )
 
@@ -181,6 +187,7 @@ def _in_queue(said: str | None, state: Mapping[str, Any], found: slurm.QueueStat
 def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[str, Any]:
     """What a run's own files say; the time left only where its last attempt makes steps and has made one."""
     progress: dict[str, Any] = read_json(directory / "progress.json") or {}
+    fork: dict[str, Any] = read_json(directory / "fork.json") or {}
     metrics = directory / "metrics.jsonl"
     lines = list(last_json_lines(metrics))
     step: dict[str, Any] = next((line for line in lines if "loss" in line), {})
@@ -198,6 +205,8 @@ def _numbers(directory: Path, active: bool, stepping: bool, now: float) -> dict[
         "tokens_per_second": step.get("tokens_per_second"),
         "seconds_left": seconds_left,
         "step_age": now - written if active and written is not None else None,
+        "parent": fork.get("parent"),
+        "parent_step": fork.get("step"),
     }
 
 
@@ -283,12 +292,27 @@ def _job_folders(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _lines(found: Sequence[tuple[Job, Sequence[Row]]], *, items: bool) -> Iterator[tuple[str, ...]]:
-    """A line a job, its only row or a summary of all, and its items'; of jobs of one name the directory instead."""
+    """A line a job, its only row or a summary of all, and its items'; of jobs of one name the directory instead. Below it its forks'."""
     heads = [rows[0] if len(rows) == 1 else summary(job, rows) for job, rows in found]
-    names, here = Counter(head.name for head in heads), f"{Path.cwd()}/"
-    for head, (_, rows) in zip(heads, found, strict=True):
-        yield _cells(head, head.directory.removeprefix(here) if names[head.name] > 1 else head.name)
-        yield from (_cells(row, f"  {row.name}") for row in rows if items and len(rows) > 1)
+    names, here, done = Counter(head.name for head in heads), f"{Path.cwd()}/", set[int]()
+    numbers = {str(Path(row.directory).resolve()): number for number, (_, rows) in enumerate(found) for row in (heads[number], *rows)}
+    parents = [numbers.get(head.parent or "") for head in heads]
+
+    def tree(number: int, depth: int) -> Iterator[tuple[str, ...]]:
+        if number in done:  # two that name each other, in folders used again
+            return
+        done.add(number)
+        head, rows = heads[number], found[number][1]
+        name = head.directory.removeprefix(here) if names[head.name] > 1 else head.name
+        if head.parent is not None:
+            name += f" from step {head.parent_step}" + ("" if depth else f" of {head.parent.removeprefix(here)}")
+        yield _cells(head, f"{'  ' * depth}{'└ ' if depth else ''}{name}")
+        yield from (_cells(row, f"{'  ' * depth}  {row.name}") for row in rows if items and len(rows) > 1)
+        for child in (other for other, parent in enumerate(parents) if parent == number):
+            yield from tree(child, depth + 1)
+
+    for number in sorted(range(len(heads)), key=lambda number: parents[number] is not None):
+        yield from tree(number, 0)
 
 
 def _cells(row: Row, name: str) -> tuple[str, ...]:

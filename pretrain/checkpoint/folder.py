@@ -33,7 +33,8 @@ Say = Callable[[str], None]
 class Progress:
     """What the trainer remembers besides tensors. Positions are in samples, so a layout or batch size may change.
 
-    recent: of ``pretrain.spikes``, how the steps before went.
+    recent: of ``pretrain.spikes``, how the steps before went. rewound: () or the step of the last spike that training went back from,
+    and how often it went back from thereabouts.
     A fork of other data, sequence length or batch size counts in samples of its own length from where it begins.
     """
 
@@ -43,6 +44,8 @@ class Progress:
     skipped_steps: int = 0
     bad_steps_in_a_row: int = 0
     recent: tuple[float, ...] = ()
+    rewound: tuple[int, ...] = ()
+    passed_over: int = 0  # samples of the order that nothing was learnt from, going back from spikes
     begin_step: int = 0  # where the run begins: the step of a fork's parent
     begin_samples: int = 0  # consumed until then
     order_begin: int = 0  # consumed before the first sample of the order
@@ -73,7 +76,7 @@ class Found:
     def progress(self) -> Progress:
         """The trainer's memory."""
         told = self.manifest["progress"]
-        return Progress(**told | {"recent": tuple(told.get("recent", ()))})
+        return Progress(**told | {key: tuple(told.get(key, ())) for key in ("recent", "rewound")})
 
     @property
     def inherited(self) -> Inherited:
@@ -210,6 +213,17 @@ def newest_good(folder: Path, damaged: dict[Path, str], say: Say = lambda text: 
 def newest_first(folder: Path) -> list[Path]:
     """The folders of steps in ``folder``, good or not."""
     return sorted((path for path in folder.glob("step_*") if _STEP.search(path.name)), reverse=True)
+
+
+def rewind(step: Path) -> Found | None:
+    """An undamaged checkpoint, later ones of its run removed, as those of other steps than come now; None: it is not there, or damaged."""
+    if damage(step) is not None:
+        return None
+    for later in newest_first(step.parent):
+        if later.name > step.name:
+            _remove(later)
+    write_whole(step.parent / "latest", step.name + "\n")
+    return Found(step, json.loads((step / MANIFEST).read_text()))
 
 
 def newest_before_bad_steps(folder: Path) -> Path | None:

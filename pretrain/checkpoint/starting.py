@@ -110,13 +110,13 @@ def fork_start(config: RunConfig, facts: DataFacts, contents: Contents, run_dir:
             f"train.{'steps' if config.train.tokens is None else 'tokens'} ends the run at step {schedule.steps}, and checkpoint.fork = "
             f"{found.path} is at step {parent.step}: steps and tokens count the parent's; give more"
         )
-    begin: dict[str, Any] = {"begin_step": parent.step, "begin_samples": consumed, "stage": 0, "drawn": ""}
+    begin: dict[str, Any] = {"begin_step": parent.step, "begin_samples": consumed, "stage": 0, "drawn": "", "rewound": ()}
     progress = replace(parent, consumed_samples=consumed, **begin)
     if found.manifest["data"] == contents.key and not parent.drawn and not any(_ORDER.match(change.key) for change in changed):
         order = max(parent.order_samples, schedule.total_samples - parent.order_begin)
         _check_order(found, order, config, facts)
         return Start(replace(progress, order_samples=order), found, forked=True, changed=changed)
-    progress = replace(progress, order_samples=schedule.total_samples - consumed, order_begin=consumed)
+    progress = replace(progress, order_samples=schedule.total_samples - consumed, order_begin=consumed, passed_over=0)
     return Start(progress, found, forked=True, changed=changed)
 
 

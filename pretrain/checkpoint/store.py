@@ -46,6 +46,7 @@ from pretrain.checkpoint.folder import (
     newest_first,
     newest_good,
     publish_step,
+    rewind,
     set_aside,
 )
 from pretrain.checkpoint.mirroring import Mirroring
@@ -53,6 +54,7 @@ from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint
 from pretrain.config import RunConfig
 from pretrain.engines import Engine
 from pretrain.ranks import from_rank_0
+from pretrain.spikes import rewinds_to
 
 PICKLES = (".metadata", "common.pt")
 _NUMBER = re.compile(r"^(Worker failure: )?(\[Errno \d+\] )?")  # what Megatron and Python put before the file system's words
@@ -156,7 +158,8 @@ class Checkpoints:
             with _written(final, temporary):
                 for step in request.finalize_fns:
                     step()
-                from_rank_0(lambda: publish_step(temporary, final, manifest, self.config.checkpoint.keep_last, self.in_use))
+                kept = {*self.in_use, *self._to_go_back_to(progress.step)}
+                from_rank_0(lambda: publish_step(temporary, final, manifest, self.config.checkpoint.keep_last, kept))
             self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
             self.last, self.saved = final, progress.step
 
@@ -165,6 +168,27 @@ class Checkpoints:
             self.queue.schedule_async_request(published)
         else:
             published.execute_sync()
+
+    def _to_go_back_to(self, step: int) -> set[Path]:
+        """What a spike after ``step`` may have the run go back to, or a later one."""
+        train, interval = self.config.train, self.config.checkpoint.interval
+        if train.on_spike != "rewind":
+            return set()
+        first = f"step_{rewinds_to(step + 1, interval, train.spike_rewind):08d}"
+        return {path for path in newest_first(self.folder) if path.name >= first}
+
+    def rewind(self, engine: Engine, step: int) -> Found | None:
+        """Go back to the checkpoint of a step: later ones are removed, the engine is as it was. None: there is no good one.
+
+        Raises:
+            DamagedCheckpoint, StorageError: see `load`.
+        """
+        self.complete(blocking=True)
+        found = from_rank_0(lambda: rewind(self.folder / f"step_{step:08d}"))
+        if found is not None:
+            self.load(engine, found)
+            self.last, self.saved = found.path, step
+        return found
 
     def _go_on_without(self, error: StorageError, *, needed: bool) -> None:
         """A save has failed, and nothing is left of it. Raises ``error``, unless training may go on."""

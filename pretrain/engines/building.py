@@ -58,7 +58,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        recompute=config.train.recompute == "full",
+        recompute=config.train.recompute,
         z_loss=config.train.z_loss,
     )
 

@@ -25,12 +25,13 @@ Numbers marked 4 are fp32 in either precision.
     MLP           e (D/s + 4F)   its input; gate and up, silu(gate), their product
 
 The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``). Every other
-mixer is estimated from what it was seen to keep for each channel of its width (``Shape.kept``), and the plan says so.
+mixer is estimated from what it was seen to keep for each channel of its width (``Shape.kept``), and the plan says so. With
+train.recompute = selective an MLP keeps its input, a read what it is given; an estimate stays what it is without, which is more.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
 from pretrain.config import EngineConfig, RunConfig
@@ -113,11 +114,13 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
     """Bytes a token that autograd keeps of one layer on one rank, by term (the table above)."""
     e, layout, train = _element(config), config.parallel, config.train
     split = _sequence_split(config)
-    training = Training(e, layout.tensor_model_parallel_size, split, train.micro_batch_size, config.data.seq_length, cuda)
+    again = train.recompute == "selective"
+    training = Training(e, layout.tensor_model_parallel_size, split, train.micro_batch_size, config.data.seq_length, cuda, again)
     norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
     terms: dict[str, float] = {}
     for shape in filter(None, (block.mixer, block.mlp)):
-        for name, value in (norms | shape.kept_bytes(training)).items():
+        kept = norms | shape.kept_bytes(training) if shape is block.mixer or not again else {"MLP": e * config.model.hidden_size / split}
+        for name, value in kept.items():
             terms[name] = terms.get(name, 0.0) + block.recurrence * value
     return terms
 
@@ -172,9 +175,16 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     tokens = train.micro_batch_size * config.data.seq_length
     inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
     per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
-    # Under recompute a layer's activations are made again; in bf16 its fp32 parts have fp32 gradients, about as much (seen, not derived).
-    again = (train.recompute == "full") + (e < WIDE)
-    per_token += again * max(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks())
+    # Under recompute what was not kept of a layer is made again; in bf16 its fp32 parts have fp32 gradients, about as much as it has
+    # activations (seen, not derived).
+    plain = replace(config, train=replace(train, recompute="none"))
+    whole = max(sum(layer_activations(plain, block, cuda=cuda).values()) for block in model.blocks())
+    kept = {
+        "none": whole,
+        "selective": min(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks()),
+        "full": 0.0,
+    }
+    per_token += whole - kept[train.recompute] + (e < WIDE) * whole
     layer = per_token * tokens + e * 2 * inner * model.hidden_size
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)

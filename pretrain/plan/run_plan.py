@@ -134,8 +134,9 @@ def flops_per_token(config: RunConfig) -> float:
 
 
 def recomputed_flops(config: RunConfig, forward: Mapping[str, float]) -> float:
-    """FLOPs that recompute adds for a token: where it is full every layer's ``forward`` pass runs twice."""
-    return sum(forward.values()) - forward["output layer"] if config.train.recompute == "full" else 0.0
+    """FLOPs that recompute adds for a token: of the layers' ``forward`` pass all that runs twice."""
+    once = {"none": set(forward), "selective": {"mixer projections", "conditioner"}, "full": set[str]()}[config.train.recompute]
+    return sum(value for part, value in forward.items() if part not in once | {"output layer"})
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------------------

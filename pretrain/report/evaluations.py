@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -29,6 +30,7 @@ NAME = "evaluations.jsonl"
 FOLDER = "evaluations"
 _ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "PET_", "ROLE_", "GROUP_")  # variables that would make it a rank of the training
+_AVERAGE = re.compile(r"-last_(\d+)$")  # what tools.evaluate names the average of a run's newest checkpoints by
 _RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _POLL_SECONDS = 0.2
 _WORD_SECONDS = 300.0  # between lines while the end of training waits: a supervisor that hears nothing takes it for a hang
@@ -106,6 +108,7 @@ class Evaluations(Callback):
             self._take()
             if self.checkpoints.last != self.seen:
                 self.seen = self.checkpoints.last
+                self.ended = {number for number in self.ended if number <= _newest(self.checkpoints)}  # training may have gone back
                 self._note_due()
             if self.running is None and self.waiting is not None:
                 (step, checkpoint), self.waiting = self.waiting, None
@@ -200,15 +203,23 @@ class Evaluations(Callback):
         limit = [] if settings.limit is None else ["--limit", str(settings.limit)]
         options = ["--suite", settings.suite, "--out", str(self._out(checkpoint)), "--device", settings.device]
         options.append("--retry")  # results of a step that was trained anew are of other weights
+        options += ["--merge", str(settings.merge)] if self._averaged(checkpoint) else []
         return [sys.executable, "-m", "tools.evaluate", str(checkpoint), *options, *limit]
 
     def _out(self, checkpoint: Path) -> Path:
         return self.folder / FOLDER / checkpoint.name
 
+    def _averaged(self, checkpoint: Path) -> list[Path]:
+        """The checkpoints whose average is evaluated beside this one; none while there are too few."""
+        older = (path for path in self.checkpoints.folder.glob("step_*") if _step(path) <= _step(checkpoint))
+        found = sorted(older, key=_step)[-(self.settings.merge or 1) :]
+        return found if len(found) == self.settings.merge else []
+
     def _note_use(self) -> None:
         """No checkpoint that is read, or will be, goes for a newer one."""
         used = [self.running.checkpoint] if self.running else []
-        self.checkpoints.in_use = {*used, *([self.waiting[1]] if self.waiting else [])}
+        used += [self.waiting[1]] if self.waiting else []
+        self.checkpoints.in_use = {*used, *(path for checkpoint in used for path in self._averaged(checkpoint))}
 
     def _say(self, text: str) -> None:
         for logger in self.loggers:
@@ -239,8 +250,9 @@ def _scores(out: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
         with suppress(OSError, ValueError, KeyError, TypeError):
             if file.stat().st_mtime_ns < checkpoint.stat().st_mtime_ns:
                 continue
-            raw = json.loads(file.read_bytes())
-            found[str(raw["label"])] = {"value": float(raw["value"]), "stderr": raw["stderr"], "metric": raw["metric"]}
+            raw, average = json.loads(file.read_bytes()), _AVERAGE.search(file.parent.name)
+            label = str(raw["label"]) + (f" (average of {average[1]})" if average else "")
+            found[label] = {"value": float(raw["value"]), "stderr": raw["stderr"], "metric": raw["metric"]}
     return found
 
 

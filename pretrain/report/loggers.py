@@ -215,7 +215,7 @@ def kernels_told(say: Say) -> Iterator[None]:
 
 def _scalars(record: StepRecord) -> dict[str, Any]:
     values = record.as_dict()
-    return {name: value for name, value in values.items() if name not in ("step", "skipped") and value is not None}
+    return {name: value for name, value in values.items() if name not in ("step", "skipped", "passed_over") and value is not None}
 
 
 def _wandb_logged_in() -> bool:

@@ -26,6 +26,7 @@ class StepRecord:
     eta_seconds: float
     dense_tflops_per_device: float | None = None  # over whole sequences; None where that is what tflops_per_device counts
     dense_mfu: float | None = None  # as mfu, of that
+    passed_over: int = 0  # samples before this step's that no step learnt from, going back from spikes
 
     def as_dict(self) -> dict[str, Any]:
         """For loggers."""

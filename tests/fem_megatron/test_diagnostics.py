@@ -71,7 +71,8 @@ def test_every_mixer_is_seen_and_does_not_notice(name: str) -> None:
     expected = ((moved - x).norm(dim=-1) / x.norm(dim=-1))[:, 0].mean().item()
     if not name.startswith("cem"):  # whose steps start elsewhere
         assert own(values)["step_norm"] == pytest.approx(expected, **ROUNDING)
-    quantities = set(own(values)) - {"step_norm"}
+    quantities = set(own(values)) - {"step_norm", "activation_max"}
+    assert own(values, "mlp" if made.mlp else "mixer")["activation_max"] == pytest.approx(plain[:, 0].abs().max().item(), **ROUNDING)
     assert bool(quantities) == (made.mixer.diagnostics is not None)
     assert own(values, "mlp").keys() >= ({"step_norm"} if made.mlp else set())
 
@@ -105,12 +106,14 @@ def test_of_documents_read_apart_the_longest_is_the_sample(monkeypatch: pytest.M
     assert values == pytest.approx(seen(made, x[5:20, :1]), **ROUNDING)
     monkeypatch.setattr(made.mixer, "parallel", Gathering(torch.float64))
     short = Context(documents=Documents.of(torch.ones(2, 2 * LENGTH, dtype=torch.bool)))
-    assert observe(made.mixer, x, 2 * x, short) == {"step_norm": pytest.approx(1.0)}
+    assert observe(made.mixer, x, 2 * x, short) == {"step_norm": pytest.approx(1.0), "activation_max": 2 * x[:, 0].abs().max()}
 
 
 def test_names_of_iterations() -> None:
     names = set(seen(block("transformer", recurrence=2), tokens()))
-    assert names == {f"layer_03/iteration_{i:02}/{q}" for i in (0, 1) for q in ("mixer/step_norm", "mixer/prior_entropy", "mlp/step_norm")}
+    quantities = [f"{part}/{name}" for part in ("mixer", "mlp") for name in ("step_norm", "activation_max")]
+    quantities += ["mixer/prior_entropy", "mixer/logit_max"]
+    assert names == {f"layer_03/iteration_{i:02}/{quantity}" for i in (0, 1) for quantity in quantities}
 
 
 def test_fem_by_its_equations() -> None:
@@ -130,6 +133,7 @@ def test_fem_by_its_equations() -> None:
     mu = p @ v[0]
     assert values["energy"] == pytest.approx(-free_energy.mean().item(), **ROUNDING)
     assert values["free_energy_gap"] == pytest.approx((free_energy - mu).mean().item(), **ROUNDING)
+    assert values["logit_max"] == pytest.approx(scores.max().item(), **ROUNDING)
     prior, posterior = [], []
     for h in range(heads):
         for j in range(width):
@@ -234,7 +238,7 @@ def test_short_and_broken_samples(name: str) -> None:
     x = tokens(4)
     with torch.no_grad():
         found = observe(made.mixer, x, x * torch.nan, Context())
-    assert set(found) == {"step_norm"} and found["step_norm"].isnan()
+    assert set(found) == {"step_norm", "activation_max"} and found["step_norm"].isnan()
     half = block(name).to(torch.bfloat16)
     assert all(math.isfinite(value) for value in seen(half, tokens(5).bfloat16()).values())
 
@@ -279,9 +283,9 @@ def test_the_gap_is_a_divergence() -> None:
 
 def test_switches_of_the_fem() -> None:
     x = tokens()
-    assert set(own(seen(block(fem=FemConfig(free_energy=False)), x))) == {"step_norm", "prior_entropy"}
+    assert set(own(seen(block(fem=FemConfig(free_energy=False)), x))) == {"step_norm", "activation_max", "logit_max", "prior_entropy"}
     without = set(own(seen(block(fem=FemConfig(temperature=False)), x)))
-    assert without == {"step_norm", "prior_entropy", "posterior_entropy", "energy", "free_energy_gap"}
+    assert without == {"step_norm", "activation_max", "logit_max", "prior_entropy", "posterior_entropy", "energy", "free_energy_gap"}
 
 
 def test_hypersets_iterations_have_their_own_weights() -> None:

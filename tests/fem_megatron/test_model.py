@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from fem_megatron.config import ModelConfig
+from fem_megatron.documents import Documents
+from fem_megatron.state import Context
 from tests.fem_megatron import padding
 
+FAMILIES = tuple(
+    "fem_softmax cem mha2nd1st hyperset transformer energy_linear fem_aft fem_mamba fem_gla deltanet mamba2 differential".split()
+)
 SMALL = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100)
 
 
@@ -61,15 +66,41 @@ def test_the_padding_is_left_out_of_the_fused_loss() -> None:
     model = padding.model_of("padded", tied=True)
     tokens, labels = padding.batch(model)
     losses = []
-    for recompute in (False, True):
+    for recompute in ("none", "full"):
         (chunk,) = build(model, Layout(params_dtype=torch.bfloat16, recompute=recompute), padding.LENGTH, seed=1)
-        chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = recompute, "native"
+        chunk.config.cross_entropy_loss_fusion, chunk.config.cross_entropy_fusion_impl = recompute != "none", "native"
         with torch.compiler.set_stance("force_eager"):
             losses.append(chunk(tokens, torch.arange(padding.LENGTH).expand_as(tokens), None, labels=labels))
             losses[-1].sum().backward()
         gradient = chunk.get_parameter("embedding.word_embeddings.weight").grad
         assert not gradient[100:].any() and gradient[:100].isfinite().all()
     assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["joined", "separate"])
+def test_what_is_computed_again_has_the_same_gradients_to_the_bit(documents: bool) -> None:
+    """Of every family of mixers in one model; less is kept for the backward pass."""
+    from fem_megatron.megatron.model import Layout, build
+
+    model = replace(padding.model_of("not padded", tied=True), pattern=FAMILIES, num_layers=len(FAMILIES))
+    tokens, labels = padding.batch(model)
+    context = Context(documents=Documents.of((torch.arange(padding.LENGTH) % 4 == 0).expand_as(tokens))) if documents else None
+    kept, found = list[int](), []
+
+    def noted(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t.nbytes)
+        return t
+
+    for recompute in ("none", "selective"):
+        (chunk,) = build(model, Layout(recompute=recompute), padding.LENGTH, seed=1)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda t: t):
+            loss = chunk(tokens, torch.arange(padding.LENGTH).expand_as(tokens), None, labels=labels, packed_seq_params=context)
+        loss.sum().backward()
+        found.append((sum(kept), loss, {name: weight.grad for name, weight in chunk.named_parameters()}))
+    (plain, wanted, gradients), (less, ours, again) = found
+    assert less < 0.8 * plain
+    assert torch.equal(wanted, ours) and all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
 
 
 def test_norm_of_many_parts_is_exact() -> None:

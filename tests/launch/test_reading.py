@@ -197,6 +197,20 @@ def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert values[1]["step"] == 102 and values[4]["message"] == "TypeError: boo"
 
 
+def test_forks_stand_below_their_parent(runs: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+    """A fork's fork, an array of forks, one whose parent is no job, two that name each other, which none of them may hide."""
+    forks = {"decay": "demo", "anneal": "decay", "elsewhere": "by_hand", "one": "two", "two": "one"}
+    for name, parent in forks.items():
+        says(make_job(runs / name, "local"), "finished")
+        write_json(runs / name / "fork.json", {"parent": str((runs / parent).resolve()), "step": 100})
+    array = make_job(runs / "decays", "local", items=2)
+    for index, item in enumerate(array.items):
+        says(array, "finished", index)
+        write_json(Path(item.directory) / "fork.json", {"parent": str((runs / "demo").resolve()), "step": 60})
+    lines = said(capsys, "status", runs, "--items")
+    wording("\n".join(line[: lines[0].index("STATE")].rstrip() for line in lines))
+
+
 def test_watch_ends_when_all_is_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(said(capsys, "status", runs / "sweeps", "--watch", "60")) == 2
     command = [sys.executable, "-m", "launch", "status", str(runs / "demo"), "--watch", "0.2"]

@@ -36,9 +36,14 @@ tasks:
 def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = tmp_path / "suite.yaml"
     suite.write_text(HELD_OUT)
-    assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true") == 0
+    averaged = ("evaluate.merge=2", "checkpoint.interval=2", "checkpoint.keep_last=2")
+    assert pretrain("train.steps=4", f"evaluate.suite={suite}", "evaluate.at_end=true", *averaged) == 0
     (line,) = records(pretrain.run_dir, NAME)
-    assert (line["step"], line["checkpoint"], list(line["scores"])) == (4, "step_00000004", ["valid @32"])
+    average = "valid @32 (average of 2)"
+    assert (line["step"], line["checkpoint"], list(line["scores"])) == (4, "step_00000004", ["valid @32", average])
+    values = [each["value"] for each in line["scores"].values()]
+    assert values[0] != values[1] == pytest.approx(values[0], rel=0.05), "of a run that has only begun"
+    assert not list((pretrain.run_dir / "evaluations").glob("*/.averages"))
     metrics = [json.loads(text) for text in (pretrain.run_dir / "metrics.jsonl").read_text().splitlines()]
     (logged,) = [record for record in metrics if "evaluation/valid @32" in record]
     score = line["scores"]["valid @32"]
@@ -46,7 +51,7 @@ def test_a_run_is_evaluated_and_its_loggers_know_the_scores(pretrain: Command, t
     # Other windows of the same text than validation's.
     (loss,) = [record["valid_loss"] for record in metrics if "valid_loss" in record]
     assert score["value"] == pytest.approx(loss, rel=0.05) and score["stderr"] is None, "of one document"
-    assert f"evaluation of step 4: valid @32 {score['value']:.4f} (" in pretrain.out
+    assert f"evaluation of step 4: valid @32 {values[0]:.4f}, {average} {values[1]:.4f} (" in pretrain.out
     assert (pretrain.run_dir / "evaluations/step_00000004/log").is_file()
     # Complete, but a signal came while it waited for the evaluation: the next attempt makes it, and the one after has nothing to do.
     (pretrain.run_dir / NAME).unlink()
@@ -153,13 +158,13 @@ WRITE = f"echo '{SCORE}' > $OUT/model/held.json; echo '{SCORE}' | sed s/held/hal
 
 
 def test_one_runs_one_waits_the_newest(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch)
+    run = Run(tmp_path, WAIT.format(gate=gate) + WRITE, monkeypatch, merge=2)
     run.start()
     paths = {}
     for step in (5, 10, 20, 25, 30):
         paths[step] = run.write(step)
         run.step(step + 1)
-    assert run.store.in_use == {paths[10], paths[30]}, "what is read and what will be stays; 5 and 25 are not due"
+    assert run.store.in_use == {paths[step] for step in (5, 10, 25, 30)}, "what is read and will be, with what it is averaged with"
     assert run.heard.messages == [
         "evaluation of step 20 waits: that of step 10 still runs",
         "evaluation of step 20 is left out: that of step 10 still runs, and step 30 is due",

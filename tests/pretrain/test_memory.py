@@ -37,9 +37,12 @@ CASES = {
     "no temperature": ModelConfig(fem=FemConfig(temperature=False)),
     "no gate": ModelConfig(fem=FemConfig(gate=False)),
     "budget ii": ModelConfig(fem=FemConfig(budget="ii")),
+    "selective": ModelConfig(),
+    "grouped, normed, selective": ModelConfig(mixer="transformer", num_query_groups=2, qk_norm=True),
 } | {name: ModelConfig(mixer=name.partition(",")[0], qk_norm="," in name) for name in ESTIMATED}
 ENGINES = {
     "megatron": EngineConfig(),
+    "megatron, selective": EngineConfig(),
     **{f"stage {stage}": EngineConfig("deepspeed", stage) for stage in range(4)},
     **{f"stage {stage}, offload": EngineConfig("deepspeed", stage, True) for stage in (1, 2)},
     "stage 3, all offloaded": EngineConfig("deepspeed", 3, True, True),
@@ -48,7 +51,9 @@ ENGINES = {
 
 def case(name: str, layers: int, precision: str) -> RunConfig:
     model = replace(CASES[name], hidden_size=384, num_layers=layers, num_attention_heads=4, ffn_hidden_size=640, vocab_size=1000)
-    return RunConfig(model=model, data=DataConfig(seq_length=LENGTH), train=TrainConfig(precision=precision, micro_batch_size=SEQUENCES))
+    recompute = "selective" if "selective" in name else "none"
+    train = TrainConfig(precision=precision, micro_batch_size=SEQUENCES, recompute=recompute)
+    return RunConfig(model=model, data=DataConfig(seq_length=LENGTH), train=train)
 
 
 def kept_bytes(config: RunConfig) -> float:
@@ -94,11 +99,13 @@ def measure() -> dict[str, list[float]]:
     return found
 
 
-def training(precision: str, engine: EngineConfig) -> RunConfig:
+def training(precision: str, name: str) -> RunConfig:
     """Large enough that the model's memory stands out against what the libraries hold."""
     model = ModelConfig(hidden_size=512, num_layers=6, num_attention_heads=8, ffn_hidden_size=1408, vocab_size=4096)
-    train = TrainConfig(steps=2, micro_batch_size=4, global_batch_size=4, precision=precision)
-    return RunConfig(model=model, data=DataConfig(seq_length=256), train=train, optimizer=OptimizerConfig(warmup_steps=1), engine=engine)
+    recompute = "selective" if "selective" in name else "none"
+    train = TrainConfig(steps=2, micro_batch_size=4, global_batch_size=4, precision=precision, recompute=recompute)
+    optimizer = OptimizerConfig(warmup_steps=1)
+    return RunConfig(model=model, data=DataConfig(seq_length=256), train=train, optimizer=optimizer, engine=ENGINES[name])
 
 
 def measure_peak(precision: str, engine_name: str) -> int:
@@ -112,7 +119,7 @@ def measure_peak(precision: str, engine_name: str) -> int:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
-    config = training(precision, ENGINES[engine_name])
+    config = training(precision, engine_name)
     platform.initialize_distributed()
     importlib.import_module(f"pretrain.engines.{config.engine.name}")  # the libraries' own memory is no engine's
     initialize_model_parallel(config)
@@ -140,9 +147,9 @@ def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: 
 
     bf16 is slow: a CPU without instructions for it multiplies sixty times slower, minutes a case.
     """
-    planned = make_plan(training(precision, ENGINES[engine]), 1, cuda=False).peak_memory
+    planned = make_plan(training(precision, engine), 1, cuda=False).peak_memory
     measured = answer(1, measure_peak, precision, engine, output=tmp_path / "said", patience=900)
-    assert measured == pytest.approx(planned, rel=0.15)
+    assert measured == pytest.approx(planned, rel=0.1 if "selective" in engine else 0.15)
 
 
 def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(tmp_path: Path) -> None:

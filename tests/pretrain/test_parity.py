@@ -36,12 +36,12 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "DP2": (2, []),
     "DP2, overlapped": (2, OVERLAP),
     "TP2 x PP2 + SP": (4, TP2 + PP2 + SP),
-    "TP2 x PP2 + SP, recompute": (4, TP2 + PP2 + SP + AGAIN),
+    "TP2 x PP2 + SP, selective": (4, [*TP2, *PP2, *SP, "train.recompute=selective"]),
     "TP2 x DP2 + SP, overlapped": (4, TP2 + SP + OVERLAP),
     "PP2 x DP2": (4, PP2),
     "TP2 x DP2 + SP, ZeRO-3": (4, TP2 + SP + ZERO3),
 }
-SPLIT, WHOLE, ZERO_3 = "TP2 + SP, recompute", "TP2 x PP2 + SP, recompute", "TP2 x DP2 + SP, ZeRO-3"
+SPLIT, WHOLE, ZERO_3 = "TP2 + SP, recompute", "TP2 x PP2 + SP, selective", "TP2 x DP2 + SP, ZeRO-3"
 # feature_eps: at 1e-6 a token whose features meet none of the past's weighs by eps alone, and its gradient is 1/eps times fp32's rounding;
 # what tensor parallelism computes there is proven in float64 (tests/fem_megatron/test_tensor_parallel.py).
 FEATURES = "model.fem.feature_eps=0.01"

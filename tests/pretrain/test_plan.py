@@ -121,6 +121,8 @@ def test_training_costs_three_forward_passes_and_recompute_one_more_of_the_layer
     again = replace(config, train=replace(config.train, recompute="full"))
     assert flops_per_token(again) == flops_per_token(config)  # the MFU does not reward recompute
     assert recomputed_flops(again, forward) == sum(forward.values()) - forward["output layer"]
+    some = replace(config, train=replace(config.train, recompute="selective"))
+    assert recomputed_flops(some, forward) == forward["MLP"] + forward["attention"]
     planned = make_plan(again, 8)
     assert planned.train_flops == flops_per_token(config)
     assert planned.hardware_flops == flops_per_token(config) + recomputed_flops(again, forward)

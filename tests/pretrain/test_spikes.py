@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 import random
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from pretrain import trainer
+from pretrain.data.datasets import Batch, batches
 from pretrain.spikes import Recent, Spikes
 from tests.pretrain.conftest import Command
-from tests.ranks import records
+from tests.ranks import losses, records
+from tools.tokens.steps import read_run
 
 GUARD = Spikes(deviations=6.0, window=100)
 
@@ -63,3 +71,43 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
     plain = {line["step"]: line["loss"] for line in records(pretrain.run_dir.with_name("run2")) if "loss" in line}
     assert all(plain[step] == told[step][0] for step in range(1, first + 1)), "until a step is skipped the guard changes nothing"
     assert plain[first + 1] != told[first + 1][0]
+
+
+def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
+    pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spike at the seventh of twelve steps; killed before it, before the next checkpoint, and after that one."""
+    bad, begun, most = set[float](), list[int](), [99.0]
+    monkeypatch.setattr(Spikes, "found", lambda ours, recent, loss, norm: "loss" if loss in bad or recent[:1] > (most[0],) else None)
+
+    def noted(data: Any, first: int, *rest: Any) -> Iterator[Batch]:
+        begun.append(first)
+        return batches(data, first, *rest)
+
+    monkeypatch.setattr(trainer, "batches", noted)
+    base = ["checkpoint.interval=2", "checkpoint.keep_last=9", "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]"]
+    base, straight = [*base, "train.spike_rewind=2"], tmp_path / "straight"
+    rewind = (*base, "train.on_spike=rewind")
+    assert pretrain(*base, "train.on_spike=skip", f"run_dir={straight}") == 0
+    before = losses(straight)
+    bad.add(before[7][0])
+    assert pretrain(*rewind) == 0, pretrain.err
+    wanted, run = losses(pretrain.run_dir), pretrain.run_dir
+    assert begun == [0, 0, 28], "after the seventh step the order goes on at its eighth's first sample"
+    assert all((wanted[step] == before[step]) == (step < 5) for step in before)
+    back = f"a spike: loss; its samples are 24 to 27, its documents: python -m tools.tokens {run} --sample 27; back at {run}/"
+    assert f"step 7, {back}checkpoints/step_00000004, 12 samples passed over so far" in pretrain.out
+    steps = read_run(run).steps
+    assert [steps.samples(step).start for step in (1, 4, 5, 12)] == [0, 12, 28, 56]
+    assert [steps.of(sample) for sample in (15, 16, 27, 28, 59)] == [4, None, None, 5, 12]
+    for kept, source in ((6, straight), (4, straight), (6, run)):
+        resumed = tmp_path / f"{source.name}_{kept}"
+        shutil.copytree(source, resumed)
+        for later in (resumed / "checkpoints").glob("step_*"):
+            if int(later.name[5:]) > kept:
+                shutil.rmtree(later)
+        assert pretrain(*rewind, "checkpoint.keep_last=1", f"run_dir={resumed}") == 0 and f"resumed from {resumed}" in pretrain.out
+        assert losses(resumed) == wanted
+    most[0] = 3.0
+    assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
+    assert pretrain.out.count("back at") == 2 and "training has gone back 2 times from about here" in pretrain.err

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections import Counter
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from pretrain import run as run_module
 from pretrain.checkpoint.folder import find
 from pretrain.config import load_run
+from pretrain.data import datasets
 from pretrain.data.stage_documents import stage_documents
 from pretrain.stages import parts_of
 from tests.pretrain.conftest import DEMO, Command
+from tests.pretrain.test_checkpoints import same, weights
 from tests.pretrain.test_fork import lines, step_of
-from tests.ranks import losses
+from tests.ranks import finished, losses, started, wait_until
 from tests.wording import Wording
 
 STAGES = (
@@ -62,7 +70,9 @@ def test_a_stage_is_the_run_with_its_own_settings_and_the_schedule_of_the_whole(
 
 def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(pretrain: Command, tmp_path: Path) -> None:
     """Killed within each stage and at each boundary: what is newer than a step is gone, and the same command is given again."""
+    assert pretrain(*STAGED, "--index") == 0 and pretrain.out.count(" samples of training and ") == 3
     assert pretrain(*STAGED) == 0, pretrain.err
+    assert "building it" not in pretrain.out
     run = pretrain.run_dir
     wanted, curve = losses(run), {record["step"]: record for record in lines(run)}
     assert list(curve) == list(range(1, 11))
@@ -77,6 +87,60 @@ def test_three_stages_go_over_their_boundaries_and_through_kills_bit_for_bit(pre
             shutil.rmtree(step_of(kept, step), ignore_errors=True)
         assert pretrain(*STAGED, f"run_dir={kept}") == 0 and losses(kept) == wanted, gone
     assert find(run).progress.stage == 2 and pretrain(*STAGED) == 0 and "is complete at step 10" in pretrain.out
+
+
+def test_ranks_share_out_the_documents_that_each_stage_reads(pretrain: Command, tiny_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At DP 1, 2 and 4: every sample of a stage once, of the (source, document) pairs that the plan sets apart for it."""
+    built = list[datasets.Datasets]()
+
+    def noted(*given: Any, **settings: Any) -> datasets.Datasets:
+        built.append(datasets.build_datasets(*given, **settings))
+        return built[-1]
+
+    monkeypatch.setattr(run_module, "build_datasets", noted)
+    blend = f"data: [{{prefix: {tiny_data / 'train'}, weight: 3}}, {{prefix: {tiny_data / 'valid'}}}]"
+    staged = [STAGES.replace("steps: 4}", f"steps: 4, {blend}}}") if text == STAGES else text for text in STAGED]
+    assert pretrain(*staged, "--index") == 0, pretrain.err
+    parts, seen = parts_of(load_run(DEMO, [*pretrain.settings, *staged])), Counter[tuple[str, int]]()
+    for part, made in zip(parts, built, strict=True):
+        for source in getattr(made.train, "datasets", [made.train]):
+            needs = [each.needs().get(source.dataset_path, 0) for each in parts[: part.number + 1]]
+            documents = stage_documents(source.dataset.sequence_lengths, needs, part.config.train.seed)
+            assert sorted(source.document_index) == sorted(documents)
+            seen.update((source.dataset_path, int(document)) for document in documents)
+        wanted = Counter(made.train[n]["tokens"].numpy().tobytes() for n in range(part.samples))
+        for size in (1, 2, 4):
+            found = Counter[bytes]()
+            for rank in range(size):
+                place = SimpleNamespace(get_data_parallel_rank=lambda: rank, get_data_parallel_world_size=lambda: size)  # noqa: B023
+                monkeypatch.setattr(datasets, "parallel_state", place)
+                batches = datasets.batches(made.train, 0, 1, torch.device("cpu"))
+                mine = islice(batches, len(range(rank, part.samples, size)))
+                found.update(batch["tokens"][0].numpy().tobytes() for batch in mine)
+            assert found == wanted, (part.name, size)
+    assert len({source for source, _ in seen}) == 2 and max(seen.values()) == 1, "no source has come to its end"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_kills_over_three_stages_with_muon_change_no_bit(settings: list[str], tmp_path: Path) -> None:
+    """SIGKILL to both ranks at random steps and at both boundaries, with a guard whose moments go over them too."""
+    seed = random.randrange(10**6)
+    dice = random.Random(seed)
+    stages = STAGES.replace("steps: 3", "steps: 12").replace("steps: 4", "steps: 16").replace("tokens: 380", "steps: 12")
+    more = ["train.micro_batch_size=1", "optimizer.name=muon", "train.on_spike=skip", "train.spike_window=4", "checkpoint.interval=3"]
+    more += ["train.spike_deviations=2"]
+    base = [DEMO, *settings[1:], *(stages if text == STAGES else text for text in STAGED), *more]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for run_dir, kills in ((whole, []), (killed, sorted([12, 28, *dice.sample([*range(2, 12), *range(13, 28), *range(29, 40)], 18)]))):
+        arguments = [*base, f"run_dir={run_dir}"]
+        for step in kills:
+            with started(2, arguments, tmp_path / "out.killed", naps={0: 0.05, 1: 0.05}) as ranks:
+                wait_until(lambda: max(losses(run_dir), default=0) >= step, ranks)  # noqa: B023
+        output = finished(2, arguments, tmp_path / f"out.{run_dir.name}")
+    assert "resumed from" in output and list(losses(whole)) == list(range(1, 41))
+    assert losses(killed) == losses(whole), f"kills drawn with seed {seed}"
+    assert same(weights(killed), weights(whole))
 
 
 def test_stages_that_cannot_be(pretrain: Command, wording: Wording) -> None:

@@ -23,8 +23,10 @@ from pretrain.checkpoint.writer import write_weights
 from pretrain.config import run_of
 
 
-def newest(run: Path, count: int) -> list[Path]:
+def newest(run: Path, count: int, last: Path | None = None) -> list[Path]:
     """The newest ``count`` undamaged checkpoints of a run directory, the oldest first; says on stderr which ones it passes over.
+
+    last: of those up to this one, which is in ``run``.
 
     Raises:
         ConfigError: there are fewer. StorageError: a file system failed.
@@ -34,26 +36,43 @@ def newest(run: Path, count: int) -> list[Path]:
         for path in newest_first(run / "checkpoints") or newest_first(run):
             if len(good) == count:
                 break
+            if last is not None and path.name > last.name:
+                continue
             if wrong := damage(path):
                 print(f"tools.checkpoint: note: checkpoint {path} is damaged ({wrong}); passing over it", file=sys.stderr)
             else:
                 good.insert(0, path)
     if len(good) < count:
-        raise ConfigError(f"--last {count}: {run} has {len(good)} good checkpoints; a run keeps as many as checkpoint.keep_last says")
+        there = f"{run} has {len(good)} good checkpoints{f' up to {last.name}' if last else ''}"
+        raise ConfigError(f"{count} are to be averaged: {there}; a run keeps as many as checkpoint.keep_last says")
     return good
 
 
 def merge(checkpoints: Sequence[Path], out: Path, *, shares: Sequence[float] | None = None, decay: float | None = None) -> None:
-    """Writes the average of checkpoints (steps' folders; run directories: their newest) below ``out``; says on stdout what it wrote.
+    """As `average`, and says on stdout what it wrote.
 
-    shares: of each; None: equal ones, or with ``decay`` those of an exponential window, the last named checkpoint's the largest.
+    shares: None: equal ones, or with ``decay`` those of an exponential window, the last named checkpoint's the largest.
+    """
+    if shares is None:
+        shares = [(1.0 if decay is None else decay) ** (len(checkpoints) - 1 - n) for n in range(len(checkpoints))]
+    with files_told():
+        steps = [find(path).path for path in checkpoints]
+    step, total = average(steps, out, shares), sum(shares)
+    print(f"wrote {step}: the average of {len(steps)} checkpoints, weights alone; checkpoint.load={out} starts from them")
+    for path, share in zip(steps, shares, strict=True):
+        print(f"  {share / total:7.2%}  {path}")
+
+
+def average(checkpoints: Sequence[Path], out: Path, shares: Sequence[float] = ()) -> Path:
+    """Writes the average of checkpoints (steps' folders; run directories: their newest) below ``out``; the folder of its step.
+
+    shares: of each; empty: equal ones.
 
     Raises:
         ConfigError: no good checkpoint there; they are not of one model; ``out`` has something in it. DamagedCheckpoint: a tensor is not as
             it was written. StorageError: a file system failed.
     """
-    if shares is None:
-        shares = [(1.0 if decay is None else decay) ** (len(checkpoints) - 1 - n) for n in range(len(checkpoints))]
+    shares = shares or [1.0] * len(checkpoints)
     with files_told():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {out} is there already; choose another folder")
@@ -62,11 +81,7 @@ def merge(checkpoints: Sequence[Path], out: Path, *, shares: Sequence[float] | N
         newest = max(range(len(found)), key=lambda n: found[n].progress.step)
         for each, source in zip(found, sources, strict=True):
             _check_alike(found[newest], sources[newest], each, source)
-        step = write_weights(out, averages(sources, shares, sources[newest].dtypes), _manifest(found, shares, found[newest]))
-    total = sum(shares)
-    print(f"wrote {step}: the average of {len(found)} checkpoints, weights alone; checkpoint.load={out} starts from them")
-    for each, share in zip(found, shares, strict=True):
-        print(f"  {share / total:7.2%}  {each.path}")
+        return write_weights(out, averages(sources, shares, sources[newest].dtypes), _manifest(found, shares, found[newest]))
 
 
 def averages(sources: Sequence[Weights], shares: Sequence[float], dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:

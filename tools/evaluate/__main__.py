@@ -7,8 +7,12 @@ data is missing, nothing was asked.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fem_common import cli
 from fem_common.errors import ConfigError
@@ -51,6 +55,9 @@ def _parser() -> cli.Parser:
     network.add_argument("--offline", action="store_false", dest="online", help="ask no network (default)")
     parser.add_argument("--download", action="store_true", help="fill the cache with the suite's data sets, and stop")
     parser.add_argument("--retry", action="store_true", help="ask again where a result is of another model, suite or setting")
+    parser.add_argument(
+        "--merge", type=_positive, metavar="N", help="ask also the average of N checkpoints of the run, the newest ones up to MODEL"
+    )
     parser.add_argument("--list", action="store_true", help="show the suite's tasks, and stop")
     parser.add_argument("--dry-run", action="store_true", help="check data and results, show what would be asked, and stop")
     return parser
@@ -80,15 +87,43 @@ def _command(given: argparse.Namespace) -> int:
     if tasks is not None and all(path.is_dir() for _, path in models):
         catalogue.require(tasks, download, sys.stderr)
 
-    from tools.hf.open_model import device_named, fingerprint, weights_at  # torch and transformers take seconds: not for missing data
+    from tools.hf.open_model import device_named, weights_at  # torch and transformers take seconds: not for missing data
+
+    device_named(given.device)
+    models = [(name, weights_at(path)) for name, path in models]  # a run that goes on gets newer ones while others are asked
+    out = given.out or DEFAULT_OUT / suite.name
+    with _with_averages(models, given.merge, out) as all_models:
+        return _ask(all_models, suite, tasks, out, given)
+
+
+@contextmanager
+def _with_averages(models: list[tuple[str, Path]], count: int | None, out: Path) -> Iterator[list[tuple[str, Path]]]:
+    """The models and, where a ``count`` is given, after each the average of its run's checkpoints, in a folder that goes at the end."""
+    if count is None:
+        yield models
+        return
+    from tools.checkpoint.merge import average, newest
+
+    folder = out / ".averages"
+    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+    try:
+        yield [
+            each
+            for name, path in models
+            for each in ((name, path), (f"{name}-last_{count}", average(newest(path.parent, count, path), folder / name)))
+        ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ask(models: list[tuple[str, Path]], suite: Suite, tasks: Any, out: Path, given: argparse.Namespace) -> int:
+    """Plans, asks and reports; the exit code."""
+    from tools.hf.open_model import fingerprint
 
     from . import run
     from .report import report
     from .results import Settings
 
-    device_named(given.device)
-    models = [(name, weights_at(path)) for name, path in models]  # a run that goes on gets newer ones while others are asked
-    out = given.out or DEFAULT_OUT / suite.name
     harness = harness_version() if tasks is not None else ""
     settings = Settings(given.limit, given.seed, given.dtype, given.max_length, harness)
     keyed = [run.Model(name, path, fingerprint(path, given.tokenizer)) for name, path in models]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from pretrain.schedule import Schedule
 @dataclass(frozen=True)
 class Steps:
     """``points``: steps and the samples that were consumed when they were done, ascending, from the beginning (0, 0) to the run's end.
+
+    Where training went back from a spike, a step stands twice, also with the samples that were passed over then.
 
     ``batches``: the batch sizes that the run has had; ``done``: the last step that is done.
     """
@@ -60,6 +63,8 @@ class Steps:
 
     def _batch(self, at: int) -> int | None:
         (before, first), (after, end) = self.points[at - 1 : at + 1]
+        if after == before:  # passed over
+            return None
         batch, rest = divmod(end - first, after - before)
         return batch if after - before == 1 or (not rest and batch in self.batches) else None
 
@@ -89,33 +94,39 @@ def read_run(run_dir: Path) -> RunRecord:
     order, key = schedule.total_samples, None
     checkpoint = newest_good(run_dir / "checkpoints", {})
     if checkpoint:
-        points[checkpoint.progress.step] = checkpoint.progress.consumed_samples
+        points[checkpoint.progress.step] = checkpoint.progress.consumed_samples + checkpoint.progress.passed_over
         batches.add(checkpoint.manifest["config"]["train"]["global_batch_size"])
         order, key = max(order, checkpoint.progress.order_samples), checkpoint.manifest["data"]
     progress = read_progress(run_dir)
     if progress:
         points[progress["step"]] = progress["consumed_tokens"] // length
-    points.update((step, tokens // length) for step, tokens in _steps_told(run_dir))
+    told, jumps = _steps_told(run_dir), dict[int, int]()
+    points.update((step, tokens // length + passed_over) for step, tokens, passed_over in told)
+    for (step, tokens, before), (_, _, after) in itertools.pairwise(told):
+        if after > before:
+            jumps[step] = tokens // length + after
     for attempt in _lines(run_dir / "attempts.jsonl"):
         batches.update(attempt.get("changed", {}).get("train.global_batch_size", ()))
     line = [(0, 0)]
     for point in sorted(points.items()):
         if point[0] > line[-1][0] and point[1] > line[-1][1]:
             line.append(point)
+        if point[0] in jumps:
+            line.append((point[0], jumps[point[0]]))
     done, consumed = line[-1]
     if schedule.steps > done:
         line.append((schedule.steps, consumed + (schedule.steps - done) * schedule.batch_samples))
     return RunRecord(config, Steps(line, batches, done), order, key)
 
 
-def _steps_told(run_dir: Path) -> list[tuple[int, int]]:
-    """(step, tokens consumed) of metrics.jsonl; an attempt that began at an earlier checkpoint takes back what came after it."""
-    told: list[tuple[int, int]] = []
+def _steps_told(run_dir: Path) -> list[tuple[int, int, int]]:
+    """(step, tokens consumed, samples passed over) of metrics.jsonl; what began at an earlier checkpoint takes back what came after it."""
+    told: list[tuple[int, int, int]] = []
     for record in _lines(run_dir / "metrics.jsonl"):
         if "consumed_tokens" in record:
             while told and told[-1][0] >= record["step"]:
                 told.pop()
-            told.append((record["step"], record["consumed_tokens"]))
+            told.append((record["step"], record["consumed_tokens"], record.get("passed_over", 0)))
     return told
 
 

@@ -11,14 +11,15 @@ from kernels.pairs import allowed_pairs
 
 
 def observe(layer: Attention, sample: Sample) -> Quantities:
-    """Entropy of softmax(q k^T / sqrt(d))."""
+    """Entropy of softmax(q k^T / sqrt(d)), and the largest of its logits."""
     shape = layer.shape
     h = rms_norm(sample.x, layer.norm.weight, shape.norm_eps)
     q, k, _ = layer.project(layer.parallel.enter(h), sample.context)
     q, k = (wide(t).permute(1, 2, 0, 3) for t in (q, k.repeat_interleave(shape.heads // shape.groups, dim=2)))
-    scores = q @ k.mT * shape.head**-0.5
+    scores = q @ k.mT * (shape.head**-0.5 if shape.scale is None else shape.scale)
     seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)
     if shape.window is not None and seen is not None:
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) > sample.tokens[:, None] - shape.window)
-    weights = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1)
-    return {"prior_entropy": layer.parallel.gather(entropy(weights).mean(-1)).mean()}
+    scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    gather = layer.parallel.gather
+    return {"prior_entropy": gather(entropy(scores.softmax(-1)).mean(-1)).mean(), "logit_max": gather(scores.amax((0, 2, 3))).max()}

@@ -144,13 +144,22 @@ class AttentionShape(Shape):
             blockwise = far * query + 2 * query * blocks * (block + self.window) / length  # copies: each block's q, its window's k and v
             read = (near + far) * query
         normed = {"qk_norm": qk_norms_keep(training, self.head, self.heads + self.groups) / t} if self.qk_norm else {}
+        packed = e * self.groups * self.group_width / t
         if self.qk_norm and self.groups < self.heads and (e == WIDE or training.cuda):  # k in the packed product, and a copy of q
-            normed["qk_norm"] += e * (self.groups * self.group_width / t + query)
+            normed["qk_norm"] += e * query + (0.0 if training.again else packed)
+        if training.again:
+            return normed | {
+                "projection": e * self.hidden,
+                "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
+                "attention": e * (query + keys),
+                "packed": packed,
+                "out_proj": e * query,
+            }
         return normed | {
             "projection": e * self.hidden,
             "rope": e * 2 * self.head / training.micro_batch if self.rope else 0.0,
             "attention": e * (query + read + shared + blockwise) + WIDE * self.heads / t,
-            "packed": e * self.groups * self.group_width / t if self.groups == self.heads else 0.0,
+            "packed": packed if self.groups == self.heads else 0.0,
             "out_proj": e * query if e < WIDE or blockwise else 0.0,
         }
 

@@ -9,15 +9,18 @@ from torch import Tensor
 
 from fem_megatron.diagnostics import Quantities, Sample, entropy, quantiles, wide
 from fem_megatron.mixers.fem.layer import FemMixer
-from fem_megatron.mixers.fem.prior_shapes import AftShape, MambaShape, PriorShape
+from fem_megatron.mixers.fem.prior_shapes import AftShape, MambaShape, PriorShape, SoftmaxShape
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
+from kernels.pairs import allowed_pairs
 
 ONE_AS_AFT_QUERY = 1e4  # sigmoid is 1 there, and so is softplus over its root mean square
 
 
 def observe(mixer: FemMixer, sample: Sample) -> Quantities:
     """-F, F - mu, entropies of the prior p and the posterior q ~ p exp(beta v), quantiles of beta and lambda (mathematics 1.1).
+
+    Over the softmax prior also the largest of its logits.
 
     Whatever the prior, mu and F of token t move with v_i by p_t(i) and q_t(i), channel by channel: the weights are a gradient. Each channel
     is asked for one token's, spread over the sample, so that all entropies together cost one backward pass.
@@ -39,18 +42,30 @@ def observe(mixer: FemMixer, sample: Sample) -> Quantities:
         return out.detach(), gather(entropy(weights[0].transpose(1, 2)).mean(-1)).mean()
 
     mu, prior_entropy = read(None)
+    logits = _largest_logit(mixer, parts, sample)
     if beta is None:
-        return {"prior_entropy": prior_entropy}
+        return {"prior_entropy": prior_entropy} | logits
     free_energy, posterior_entropy = read(beta)
     quantities = {
         "energy": -gather(free_energy.mean((1, 2))).mean(),
         "free_energy_gap": gather((free_energy - mu).mean((1, 2))).mean(),
         "prior_entropy": prior_entropy,
         "posterior_entropy": posterior_entropy,
-    }
+    } | logits
     if lam is not None:
         quantities |= quantiles("beta", gather(beta.flatten())) | quantiles("lambda", gather(lam.transpose(1, 2).flatten(2)))
     return quantities
+
+
+def _largest_logit(mixer: FemMixer, parts: dict[str, Tensor], sample: Sample) -> Quantities:
+    prior = mixer.shape.prior
+    if not isinstance(prior, SoftmaxShape):
+        return {}
+    q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if prior.scale is None else prior.scale)
+    seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)
+    scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    return {"logit_max": mixer.parallel.gather(scores.amax((0, 2, 3))).max()}
 
 
 def _given_to_prior(mixer: FemMixer, sample: Sample) -> tuple[dict[str, Tensor], Tensor, Tensor | None, Tensor | None, Context]:

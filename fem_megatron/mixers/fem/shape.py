@@ -197,6 +197,11 @@ class FemShape(Shape):
         if self.conditioner:
             terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
             terms["scaling"] = 0.0 if cuda else e * 2 * packed
+        if training.again:
+            slices = 1 + self.temperature + self.gate
+            terms |= {"packed": e * packed, "gates": 0.0, "out_proj": e * value}
+            terms["attention"] = e * 2 * self.heads * qk_head / t + (e * slices + 2 * narrow * self.gate) * value
+            return terms
         if self.free_energy and cuda:  # a GPU's kernels keep the packed product, each slice that is read, and the attention's own output
             terms["prep"] = e * value
         elif self.free_energy:
