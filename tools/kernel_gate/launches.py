@@ -27,7 +27,7 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
 from kernels.check import Inputs, Suite, suites
-from tools.bench.traffic.trace import run_on_paper
+from fem_megatron.trace import run_on_paper
 from tools.kernel_gate.gate import Build, covering
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"

@@ -21,7 +21,7 @@ from fem_megatron.config import ModelConfig
 from kernels.implementations import triton_version
 from tools.bench import runner
 from tools.bench.traffic.paper import ROOFS, SOURCES, Step, kernels_of, step_of
-from tools.bench.traffic.trace import KINDS, POINTWISE
+from fem_megatron.trace import KINDS, POINTWISE
 from tools.bench.whole_model import SCALES, WITHOUT
 
 PROGRAM = "tools.bench.traffic"
