@@ -166,9 +166,12 @@ class OnPaper(TorchFunctionMode):
         if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
             return args[0]  # to the host, behind its back
         if func is Tensor.type and len(args) == 1 and args[0].is_meta and not kwargs:
-            return func(*args).replace("meta", "cuda")
+            with torch._C.DisableTorchFunction():
+                return _TYPE(*args).replace("meta.", "cuda." if self.gpu else "")
         if func is torch.autograd.grad:
             return self._gradients(*args, **kwargs)
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
         if func is F.rms_norm and self.gpu:
             return _rms_norm(self.trace, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -195,7 +198,19 @@ class OnPaper(TorchFunctionMode):
         with self:
             return _engine_run_backward(outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False)
 
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.autograd.backward``, through which this mode stays on: a layer that is computed again chooses as it did before."""
+        given = inspect.signature(torch.autograd.backward).bind(*args, **kwargs).arguments
+        tensors, gradients = (
+            tuple(x) if isinstance(x, tuple | list) else (x,) for x in (given["tensors"], given.get("grad_tensors"))
+        )
+        made = torch.autograd._make_grads(tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False)
+        keep, create = given.get("retain_graph"), given.get("create_graph", False)
+        with self:
+            _engine_run_backward(tensors, made, create if keep is None else keep, create, (), True, accumulate_grad=True)
 
+
+_TYPE = Tensor.type  # `platform` puts a function of its own in its place
 _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
     Tensor.item: lambda _, number: number,
     Tensor.__float__: lambda _, number: number,

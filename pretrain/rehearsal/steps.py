@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,12 +15,14 @@ import torch
 from megatron.core import parallel_state
 
 from fem_common.errors import ConfigError
+from fem_common.text import gib
 from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import paper, platform
 from fem_megatron.trace import META, Launch
 from pretrain.config import RunConfig
 from pretrain.data.datasets import FIELDS
 from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+from pretrain.plan.devices import memory_gib
 from pretrain.plan.run_plan import Plan, make_plan
 from pretrain.rehearsal.record import FORWARD, REDUCTION, SETUP, UPDATE, Collective, Held, Recorder, StepTrace
 from pretrain.schedule import Schedule
@@ -30,36 +33,53 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = ("weights", "g
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The most that a rank holds at once. phase, part: of the step and the model, in which it does."""
+
+    bytes: int
+    phase: str
+    part: str
+    held: list[Held]
+
+    def by_holder(self) -> dict[str, int]:
+        """Bytes by HOLDERS."""
+        found = dict.fromkeys(HOLDERS, 0)
+        for each in self.held:
+            found[holder(each)] += each.bytes
+        return found
+
+
+@dataclass(frozen=True)
 class Rank:
-    """What the second step of one rank does. seconds: that its rehearsal took; stage: of the pipeline."""
+    """What the second step of one rank does. begin, end: its ticks; groups: of ranks, their names; seconds: that the rehearsal took."""
 
     stage: int
     rank: int
-    step_begin: int
+    begin: int
+    end: int
     held: list[Held]
     launches: list[Launch]
     collectives: list[Collective]
+    groups: dict[tuple[int, ...], str]
     reads: list[str]
     chosen: dict[str, str]
-    seconds: float
+    seconds: float = 0.0
 
-    def peak(self) -> tuple[int, list[Held]]:
-        """(bytes, what is held) when most is, within the step."""
-        changes = [(each.born, each.bytes) for each in self.held]
-        changes += [(each.gone, -each.bytes) for each in self.held if each.gone is not None]
+    @cached_property
+    def peak(self) -> Peak:
+        """When most is held, within the step."""
+        changes = {each.born: each for each in self.held} | {each.gone: each for each in self.held if each.gone is not None}
         now = best = at = 0
-        for tick, change in sorted(changes):
-            now += change
-            if tick >= self.step_begin and now > best:
+        for tick, each in sorted(changes.items()):
+            now += each.bytes if tick == each.born else -each.bytes
+            if self.begin <= tick < self.end and now > best:
                 best, at = now, tick
-        return best, [each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)]
+        last = changes[at]
+        return Peak(best, last.phase, last.part, [each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)])
 
-    def by_holder(self) -> dict[str, int]:
-        """The peak's bytes, by HOLDERS."""
-        found = dict.fromkeys(HOLDERS, 0)
-        for each in self.peak()[1]:
-            found[holder(each)] += each.bytes
-        return found
+    def flops(self, *, backward: bool) -> float:
+        """Of all matrix products that torch and the attention's engine do in one of the passes; those within Triton kernels are unknown."""
+        return sum(launch.flops for launch in self.launches if launch.backward == backward)
 
 
 def holder(held: Held) -> str:
@@ -75,6 +95,17 @@ class Rehearsal:
     device: str
     plan: Plan
     ranks: list[Rank]
+
+    @property
+    def excess(self) -> str | None:
+        """What is wrong where the fullest rank needs more memory than the device has."""
+        room, most = memory_gib(self.device), max(self.ranks, key=lambda rank: rank.peak.bytes)
+        if room is None or most.peak.bytes <= room * 2**30:
+            return None
+        return (
+            f"{self.device} has {room} GiB of memory, and rank {most.rank} needs {gib(most.peak.bytes)}: lower train.micro_batch_size, set "
+            "train.recompute=full, or split the model further (parallel.*)"
+        )
 
 
 def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
@@ -95,7 +126,7 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
 def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stage: int) -> Rank:
     """The first rank of a pipeline stage: set up, a step, and the step that is told."""
     began = time.monotonic()
-    trace = StepTrace(number=1e3)  # large enough that the gradient is clipped
+    trace = StepTrace(number=2 * config.optimizer.clip_grad)  # the gradient's norm, among others
     recorder = Recorder(trace)
     rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)  # Megatron's order: tp, dp, pp
     with paper.machine(device, rank, world_size, trace, recorder.fused), recorder:
@@ -106,7 +137,7 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
 
             engine = make_engine(config, schedule)
         try:
-            told = recorded_steps(engine, recorder, micro_batches(config, device), schedule, world_size)
+            told = recorded_steps(engine, recorder, micro_batches(config), schedule, world_size)
         finally:
             engine.close()
             destroy_model_parallel()
@@ -133,6 +164,7 @@ def recorded_steps(engine: Any, recorder: Recorder, batches: Iterator[Any], sche
         trace.stage = FORWARD
         engine.train_step(batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks])
         trace.stage = SETUP
+    end = recorder.tick
     recorder.known([list(model.parameters()) for model in engine.models], WEIGHTS)
     buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     recorder.known([getattr(buffer, "param_data", None) for buffer in buffers], WEIGHTS)
@@ -143,17 +175,31 @@ def recorded_steps(engine: Any, recorder: Recorder, batches: Iterator[Any], sche
     return Rank(
         stage=0,
         rank=torch.distributed.get_rank(),
-        step_begin=begin,
+        begin=begin,
+        end=end,
         held=recorder.held,
         launches=trace.launches[launches:],
         collectives=trace.collectives[collectives:],
+        groups=_groups(),
         reads=trace.reads[reads:],
         chosen=trace.chosen,
-        seconds=0.0,
     )
 
 
-def micro_batches(config: RunConfig, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def _groups() -> dict[tuple[int, ...], str]:
+    """The ranks of this rank's groups -> what they share, as the configuration abbreviates it."""
+    named = {
+        "all ranks": torch.distributed.group.WORLD,
+        "tied embeddings": parallel_state.get_embedding_group(check_initialized=False),
+        "PP": parallel_state.get_pipeline_model_parallel_group(),
+        "DP": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "TP": parallel_state.get_tensor_model_parallel_group(),
+    }
+    member = {name: group for name, group in named.items() if group is not None and group != torch.distributed.GroupMember.NON_GROUP_MEMBER}
+    return {tuple(torch.distributed.get_process_group_ranks(group)): name for name, group in member.items()}
+
+
+def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches without numbers, as `pretrain.data.datasets.batches` brings them to the device."""
     shape = config.train.micro_batch_size, config.data.seq_length
     while True:
