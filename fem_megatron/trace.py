@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -194,7 +194,7 @@ class OnPaper(TorchFunctionMode):
         outputs, gradients = (
             tuple(x) if isinstance(x, tuple | list) and not hasattr(x, "node") else (x,) for x in (given["outputs"], given["grad_outputs"])
         )
-        again = given.get("retain_graph"), given.get("create_graph", False)
+        again = _again(given)
         with self:
             return _engine_run_backward(outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False)
 
@@ -205,9 +205,15 @@ class OnPaper(TorchFunctionMode):
             tuple(x) if isinstance(x, tuple | list) else (x,) for x in (given["tensors"], given.get("grad_tensors"))
         )
         made = torch.autograd._make_grads(tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False)
-        keep, create = given.get("retain_graph"), given.get("create_graph", False)
         with self:
-            _engine_run_backward(tensors, made, create if keep is None else keep, create, (), True, accumulate_grad=True)
+            _engine_run_backward(tensors, made, *_again(given), (), True, accumulate_grad=True)
+
+
+def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(retain_graph, create_graph) as torch.autograd's functions take them."""
+    keep, create = given.get("retain_graph"), given.get("create_graph", False)
+    return create if keep is None else keep, create
+
 
 
 _TYPE = Tensor.type  # `platform` puts a function of its own in its place

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fem_megatron.trace import TRACING, Dispatched, Trace, caller, moved
+from fem_megatron.trace import META, TRACING, Dispatched, Trace, caller, moved
 
 TRACING.add(__file__)
 
@@ -71,12 +71,13 @@ class StepTrace(Trace):
 
 
 class Recorder(Dispatched):
-    """Records the memory of tensors without numbers, and all collectives; others' work is `Dispatched`'s."""
+    """Records all collectives, and the memory of the tensors of one device: those without numbers, or in a real run those of the CPU."""
 
     trace: StepTrace
 
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: StepTrace, device: torch.device = META) -> None:
         super().__init__(trace)
+        self.device = device
         self.held: list[Held] = []
         self.here: dict[int, tuple[Held, Any]] = {}
         self.tick = 0
@@ -108,7 +109,7 @@ class Recorder(Dispatched):
     def note(self, made: Any, operation: str) -> None:
         """The memory of tensors that were not there before."""
         for t in tree_leaves(made):
-            if isinstance(t, Tensor) and t.is_meta:
+            if isinstance(t, Tensor) and self._is_here(t):
                 storage = t.untyped_storage()
                 key = storage._cdata
                 if key not in self.here and storage.nbytes():
@@ -120,9 +121,12 @@ class Recorder(Dispatched):
     def known(self, tensors: Any, kind: str) -> None:
         """What holds these tensors' memory."""
         for t in tree_leaves(tensors):
-            if isinstance(t, Tensor) and t.is_meta and t.untyped_storage()._cdata in self.here:
+            if isinstance(t, Tensor) and self._is_here(t) and t.untyped_storage()._cdata in self.here:
                 held, _ = self.here[t.untyped_storage()._cdata]
                 held.kind = held.kind or kind
+
+    def _is_here(self, t: Tensor) -> bool:
+        return t.is_meta if self.device == META else t.is_cpu
 
     def _gone(self, key: int) -> None:
         held, _ = self.here.pop(key)
