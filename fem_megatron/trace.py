@@ -135,7 +135,7 @@ def caller() -> str:
 @functools.cache
 def _place_of(file: str) -> str | None:
     """The file from its room or package on; None of what stands between the code that is traced and the one that traces."""
-    if file in TRACING or "/torch/" in file or file.startswith("<") :
+    if file in TRACING or "/torch/" in file or file.startswith("<"):
         return None
     parts = Path(file).parts
     return "/".join(parts[max((n for n, part in enumerate(parts) if part in _ROOMS), default=len(parts) - 1) :])
@@ -201,9 +201,7 @@ class OnPaper(TorchFunctionMode):
     def _backward(self, *args: Any, **kwargs: Any) -> None:
         """``torch.autograd.backward``, through which this mode stays on: a layer that is computed again chooses as it did before."""
         given = inspect.signature(torch.autograd.backward).bind(*args, **kwargs).arguments
-        tensors, gradients = (
-            tuple(x) if isinstance(x, tuple | list) else (x,) for x in (given["tensors"], given.get("grad_tensors"))
-        )
+        tensors, gradients = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in (given["tensors"], given.get("grad_tensors")))
         made = torch.autograd._make_grads(tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False)
         with self:
             _engine_run_backward(tensors, made, *_again(given), (), True, accumulate_grad=True)
@@ -213,7 +211,6 @@ def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
     """(retain_graph, create_graph) as torch.autograd's functions take them."""
     keep, create = given.get("retain_graph"), given.get("create_graph", False)
     return create if keep is None else keep, create
-
 
 
 _TYPE = Tensor.type  # `platform` puts a function of its own in its place
@@ -237,7 +234,11 @@ class Dispatched(TorchDispatchMode):
         self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what torch asks of tensors to run the operation, and we to count it, is nobody's call
+            return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operation and counts it."""
         out = func(*args, **kwargs)
         packet = func.overloadpacket
         name = packet.__name__ if func.namespace == "aten" else f"{func.namespace}: {packet.__name__}"

@@ -135,7 +135,12 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
         config = load_run(options.config, options.overrides) if options.fork is None else _forked(options)
     except ConfigErrors as error:
         if error.config is not None:
-            prepare(error.config, None if stops else launched or 1, plan_only=options.plan or options.resolve or options.rehearse, before=error.mistakes)
+            prepare(
+                error.config,
+                None if stops else launched or 1,
+                plan_only=options.plan or options.resolve or options.rehearse,
+                before=error.mistakes,
+            )
         raise
     if options.resolve:
         check_before_data(config)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fem_megatron.megatron import fusions, platform
-from fem_megatron.trace import META, OnPaper, Trace, counted, moved, stand_in
+from fem_megatron.trace import META, OnPaper, Trace, counted, stand_in
 from kernels.machine import PAPER
 from kernels.machine import name as name_of
 

@@ -82,12 +82,13 @@ class Recorder(Dispatched):
         self.here: dict[int, tuple[Held, Any]] = {}
         self.tick = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operation and records it."""
         if func.namespace == "c10d":
-            return self._collective(func, args, kwargs or {})
+            return self._collective(func, args, kwargs)
         if self.trace.muted:
-            return func(*args, **(kwargs or {}))
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        out = super().run(func, args, kwargs)
         self.note(out, func.__name__.partition(".")[0])
         return out
 

@@ -45,7 +45,9 @@ def _rank_lines(told: Rehearsal, rank: Rank) -> Iterator[str]:
     yield "  largest"
     yield from _table([[gib(size), f"{number} x", name, place] for name, place, number, size in _largest(rank)], left=[2, 3])
     yield "  collectives of a step"
-    yield from _table([[f"{calls} x", size_of(size), kind, group, phase] for (phase, kind, group), calls, size in _sent(rank)], left=[2, 3, 4])
+    yield from _table(
+        [[f"{calls} x", size_of(size), kind, group, phase] for (phase, kind, group), calls, size in _sent(rank)], left=[2, 3, 4]
+    )
     forward, backward = (rank.flops(backward=which) for which in (False, True))
     yield f"  {len(rank.launches):,} kernels; {si(forward)}FLOP forward and {si(backward)}FLOP backward, Triton's own aside"
     yield f"  {counted(len(rank.reads), 'host read')}: {', '.join(rank.reads)}"

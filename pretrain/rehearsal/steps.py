@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from fem_common.errors import ConfigError
 from fem_common.text import gib
 from fem_megatron.megatron import model as fem_model
-from fem_megatron.megatron import paper, platform
+from fem_megatron.megatron import paper
 from fem_megatron.trace import META, Launch
 from pretrain.config import RunConfig
 from pretrain.data.datasets import FIELDS
