@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fem_megatron.megatron import fusions, platform
 from fem_megatron.trace import META, OnPaper, Trace, counted, stand_in
-from kernels.machine import PAPER
+from kernels.machine import PAPER as PAPER
 from kernels.machine import name as name_of
 
 CPU = torch.device("cpu")
@@ -53,7 +53,10 @@ def machine(device: torch.device, rank: int, world_size: int, trace: Trace, fuse
         stack.enter_context(mock.patch.multiple(torch.distributed, **_groups()))
         if device.type == "cuda":
             random = importlib.import_module("megatron.core.tensor_parallel.random")
-            states = {"_get_cuda_rng_state": lambda *_, **__: torch.get_rng_state(), "_set_cuda_rng_state": lambda *_, **__: None}
+            states: dict[str, Any] = {
+                "_get_cuda_rng_state": lambda *_, **__: torch.get_rng_state(),
+                "_set_cuda_rng_state": lambda *_, **__: None,
+            }
             stack.enter_context(mock.patch.multiple(random, **states))
         stack.enter_context(counted(trace))
         stack.enter_context(OnPaper(trace, device))
@@ -64,8 +67,8 @@ def _groups() -> dict[str, Any]:
     """Name in torch.distributed -> what it is where no other rank is: Megatron asks for some groups of gloo by name, and for objects."""
     own = torch.distributed.new_group
 
-    def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        return own(*args, backend="fake", **kwargs)
+    def new_group(ranks: list[int] | None = None, timeout: Any = None, backend: str | None = None, **kwargs: Any) -> Any:
+        return own(ranks, timeout, "fake", **kwargs)
 
     def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
         found[:] = [mine] * len(found)
@@ -82,11 +85,12 @@ def _stand_in_kernels(stack: contextlib.ExitStack, trace: Trace, fused: Fused) -
     def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return stand_in(trace, "RoPE", x.shape, [x, cos.detach(), sin.detach()], [1, 2])
 
-    given = {"megatron_swiglu": swiglu, "megatron_turn": turn, "lacks": lambda device: None, "lacks_rope": lambda device: None}
+    given: dict[str, Any] = {"megatron_swiglu": swiglu, "megatron_turn": turn}
+    given |= {name: lambda device: None for name in ("lacks", "lacks_rope")}
     stack.enter_context(mock.patch.multiple(fusions, **given))
     for name, functions in _COMPILED.items():
         module = importlib.import_module(f"megatron.core.{name}")
-        compiled = {each: fused(each, getattr(module, each)) for each in functions}
+        compiled: dict[str, Any] = {each: fused(each, getattr(module, each)) for each in functions}
         stack.enter_context(mock.patch.multiple(module, **compiled))
 
 

@@ -411,7 +411,7 @@ def _keep_norm_on_device() -> None:
     from megatron.core.optimizer import clip_grads
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
+        clip_grads.l2_norm_impl = _l2_norm
 
 
 def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool) -> tuple[torch.Tensor, None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Recorder(Dispatched):
                 key = storage._cdata
                 if key not in self.here and storage.nbytes():
                     held = Held(storage.nbytes(), self.trace.phase, self.trace.part, operation, caller(), self.tick)
-                    self.here[key] = held, weakref.ref(storage, lambda _, key=key: self._gone(key))
+                    self.here[key] = held, weakref.ref(storage, partial(self._gone, key))
                     self.held.append(held)
                     self.tick += 1
 
@@ -129,7 +130,7 @@ class Recorder(Dispatched):
     def _is_here(self, t: Tensor) -> bool:
         return t.is_meta if self.device == META else t.is_cpu
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: object) -> None:
         held, _ = self.here.pop(key)
         held.gone = self.tick
         self.tick += 1

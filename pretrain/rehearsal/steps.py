@@ -227,6 +227,6 @@ def _weights_undrawn() -> Iterator[None]:
         with META:
             return build(*args)
 
-    undrawn = {"build": built, "start": lambda name, shape, init, seed: torch.empty(shape, device=META)}
+    undrawn: dict[str, Any] = {"build": built, "start": lambda name, shape, init, seed: torch.empty(shape, device=META)}
     with mock.patch.multiple(fem_model, **undrawn):
         yield
