@@ -35,8 +35,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
 TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.plan.run_plan", "pretrain.validate", "pretrain.data.facts"]
-PLATFORM = "fem_megatron/megatron/platform.py"
-PAPER = "fem_megatron/megatron/paper.py"  # the machine that is not there
+PLATFORM, PAPER = "fem_megatron/megatron/platform.py", "fem_megatron/megatron/paper.py"  # the machine, and one that is not there
 ASKS_THE_ROOMS = "launch/node/machine.py"  # what training needs here: in a process of its own, which `launch doctor` starts
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
