@@ -28,17 +28,21 @@ from pretrain.run_directory import resolved, run_directory
 from pretrain.stages import facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
-USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--fork NEW_RUN] [--plan] [--check] [--resolve | --index]
+USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--fork NEW_RUN] [--plan | --rehearse] [--check] [--resolve | --index]
        pretrain --help [SECTION] | --list-mixers"""
 EXAMPLES = """examples:
   pretrain configs/run/demo.yaml --plan                   what the run needs; nothing is started
   pretrain configs/run/demo.yaml --check                  is everything there that it takes?
   pretrain configs/run/demo.yaml train.steps=100 model.fem.gate=false
+  pretrain configs/run/demo.yaml --rehearse --gpus 64 --device h100      what a step of each kind of rank would hold and send
   torchrun --nproc-per-node 2 -m pretrain configs/run/demo.yaml parallel.tensor_model_parallel_size=2
   pretrain configs/run/demo.yaml --plan --check log.device=H100      exit code 2 where its memory does not fit
   pretrain configs/run/demo.yaml --fork runs/fork train.steps=420      goes on in another folder, with other settings
   pretrain --help optimizer                               the section's keys, their types, defaults and meanings
 """
+
+
+REHEARSED = ("h100", "h200", "cpu")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,6 +101,16 @@ def _parser() -> Parser:
     parser.add_argument(
         "--check", action="store_true", help="check the configuration and its data, and with --plan that its memory fits, and stop"
     )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run two steps of the first, middle and last pipeline stage without numbers, in a world of the true size, in this process; "
+        "print memory, collectives, FLOPs and host reads of the second, and stop; with --check: is its memory there?",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="of --rehearse: parallel.world_size=N")
+    parser.add_argument("--device", choices=REHEARSED, help="of --rehearse (default: log.device, or h100)")
+    parser.add_argument("--json", action="store_true", help="of --rehearse: print JSON")
+    parser.add_argument("--picture", metavar="FILE.png", type=Path, help="of --rehearse: draw what holds memory through the step")
     stops = parser.add_mutually_exclusive_group()
     stops.add_argument("--resolve", action="store_true", help="print the run's whole configuration as YAML, and stop")
     stops.add_argument("--index", action="store_true", help="build the run's index cache, in this process and without a GPU, and stop")
@@ -108,18 +122,33 @@ def _run(options: argparse.Namespace, launched: int | None) -> int:
         raise ConfigError("no CONFIG.yaml: name a run, such as configs/run/demo.yaml; pretrain --help has examples")
     if (options.resolve or options.index) and (options.plan or options.check):
         raise ConfigError(f"{'--resolve' if options.resolve else '--index'} stands alone, without --plan and --check")
-    stops = options.plan or options.resolve or options.check or options.index  # whatever was launched
+    alone = [name for name in ("resolve", "index", "plan") if options.rehearse and getattr(options, name)]
+    if alone:
+        raise ConfigError(f"--rehearse and --{alone[0]} are two commands")
+    for name in ("gpus", "device", "json", "picture"):
+        if getattr(options, name) and not options.rehearse:
+            raise ConfigError(f"--{name} is of --rehearse")
+    if options.gpus is not None:
+        options.overrides = [*options.overrides, f"parallel.world_size={options.gpus}"]
+    stops = options.plan or options.resolve or options.check or options.index or options.rehearse  # whatever was launched
     try:
         config = load_run(options.config, options.overrides) if options.fork is None else _forked(options)
     except ConfigErrors as error:
         if error.config is not None:
-            prepare(error.config, None if stops else launched or 1, plan_only=options.plan or options.resolve, before=error.mistakes)
+            prepare(
+                error.config,
+                None if stops else launched or 1,
+                plan_only=options.plan or options.resolve or options.rehearse,
+                before=error.mistakes,
+            )
         raise
     if options.resolve:
         check_before_data(config)
         print(dump_yaml(resolved(config)), end="")
     elif options.index:
         return _index(prepare(config, None), launched or 1)
+    elif options.rehearse:
+        _rehearse(options, prepare(config, None, plan_only=True))
     elif stops:
         _check(prepare(config, None, plan_only=not options.check), plan=options.plan, check=options.check)
     else:
@@ -155,6 +184,22 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
     data = ", ".join(f"{count:,} tokens of {split}" for split, count in facts.tokens.items() if count)
     fits = f"; it fits {config.log.device}" if config.log.device else "; its memory is compared with nothing: log.device is null"
     print(f"{config.name}: the configuration and the data are right ({data}), run_dir {run_directory(config)}{fits if needs else ''}")
+
+
+def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
+    """Prints the rehearsal. Raises ConfigError where --check is asked for and the memory does not fit, and for DeepSpeed's engine."""
+    from fem_megatron.megatron.platform import import_megatron
+
+    import_megatron()
+    from pretrain.rehearsal import render, steps
+
+    known = next((name for name in REHEARSED if name in (prepared.config.log.device or "").lower()), "h100")
+    told = steps.rehearse(prepared.config, prepared.world_size, options.device or known)
+    print(json.dumps(render.as_json(told), indent=1) if options.json else render.text(told), flush=True)
+    if options.picture:
+        render.draw(told, options.picture)
+    if options.check and told.excess:
+        raise ConfigError(told.excess)
 
 
 def _planned(prepared: Prepared) -> Plan:

@@ -119,7 +119,7 @@ def _pip(words: list[str]) -> str | None:
 def _python(words: list[str], processes: int | None) -> str | None:
     if {"--plan", "--resolve", "--help", "--list-mixers", "--dry-run"} & set(words):
         return ended([sys.executable, *words])
-    if words[:2] == ["-m", "pretrain"]:
+    if words[:2] == ["-m", "pretrain"] and "--rehearse" not in words:
         return _pretrain(words[2:], processes)
     with TemporaryDirectory() as folder, forked(1, parse_alone, words, output=Path(folder, "said")) as (process,):
         process.join()

@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Planning, refusing a bad configuration and preparing data must not wait seconds for torch.
 TORCH_FREE = ["fem_megatron.config", "pretrain.config", "pretrain.plan.run_plan", "pretrain.validate", "pretrain.data.facts"]
-PLATFORM = "fem_megatron/megatron/platform.py"
+PLATFORM, PAPER = "fem_megatron/megatron/platform.py", "fem_megatron/megatron/paper.py"  # the machine, and one that is not there
 ASKS_THE_ROOMS = "launch/node/machine.py"  # what training needs here: in a process of its own, which `launch doctor` starts
 IN_JOBS_WITH_TORCH = {"launch.node.measure"}  # a test of the network between ranks
 MODULE_LINES, FUNCTION_LINES = 400, 70
@@ -106,10 +106,10 @@ def imports_against_the_stream(sources: Sources) -> list[str]:
 
 
 def knows_cuda(sources: Sources) -> list[str]:
-    """A word about CUDA in code outside the two files that may; strings (documentation, messages, configuration values) may name it."""
+    """A word about CUDA in code outside the three files that may; strings (documentation, messages, configuration values) may name it."""
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for name, node in nodes(sources, (PLATFORM, "kernels/machine.py"))
+        for name, node in nodes(sources, (PLATFORM, PAPER, "kernels/machine.py"))
         if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.") and node.attr in ("cuda", "xpu", "mps", "accelerator")
     ]
 

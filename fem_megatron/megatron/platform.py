@@ -1,8 +1,8 @@
 """What machine this is: device, collective backend, random state, and what Megatron-core needs where there is no CUDA.
 
 This is the only file that asks whether a GPU is there, and the only one that patches the pinned Megatron-core. Each patch says why and
-where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of the processes that write checkpoints. Long, because
-all patches are here.
+where upstream the need arises. On CUDA ``prepare`` installs nothing but the fixes of the processes that write checkpoints, and of the
+gradient's norm. Long, because all patches are here.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ def prepare() -> str:
         )
     _fix_checkpoint_writers()
     if has_cuda():
+        _keep_norm_on_device()
         return "nccl"
     _install_cpu_shim()
     return "gloo"
@@ -404,8 +405,22 @@ def _install_cpu_shim() -> None:
     core["optimizer.clip_grads"].l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
 
 
+def _keep_norm_on_device() -> None:
+    """Where neither TE nor apex is installed upstream's norm reads a number of each tensor to the host (utils.py:1205-1207, 0.16.1)."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _l2_norm
+
+
 def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]], _per_tensor: bool) -> tuple[torch.Tensor, None]:
-    """Euclidean norm of all tensors together: blocks in their own precision, the sum over blocks in float64."""
+    """Euclidean norm of all tensors together: parts in their own precision, the sum over parts in float64.
+
+    A part is a tensor on a GPU, which adds in a tree, and a block of it on a CPU.
+    """
+    if tensor_lists[0][0].is_cuda:
+        return torch.stack(torch._foreach_norm(tensor_lists[0])).double().norm().float().view(1), None
     parts = []
     for tensor in tensor_lists[0]:
         flat = tensor.reshape(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -175,4 +176,5 @@ def mean_loss(reports: Iterable[torch.Tensor], beside: Iterable[float] = ()) -> 
             total += report.double()
     summed = torch.cat([total, torch.tensor([*beside], dtype=torch.float64, device=total.device)])
     torch.distributed.all_reduce(summed)
-    return (summed[0] / summed[1]).item(), summed[2:].tolist()
+    loss, tokens, *sums = summed.tolist()  # the one time that the host waits for it
+    return loss / tokens if tokens else math.nan, sums

@@ -195,7 +195,9 @@ class MegatronEngine:
         """Megatron's reduction of the gradients, its beginning and end noted on the compute stream in a timed step."""
         if self.reduction is not None:
             self.reduction.append(platform.Moment())
-        finalize_model_grads(model, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if num_tokens is not None:
+            _divide(model, num_tokens)
         if self.reduction is not None:
             self.reduction.append(platform.Moment())
 
@@ -288,6 +290,18 @@ class _Replay:
 def _whole(state: dict[str, Any]) -> Any:
     """The model's part of a state as the plain optimizer wants it."""
     return state["model0"] if len(state) == 1 else dict(state)
+
+
+def _divide(model: list[Any], tokens: torch.Tensor) -> None:
+    """Gradients by the step's tokens, which the pipeline's last stage knows, where there are some.
+
+    Upstream (finalize_model_grads.py:495, 0.16.1) asks on the host whether there are, for which it waits in every step.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.broadcast(tokens, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline)
+    torch.distributed.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    for chunk in model:
+        chunk.scale_gradients(1.0 / tokens.clamp(min=1))
 
 
 def _forward_step(batches: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:

@@ -189,7 +189,9 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)
     rows = model.padded_vocab_size() / t
-    loss = (rows * (e + WIDE) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
+    # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
+    wide = 0 if cuda and not train.z_loss else WIDE
+    loss = (rows * (e + wide) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
     return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
 
 

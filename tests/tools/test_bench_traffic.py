@@ -17,13 +17,13 @@ from fem_common.config import load
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.config import ModelConfig
 from fem_megatron.parallel import OneProcess
+from fem_megatron.trace import ATTENTION, POINTWISE, PRODUCT, Trace, run_on_paper
 from kernels import machine
 from kernels.conditioner_features import conditioner_features
 from kernels.implementations import Op
 from tests.test_house import ROOT
 from tools.bench.traffic import __main__ as command
 from tools.bench.traffic.paper import ROOFS, layer_trace, step_of
-from tools.bench.traffic.trace import ATTENTION, POINTWISE, PRODUCT, Trace, run_on_paper
 
 TOKENS, WIDTH = 256, 64
 LARGE = load(ModelConfig, ROOT / "configs" / "model" / "transformer_1.3b.yaml")

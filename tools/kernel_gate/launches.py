@@ -26,8 +26,8 @@ from fem_megatron.documents import Documents
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
+from fem_megatron.trace import run_on_paper
 from kernels.check import Inputs, Suite, suites
-from tools.bench.traffic.trace import run_on_paper
 from tools.kernel_gate.gate import Build, covering
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"

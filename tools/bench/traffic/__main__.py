@@ -18,10 +18,10 @@ from fem_common.errors import UserError
 from fem_common.text import nearest
 from fem_megatron.catalogue import BASELINE, MIXERS
 from fem_megatron.config import ModelConfig
+from fem_megatron.trace import KINDS, POINTWISE
 from kernels.implementations import triton_version
 from tools.bench import runner
 from tools.bench.traffic.paper import ROOFS, SOURCES, Step, kernels_of, step_of
-from tools.bench.traffic.trace import KINDS, POINTWISE
 from tools.bench.whole_model import SCALES, WITHOUT
 
 PROGRAM = "tools.bench.traffic"

@@ -18,8 +18,8 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.parallel import OneProcess
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
+from fem_megatron.trace import ATTENTION, KINDS, META, PRODUCT, TILES, WIDE, Trace, run_on_paper
 from pretrain.plan.run_plan import count_by_component
-from tools.bench.traffic.trace import ATTENTION, KINDS, META, PRODUCT, TILES, WIDE, Trace, run_on_paper
 from tools.bench.whole_model import LanguageModel
 
 

@@ -15,12 +15,15 @@ Long, because all that is counted stands in one place: what one kind of call cou
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -30,7 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fem_megatron.parallel import OneProcess
@@ -55,7 +58,7 @@ class Launch:
 
 @dataclass
 class Trace:
-    """What ran. chosen: operation -> implementation. host_reads: times that the host waited for a number. kept_bytes: for the backward.
+    """What ran. chosen: operation -> implementation. reads: where the host waited for a number. kept_bytes: for the backward.
 
     kernels: each launch of Triton, with its arguments and options by name.
     """
@@ -63,9 +66,23 @@ class Trace:
     launches: list[Launch] = field(default_factory=list)
     kernels: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
-    host_reads: int = 0
+    reads: list[str] = field(default_factory=list)
     kept_bytes: int = 0
     backward: bool = False
+    number: float = 0.0  # what the host reads
+
+    @property
+    def host_reads(self) -> int:
+        """Times that the host waited for a number."""
+        return len(self.reads)
+
+    def read(self, function: Any) -> None:
+        """The host waits for a number by this function of torch's."""
+        self.reads.append(f"{caller()} {getattr(function, '__name__', function)}")
+
+    def launched(self, kernel: Any, given: dict[str, Any]) -> None:
+        """A Triton kernel was, with these arguments."""
+        self.kernels.append((kernel, given))
 
     def add(self, name: str, moved: float, kind: str = POINTWISE, flops: float = 0.0) -> None:
         """A kernel ran, in the pass that is going on."""
@@ -97,7 +114,7 @@ def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequen
     with torch.device(META):
         forward, parameters = make(Paper(trace))
     owned = {each.untyped_storage()._cdata for each in parameters}
-    with _launches_counted(trace), _implementations_noted(trace), _packages(trace), Dispatched(trace), OnPaper(trace):
+    with counted(trace), Dispatched(trace), OnPaper(trace):
         with saved_tensors_hooks(keep, lambda t: t):
             y = forward()
         trace.kept_bytes = sum(kept.values())
@@ -107,33 +124,69 @@ def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequen
     return trace
 
 
-class OnPaper(TorchFunctionMode):
-    """Python sees meta tensors on `PAPER`, and others' fused kernels stand in for what has no form without a GPU."""
+def caller() -> str:
+    """``file:line function`` of the innermost frame that is neither torch's nor one that traces; files from the room or package on."""
+    frame = sys._getframe(1)
+    while (place := _place_of(frame.f_code.co_filename)) is None and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{place or frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+
+@functools.cache
+def _place_of(file: str) -> str | None:
+    """The file from its room or package on; None of what stands between the code that is traced and the one that traces."""
+    if file in TRACING or "/torch/" in file or file.startswith("<"):
+        return None
+    parts = Path(file).parts
+    return "/".join(parts[max((n for n, part in enumerate(parts) if part in _ROOMS), default=len(parts) - 1) :])
+
+
+TRACING = {__file__, contextlib.__file__, functools.__file__}
+"""Files that are not what is traced."""
+_ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain")
+
+
+class OnPaper(TorchFunctionMode):
+    """Python sees meta tensors on ``device``; on `PAPER` others' fused kernels stand in for what has no form without a GPU."""
+
+    def __init__(self, trace: Trace, device: torch.device = PAPER) -> None:
+        self.trace, self.device = trace, device
+        self.gpu = device.type == "cuda"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner, kwargs = getattr(func, "__self__", None), kwargs or {}
         if owner is Tensor.device:
             found = func(*args)
-            return PAPER if found == META else found
+            return self.device if found == META else found
         if owner is Tensor.is_cuda:
-            return func(*args) or args[0].is_meta
+            return func(*args) or (self.gpu and args[0].is_meta)
         if func in _HOST_READS and args[0].is_meta:
-            self.trace.host_reads += 1
-            return _HOST_READS[func]
+            self.trace.read(func)
+            return _HOST_READS[func](args[0], self.trace.number)
         if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
             return args[0]  # to the host, behind its back
+        if func is Tensor.type and len(args) == 1 and args[0].is_meta and not kwargs:
+            with torch._C.DisableTorchFunction():
+                return _TYPE(*args).replace("meta.", "cuda." if self.gpu else "")
         if func is torch.autograd.grad:
             return self._gradients(*args, **kwargs)
-        if func is F.rms_norm:
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
+        if func is F.rms_norm and self.gpu:
             return _rms_norm(self.trace, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return _attention(self.trace, *args, **kwargs)
+            return (_attention if self.gpu else _attention_of_a_cpu)(self.trace, *args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        args, kwargs = tree_map(lambda each: META if isinstance(each, torch.device) and each == PAPER else each, (args, kwargs))
+        if "device" in kwargs and self._here(kwargs["device"]):
+            kwargs["device"] = META
+        if any(isinstance(each, torch.device) for each in args):
+            args = tuple(META if isinstance(each, torch.device) and self._here(each) else each for each in args)
         return func(*args, **kwargs)
+
+    def _here(self, device: Any) -> bool:
+        """Whether this names the device that meta tensors are on."""
+        named = device is not None and not isinstance(device, int)
+        return isinstance(device, int) or (named and torch.device(device).type == self.device.type)
 
     def _gradients(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """``torch.autograd.grad``, through which this mode stays on."""
@@ -141,13 +194,36 @@ class OnPaper(TorchFunctionMode):
         outputs, gradients = (
             tuple(x) if isinstance(x, tuple | list) and not hasattr(x, "node") else (x,) for x in (given["outputs"], given["grad_outputs"])
         )
-        again = given.get("retain_graph"), given.get("create_graph", False)
+        again = _again(given)
         with self:
             return _engine_run_backward(outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False)
 
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.autograd.backward``, through which this mode stays on: a layer that is computed again chooses as it did before."""
+        given = inspect.signature(torch.autograd.backward).bind(*args, **kwargs).arguments
+        tensors, gradients = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in (given["tensors"], given.get("grad_tensors")))
+        made = torch.autograd._make_grads(tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False)
+        with self:
+            _engine_run_backward(tensors, made, *_again(given), (), True, accumulate_grad=True)
 
-_HOST_READS = {Tensor.item: 0.0, Tensor.__float__: 0.0, Tensor.__int__: 0, Tensor.__index__: 0, Tensor.__bool__: False}
-"""What waits for a number of the device -> the number that it gets here."""
+
+def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(retain_graph, create_graph) as torch.autograd's functions take them."""
+    keep, create = given.get("retain_graph"), given.get("create_graph", False)
+    return create if keep is None else keep, create
+
+
+_TYPE = Tensor.type  # `platform` puts a function of its own in its place
+_HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
+    Tensor.item: lambda _, number: number,
+    Tensor.__float__: lambda _, number: number,
+    Tensor.__int__: lambda *_: 0,
+    Tensor.__index__: lambda *_: 0,
+    Tensor.__bool__: lambda *_: False,
+    Tensor.tolist: lambda t, number: torch.full(t.shape, number, device="cpu").tolist(),
+    Tensor.cpu: lambda t, number: torch.full(t.shape, number, dtype=t.dtype, device="cpu"),
+}
+"""What waits for a number of the device -> what it gets here."""
 
 
 class Dispatched(TorchDispatchMode):
@@ -158,7 +234,11 @@ class Dispatched(TorchDispatchMode):
         self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what torch asks of tensors to run the operation, and we to count it, is nobody's call
+            return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operation and counts it."""
         out = func(*args, **kwargs)
         packet = func.overloadpacket
         name = packet.__name__ if func.namespace == "aten" else f"{func.namespace}: {packet.__name__}"
@@ -233,6 +313,13 @@ def moved(tensors: Sequence[Tensor | None]) -> float:
 
 
 @contextmanager
+def counted(trace: Trace) -> Iterator[None]:
+    """Into the trace: launches of Triton kernels, which do nothing; implementations that are chosen; others' packages stand in."""
+    with _launches_counted(trace), _implementations_noted(trace), _packages(trace):
+        yield
+
+
+@contextmanager
 def _launches_counted(trace: Trace) -> Iterator[None]:
     """A launch of any Triton kernel is counted and does nothing; block sizes are a GPU's, not the interpreter's."""
     import triton
@@ -242,7 +329,7 @@ def _launches_counted(trace: Trace) -> Iterator[None]:
         modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
         given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         named = next((names for module in modules for each, names in getattr(module, "TRAFFIC", {}).items() if each is kernel), given)
-        trace.kernels.append((kernel, given))
+        trace.launched(kernel, given)
         tiles = any(each is kernel for module in modules for each in getattr(module, "MATRIX", ()))
         place = kernel.fn.__module__.split(".")
         name = f"{place[1] if place[0] == 'kernels' else place[0]}: {kernel.fn.__name__.strip('_')}"
@@ -381,6 +468,18 @@ def _attention(
     trace: Trace, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, attn_mask: Tensor | None = None, **_: Any
 ) -> Tensor:
     return cast(Tensor, _Attention.apply(trace, is_causal, q, k, v))
+
+
+def _attention_of_a_cpu(
+    trace: Trace, q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The flash kernel that torch takes on a CPU: what it keeps and makes."""
+    from kernels.fem_attention.reference import repeat_heads
+
+    k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
+    out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+    return cast(Tensor, out)
 
 
 @contextmanager

@@ -1,0 +1,165 @@
+"""What a rank's steps hold and send, operation by operation: `Recorder` sees every one of torch's as it is dispatched.
+
+It records a real run as well, where it leaves everything as it is: so the collectives of both can be compared, call by call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fem_megatron.trace import META, TRACING, Dispatched, Trace, caller, moved
+
+TRACING.add(__file__)
+
+SETUP, FORWARD, BACKWARD, REDUCTION, UPDATE = PHASES = ("setup", "forward", "backward", "reduction", "update")
+
+
+@dataclass
+class Held:
+    """A tensor's memory from its birth to its end, in ticks of the recorder (None: it is still there). part: of the model."""
+
+    bytes: int
+    phase: str
+    part: str
+    operation: str
+    place: str
+    born: int
+    gone: int | None = None
+    kind: str = ""  # what holds it, where that is known: weights, gradients, optimizer
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call. group: the ranks' numbers; bytes: of this rank's largest tensor in it; peer: of a send or receive."""
+
+    phase: str
+    kind: str
+    group: tuple[int, ...]
+    bytes: int
+    peer: int | None = None
+
+
+@dataclass
+class StepTrace(Trace):
+    """A trace that knows a step's phases; ``stage`` is ``setup``, ``forward`` (with the backward), ``reduction`` or ``update``."""
+
+    stage: str = SETUP
+    part: str = ""
+    collectives: list[Collective] = field(default_factory=list)
+    muted: bool = False
+
+    @property
+    def phase(self) -> str:
+        """Of what runs now."""
+        running = torch._C._current_graph_task_id() != -1
+        return BACKWARD if running and self.stage == FORWARD else self.stage
+
+    def launched(self, kernel: Any, given: dict[str, Any]) -> None:
+        """A Triton kernel was; its arguments, tensors of the step, are let go."""
+
+    def add(self, name: str, moved: float, kind: str = "pointwise", flops: float = 0.0) -> None:
+        """A kernel ran."""
+        self.backward = self.phase == BACKWARD
+        super().add(name, moved, kind, flops)
+
+
+class Recorder(Dispatched):
+    """Records all collectives, and the memory of the tensors of one device: those without numbers, or in a real run those of the CPU."""
+
+    trace: StepTrace
+
+    def __init__(self, trace: StepTrace, device: torch.device = META) -> None:
+        super().__init__(trace)
+        self.device = device
+        self.held: list[Held] = []
+        self.here: dict[int, tuple[Held, Any]] = {}
+        self.tick = 0
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the operation and records it."""
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if self.trace.muted:
+            return func(*args, **kwargs)
+        out = super().run(func, args, kwargs)
+        self.note(out, func.__name__.partition(".")[0])
+        return out
+
+    def fused(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as one kernel: what it makes on its way is in no memory."""
+
+        def call(*args: Any) -> Any:
+            self.trace.muted = True
+            try:
+                out = function(*args)
+            finally:
+                self.trace.muted = False
+            self.trace.add(name, moved([t for t in tree_leaves((args, out)) if isinstance(t, Tensor)]))
+            self.note(out, name)
+            return out
+
+        return call
+
+    def note(self, made: Any, operation: str) -> None:
+        """The memory of tensors that were not there before."""
+        for t in tree_leaves(made):
+            if isinstance(t, Tensor) and self._is_here(t):
+                storage = t.untyped_storage()
+                key = storage._cdata
+                if key not in self.here and storage.nbytes():
+                    held = Held(storage.nbytes(), self.trace.phase, self.trace.part, operation, caller(), self.tick)
+                    self.here[key] = held, weakref.ref(storage, partial(self._gone, key))
+                    self.held.append(held)
+                    self.tick += 1
+
+    def known(self, tensors: Any, kind: str) -> None:
+        """What holds these tensors' memory."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, Tensor) and self._is_here(t) and t.untyped_storage()._cdata in self.here:
+                held, _ = self.here[t.untyped_storage()._cdata]
+                held.kind = held.kind or kind
+
+    def _is_here(self, t: Tensor) -> bool:
+        return t.is_meta if self.device == META else t.is_cpu
+
+    def _gone(self, key: int, _: object) -> None:
+        held, _ = self.here.pop(key)
+        held.gone = self.tick
+        self.tick += 1
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        group = next(each for each in args if not isinstance(each, Tensor | list | int))
+        group = torch.distributed.ProcessGroup.unbox(group) if not isinstance(group, torch.distributed.ProcessGroup) else group
+        ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        kind = func.overloadpacket.__name__.strip("_")
+        peer = ranks[args[2]] if kind in ("send", "recv") else None
+        if kind != "barrier":
+            self.trace.collectives.append(Collective(self.trace.phase, NAMES.get(kind, kind), ranks, size, peer))
+        if not any(t.is_meta for t in tensors) and torch.distributed.get_backend() != "fake":
+            return func(*args, **kwargs)
+        work = torch._C._distributed_c10d.FakeWork().boxed()
+        return (args[0], work) if len(func._schema.returns) > 1 else work
+
+
+NAMES = {
+    "allreduce": "all-reduce",
+    "allgather_base": "all-gather",
+    "allgather": "all-gather",
+    "allgather_into_tensor_coalesced": "all-gather",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "allreduce_coalesced": "all-reduce",
+    "reduce_scatter_base": "reduce-scatter",
+    "broadcast": "broadcast",
+    "recv": "receive",
+}
+"""torch's name of a collective -> the field's."""

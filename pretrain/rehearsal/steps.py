@@ -1,0 +1,232 @@
+"""The rehearsal itself: each kind of rank sets up and takes two steps; the second is told."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+
+from fem_common.errors import ConfigError
+from fem_common.text import gib
+from fem_megatron.megatron import model as fem_model
+from fem_megatron.megatron import paper
+from fem_megatron.trace import META, Launch
+from pretrain.config import RunConfig
+from pretrain.data.datasets import FIELDS
+from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+from pretrain.plan.devices import memory_gib
+from pretrain.plan.run_plan import Plan, make_plan
+from pretrain.rehearsal.record import FORWARD, REDUCTION, SETUP, UPDATE, Collective, Held, Recorder, StepTrace
+from pretrain.schedule import Schedule
+from pretrain.signals import STOP
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE = HOLDERS = ("weights", "gradients", "optimizer", "activations", "workspace")
+"""What holds memory; activations were made by a forward pass, workspace by a backward pass or the update, or before the step."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a rank holds at once. phase, part: of the step and the model, in which it does."""
+
+    bytes: int
+    phase: str
+    part: str
+    held: list[Held]
+
+    def by_holder(self) -> dict[str, int]:
+        """Bytes by HOLDERS."""
+        found = dict.fromkeys(HOLDERS, 0)
+        for each in self.held:
+            found[holder(each)] += each.bytes
+        return found
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the second step of one rank does. begin, end: its ticks; groups: of ranks, their names; seconds: that the rehearsal took."""
+
+    stage: int
+    rank: int
+    begin: int
+    end: int
+    held: list[Held]
+    launches: list[Launch]
+    collectives: list[Collective]
+    groups: dict[tuple[int, ...], str]
+    reads: list[str]
+    chosen: dict[str, str]
+    seconds: float = 0.0
+
+    @cached_property
+    def peak(self) -> Peak:
+        """When most is held, within the step."""
+        changes = {each.born: each for each in self.held} | {each.gone: each for each in self.held if each.gone is not None}
+        now = best = at = 0
+        for tick, each in sorted(changes.items()):
+            now += each.bytes if tick == each.born else -each.bytes
+            if self.begin <= tick < self.end and now > best:
+                best, at = now, tick
+        last = changes[at]
+        return Peak(best, last.phase, last.part, [each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)])
+
+    def flops(self, *, backward: bool) -> float:
+        """Of all matrix products that torch and the attention's engine do in one of the passes; those within Triton kernels are unknown."""
+        return sum(launch.flops for launch in self.launches if launch.backward == backward)
+
+
+def holder(held: Held) -> str:
+    """Of HOLDERS, what holds a tensor's memory."""
+    return held.kind or (ACTIVATIONS if held.phase == FORWARD else WORKSPACE)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Of a run on one device: the plan, and each kind of rank by its pipeline stage."""
+
+    config: RunConfig
+    device: str
+    plan: Plan
+    ranks: list[Rank]
+
+    @property
+    def excess(self) -> str | None:
+        """What is wrong where the fullest rank needs more memory than the device has."""
+        room, most = memory_gib(self.device), max(self.ranks, key=lambda rank: rank.peak.bytes)
+        if room is None or most.peak.bytes <= room * 2**30:
+            return None
+        return (
+            f"{self.device} has {room} GiB of memory, and rank {most.rank} needs {gib(most.peak.bytes)}: lower train.micro_batch_size, set "
+            "train.recompute=full, or split the model further (parallel.*)"
+        )
+
+
+def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
+    """The run's first, middle and last pipeline stage on ``device`` (h100, h200 or cpu), one after the other in this process.
+
+    Raises ConfigError for DeepSpeed's engine, whose own start wants a real device.
+    """
+    if config.engine.name == "deepspeed":
+        raise ConfigError("engine.name = deepspeed cannot be rehearsed: DeepSpeed looks for a real device; set engine.name=megatron")
+    plan = make_plan(config, world_size, cuda=device != "cpu")
+    stages = config.parallel.pipeline_model_parallel_size
+    where = paper.CPU if device == "cpu" else paper.PAPER
+    kinds = sorted({0, stages // 2, stages - 1}) if stages > 2 else range(stages)
+    ranks = [rehearse_rank(config, world_size, where, stage) for stage in kinds]
+    return Rehearsal(config, device, plan, ranks)
+
+
+def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stage: int) -> Rank:
+    """The first rank of a pipeline stage: set up, a step, and the step that is told."""
+    began = time.monotonic()
+    trace = StepTrace(number=2 * config.optimizer.clip_grad)  # the gradient's norm, among others
+    recorder = Recorder(trace)
+    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)  # Megatron's order: tp, dp, pp
+    with paper.machine(device, rank, world_size, trace, recorder.fused), recorder:
+        initialize_model_parallel(config)
+        schedule = Schedule.of(config)
+        with _weights_undrawn():
+            from pretrain.run import make_engine
+
+            engine = make_engine(config, schedule)
+        try:
+            told = recorded_steps(engine, recorder, micro_batches(config), schedule, world_size)
+        finally:
+            engine.close()
+            destroy_model_parallel()
+    return replace(told, stage=stage, rank=rank, seconds=time.monotonic() - began)
+
+
+def recorded_steps(engine: Any, recorder: Recorder, batches: Iterator[Any], schedule: Schedule, world_size: int) -> Rank:
+    """Two steps of an engine, of which the second is told. The recorder sees what runs; so it does of a real engine."""
+    trace = recorder.trace
+    _name_parts(engine, trace)
+    reduce = engine.settings.finalize_model_grads_func
+
+    def reduced(*args: Any, **kwargs: Any) -> None:
+        trace.stage = REDUCTION
+        reduce(*args, **kwargs)
+        trace.stage = UPDATE
+
+    engine.settings.finalize_model_grads_func = reduced
+    peaks = [0.0] * world_size
+    begin = launches = collectives = reads = 0
+    for step in (1, 2):
+        gc.collect()
+        begin, launches, collectives, reads = recorder.tick, len(trace.launches), len(trace.collectives), len(trace.reads)
+        trace.stage = FORWARD
+        engine.train_step(batches, schedule.samples_at(step), beside=lambda: [*(0.0 for _ in STOP), *peaks])
+        trace.stage = SETUP
+    end = recorder.tick
+    recorder.known([list(model.parameters()) for model in engine.models], WEIGHTS)
+    buffers = [buffer for chunk in engine.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    recorder.known([getattr(buffer, "param_data", None) for buffer in buffers], WEIGHTS)
+    recorder.known([buffer.grad_data for buffer in buffers], GRADIENTS)
+    for inner in engine.optimizer.chained_optimizers:
+        recorder.known([dict(state) for state in inner.optimizer.state.values()], OPTIMIZER)
+        recorder.known([group["params"] for group in inner.optimizer.param_groups], OPTIMIZER)
+    return Rank(
+        stage=0,
+        rank=torch.distributed.get_rank(),
+        begin=begin,
+        end=end,
+        held=recorder.held,
+        launches=trace.launches[launches:],
+        collectives=trace.collectives[collectives:],
+        groups=_groups(),
+        reads=trace.reads[reads:],
+        chosen=trace.chosen,
+    )
+
+
+def _groups() -> dict[tuple[int, ...], str]:
+    """The ranks of this rank's groups -> what they share, as the configuration abbreviates it."""
+    named = {
+        "all ranks": torch.distributed.group.WORLD,
+        "tied embeddings": parallel_state.get_embedding_group(check_initialized=False),
+        "PP": parallel_state.get_pipeline_model_parallel_group(),
+        "DP": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "TP": parallel_state.get_tensor_model_parallel_group(),
+    }
+    member = {name: group for name, group in named.items() if group is not None and group != torch.distributed.GroupMember.NON_GROUP_MEMBER}
+    return {tuple(torch.distributed.get_process_group_ranks(group)): name for name, group in member.items()}
+
+
+def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches without numbers, as `pretrain.data.datasets.batches` brings them to the device."""
+    shape = config.train.micro_batch_size, config.data.seq_length
+    while True:
+        yield {key: torch.empty(shape, dtype=torch.float32 if key == "loss_mask" else torch.int64, device=META) for key in FIELDS}
+
+
+def _name_parts(engine: Any, trace: StepTrace) -> None:
+    """Have the trace know the part of the model that runs: a layer by its number, embedding, final norm, output layer."""
+    for model in engine.models:
+        parts = {f"layer {layer.layer_number}": layer for layer in model.decoder.layers}
+        others = {"embedding": "embedding", "final norm": "decoder.final_layernorm", "output layer": "output_layer"}
+        known = dict(model.named_modules())
+        parts |= {name: known[module] for name, module in others.items() if module in known}
+        for name, module in parts.items():
+            module.register_forward_pre_hook(lambda *_, name=name: setattr(trace, "part", name))
+            module.register_forward_hook(lambda *_: setattr(trace, "part", "loss"))
+
+
+@contextmanager
+def _weights_undrawn() -> Iterator[None]:
+    """The model is made where tensors have no numbers, not on the host and then moved; so its first weights are not drawn."""
+    build = fem_model.build
+
+    def built(*args: Any) -> Any:
+        with META:
+            return build(*args)
+
+    undrawn: dict[str, Any] = {"build": built, "start": lambda name, shape, init, seed: torch.empty(shape, device=META)}
+    with mock.patch.multiple(fem_model, **undrawn):
+        yield

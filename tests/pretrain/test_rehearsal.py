@@ -1,0 +1,137 @@
+"""The rehearsal against real runs on gloo ranks: the same recorder sees both, on tensors without numbers and on real ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fem_common.exits import Exit
+from fem_megatron.catalogue import MIXERS
+from fem_megatron.megatron import platform
+from pretrain.__main__ import main
+from pretrain.config import RunConfig, load_run
+from pretrain.rehearsal.record import Collective, Recorder, StepTrace
+from pretrain.rehearsal.steps import HOLDERS, Rank, recorded_steps, rehearse
+from pretrain.validate import prepare
+from tests.pretrain.conftest import DEMO, SMALL
+from tests.pretrain.jobs import micro_batches
+from tests.pretrain.test_parity import AGAIN, OVERLAP, PAIR, PP2, SP, TIED, TP2
+from tests.ranks import answer
+
+BASE = [*SMALL, "model.vocab_size=512", "train.precision=fp32", "data.train.0.prefix=none", "data.valid=[]", "data.test=[]"]
+PLAIN = ["model.mixer=transformer", TIED]
+Cases = dict[str, tuple[int, list[str]]]
+QUICK: Cases = {
+    "TP2 + SP": (2, [*TP2, *SP, *PLAIN]),
+    "PP2": (2, [*PP2, *PLAIN]),
+    "DP2, overlapped": (2, [*OVERLAP, "model.mixer=cem"]),
+}
+SLOW: Cases = {
+    "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),
+    "PP2 interleaved": (2, [*PP2, *PAIR, "parallel.virtual_pipeline_model_parallel_size=2", "train.global_batch_size=8"]),
+    "DP2, plain": (2, [*PLAIN, "parallel.use_distributed_optimizer=false"]),
+    "DP2, Muon": (2, [*PLAIN, "optimizer.name=muon"]),
+    "TP2 x PP2 + SP": (4, [*TP2, *PP2, *SP, "model.mixer=fem_gla", "train.precision=bf16"]),
+    **{f"TP2, {name}": (2, [*TP2, f"model.mixer={name}"]) for name in MIXERS if not name.startswith("fla.")},
+}
+# Of a GPU's step. What its host reads is waited for, so each stands here with its reason.
+STEADY = {
+    "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32 item",  # decides about the update, and by how much
+    "pretrain/engines/building.py mean_loss tolist",  # loss, stop signals, memory: one all-reduce
+}
+ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precision=bf16", "train.global_batch_size=16"]
+LAYOUTS: Cases = {
+    "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
+    "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", TIED]),
+}
+Told = tuple[list[Collective], dict[str, int]]
+
+
+def config_of(world: int, overrides: list[str], base: list[str] = BASE) -> RunConfig:
+    return prepare(load_run(DEMO, [*base, *overrides, f"parallel.world_size={world}"]), None, plan_only=True).config
+
+
+def told(rank: Rank) -> Told:
+    return rank.collectives, rank.peak.by_holder()
+
+
+def rehearsed(cases: Cases) -> dict[str, list[Told]]:
+    """Case -> of the first rank of each pipeline stage."""
+    platform.import_megatron()
+    return {name: [told(rank) for rank in rehearse(config_of(*case), case[0], "cpu").ranks] for name, case in cases.items()}
+
+
+def real(cases: Cases) -> dict[str, Told]:
+    """Case -> of this rank."""
+    from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+    from pretrain.run import make_engine
+    from pretrain.schedule import Schedule
+
+    platform.import_megatron()
+    platform.initialize_distributed()
+    found = {}
+    for name, (world, overrides) in cases.items():
+        config = config_of(world, overrides)
+        with Recorder(StepTrace(), torch.device("cpu")) as recorder:
+            initialize_model_parallel(config)
+            schedule = Schedule.of(config)
+            engine = make_engine(config, schedule)
+            found[name] = told(recorded_steps(engine, recorder, micro_batches(config.data.seq_length), schedule, world))
+            engine.close()
+            destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("cases", [pytest.param(QUICK, id="quick"), pytest.param(SLOW, id="all", marks=pytest.mark.slow)])
+def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: Cases) -> None:
+    """Collectives call by call; weights, gradients and optimizer to the byte; the peak but for a hidden state (of 75 such): gloo holds what
+    it sends until it is waited for."""
+    on_paper = answer(1, rehearsed, cases, output=tmp_path / "paper", patience=600)
+    for world in {world for world, _ in cases.values()}:
+        here = {name: case for name, case in cases.items() if case[0] == world}
+        answer(world, real, here, output=tmp_path / f"ranks{world}", patience=600)
+        ranks = [pickle.loads(Path(f"{tmp_path}/ranks{world}.{rank}.answer").read_bytes()) for rank in range(world)]
+        for name in here:
+            for stage, (collectives, memory) in enumerate(on_paper[name]):
+                sent, held = ranks[stage * world // len(on_paper[name])][name]
+                assert collectives == sent and any(len(each.group) > 1 for each in sent), name
+                assert [memory[each] for each in HOLDERS[:3]] == [held[each] for each in HOLDERS[:3]], name
+                assert sum(memory.values()) == pytest.approx(sum(held.values()), rel=0.02), name
+
+
+def on_a_gpu(picture: Path) -> tuple[dict[str, list[set[str]]], tuple[float, float], Any, dict[str, Any]]:
+    """Layout -> each rank's host reads; (forward, backward) FLOPs of the first, its plan; and what the command prints."""
+    platform.import_megatron()
+    found = {name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100") for name, case in LAYOUTS.items()}
+    first = found["DP2, overlapped"]
+    flops = first.ranks[0].flops(backward=False), first.ranks[0].flops(backward=True)
+    reads = {name: [{re.sub(r":\d+", "", read) for read in rank.reads} for rank in each.ranks] for name, each in found.items()}
+    with redirect_stdout(io.StringIO()) as said:
+        assert main([DEMO, *ON_A_GPU, *PLAIN, "--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]) == 0
+    return reads, flops, first.plan, json.loads(said.getvalue())
+
+
+def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path) -> None:
+    reads, (forward, backward), plan, printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
+    assert reads == {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3}
+    tokens = plan.schedule.step_tokens // plan.data_parallel
+    assert forward == tokens * sum(plan.forward_flops.values())
+    # Twice the forward; the attention's scores are multiplied once more.
+    assert backward == tokens * (2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2)
+    assert printed["fits"] and [rank["planned"]["weights"] for rank in printed["ranks"]] == [printed["ranks"][0]["peak"]["weights"]]
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([DEMO, *BASE, *PLAIN, "--rehearse", "engine.name=deepspeed"]) == Exit.WRONG_INPUT
+    assert "engine.name = deepspeed cannot be rehearsed" in capsys.readouterr().err
+    assert main([DEMO, *BASE, "--gpus", "2"]) == Exit.WRONG_INPUT
+    assert "--gpus is of --rehearse" in capsys.readouterr().err
