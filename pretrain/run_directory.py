@@ -37,15 +37,15 @@ def resolved(config: RunConfig) -> RunConfig:
     return replace(config, run_dir=str(run_directory(config)))
 
 
-def check_writable(folder: Path) -> None:
-    """Raises ConfigError where the run directory cannot be made or written in, as far as that can be told without making anything."""
+def check_writable(folder: Path, key: str = "run_dir") -> None:
+    """Raises ConfigError where a folder, ``key``'s, cannot be made or written in, as far as that can be told without making anything."""
     there = folder.absolute()
     while not os.path.lexists(there):
         there = there.parent
     if not os.path.isdir(there):
-        raise ConfigError(f"run_dir = {folder}: {there} is not a folder; choose another run_dir")
+        raise ConfigError(f"{key} = {folder}: {there} is not a folder; choose another {key}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"run_dir = {folder}: {there} is not writable; choose another run_dir, or make it so")
+        raise ConfigError(f"{key} = {folder}: {there} is not writable; choose another {key}, or make it so")
 
 
 @contextmanager

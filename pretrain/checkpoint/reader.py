@@ -129,7 +129,7 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
 
 
 def compare(part: Tensor, checksum: int | str, place: Any) -> None:
-    """Raises DamagedCheckpoint: a tensor's bytes, to the end of its storage, do not match: the CRC-32 stored with them, or their XXH3-64."""
+    """Raises DamagedCheckpoint: a tensor's bytes, to the end of its storage, do not match the CRC-32 in its archive, or their XXH3-64."""
     content = stored(part)
     if (zlib.crc32(content) if isinstance(checksum, int) else xxhash.xxh3_64_hexdigest(content)) != checksum:
         raise DamagedCheckpoint(f"{place.relative_path}: the bytes do not match their checksum")
