@@ -35,9 +35,9 @@ def is_url(place: str) -> bool:
 
 
 def folder_of(place: str) -> Path | None:
-    """The folder that a path or a file:// URL names; None of another kind's."""
+    """The folder that a path or a URL of a file system names; None of another kind's."""
     kind, mark, rest = place.partition("://")
-    return Path(rest if mark else place) if not mark or kind == "file" else None
+    return Path(rest or kind) if not mark or kind == "file" else None
 
 
 def refusal(place: str, folder: Path | None) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fem_common import secrets
 from fem_common.config import ConfigErrors, Mistake, noted
 from fem_common.errors import ConfigError, files_told
-from fem_common.stores import folder_of, is_url, refusal
+from fem_common.stores import is_url, refusal
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
@@ -52,11 +52,7 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False,
     mistakes, facts = [*before, *_mistakes(config, world_size, before)], None
     if not plan_only and os.environ.get("RANK", "0") == "0" and not _wrong(mistakes, "run_dir name model"):  # rank 0 alone writes there
         with noted(mistakes, "run_dir"):
-            check_writable(run_directory(config))
-        mirror = config.checkpoint.mirror and folder_of(config.checkpoint.mirror)
-        if mirror and not _wrong(mistakes, "checkpoint"):
-            with noted(mistakes, "checkpoint"):
-                check_writable(mirror, "checkpoint.mirror")
+            check_writable(run_directory(config), config.checkpoint.mirror)
     without_data = plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
     if not without_data and not _wrong(mistakes, "data model"):
         with noted(mistakes, "data"), files_told():
@@ -368,13 +364,10 @@ def _check_mirror(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
     """Sources in stores: no password may stand in a file, and a pair lies in a folder. What is no source is none in a store."""
-    data, given = config.data, config.checkpoint
-    read = (("checkpoint.load", given.load), ("checkpoint.fork", given.fork))
-    kept = (("data.index_cache", data.index_cache), ("data.store_cache", data.store_cache))
     for key, place, way in (
         ("run_dir", config.run_dir, "a run writes in a folder, and checkpoint.mirror=URL sends it there"),
-        *((key, place, "bring it first: python -m tools.checkpoint fetch FOLDER URL") for key, place in read),
-        *((key, place, "it is a folder of this machine's") for key, place in kept),
+        ("checkpoint.load", config.checkpoint.load, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
+        ("checkpoint.fork", config.checkpoint.fork, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
     ):
         if place and is_url(place):
             yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"
