@@ -71,8 +71,8 @@ def load(
     the path of a file that holds the section (with a slash, or ending in .yaml or .yml; from the folder of the file that names it, or from
     the working directory), or a mapping whose ``base`` is one of these. An override of a whole section (``model=fem_sm_340m``) replaces it
     and is applied before those of single keys. Without ``parts`` the file itself may have a ``base``: a path, or the name of a file beside
-    it, else of one in the folder ``shipped``; not where the class has a field ``base`` of its own. ``absent``: pattern of keys that others'
-    configurations have -> what to say of them.
+    it, else of one in the folder ``shipped``; not where the class has a field ``base`` of its own. ``absent``: pattern of (dotted) keys
+    that others' configurations have -> what to say of them.
 
     Raises:
         ConfigErrors: all that is wrong with it. ConfigError: the file is not there or not to be read.
@@ -427,7 +427,7 @@ class _Reader:
     def suggestion(self, path: tuple[str, ...], key: str, known: Sequence[str]) -> str:
         """The same name in another section, a like name in this one, a like name anywhere; or what is not here."""
         for pattern, said in self.absent.items():
-            if re.fullmatch(pattern, key):
+            if re.fullmatch(pattern, key) or re.fullmatch(pattern, ".".join((*path, key))):
                 return f"{said}; leave it out"
         everywhere = {name.rsplit(".", 1)[-1]: name for name, _, _ in reversed(list(walk(self.cls))) if ".N." not in name}
         here = nearest(key, known)

@@ -11,9 +11,11 @@ from typing import Any
 
 from fem_common import secrets
 from fem_common.errors import MISTAKES, ConfigError, StorageError
+from fem_common.text import nearest
 
 Say = Callable[[str], None]
 LONGEST_PAUSE = 60.0  # seconds between two attempts
+_UNWRITTEN = {"http", "https", "memory", "data"}  # kinds of places that keep nothing
 _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "s3": {
@@ -32,19 +34,39 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
+def folder_of(place: str) -> Path | None:
+    """The folder that a path or a URL of a file system names; None of another kind's."""
+    kind, mark, rest = place.partition("://")
+    return Path(rest or kind) if not mark or kind == "file" else None
+
+
 def refusal(place: str, folder: Path | None) -> str | None:
     """What the name of a place tells that nothing can be kept there, or no copy of what is in ``folder``; None: nothing."""
     kind, mark, rest = place.partition("://")
     if secrets.hides_a_password(place):
         return "has a password in it, which would stand in files; give credentials in the environment"
-    if re.match(r"[a-z0-9+]+:/(?!/)", place) or (mark and not rest.strip("/")):
-        return f"= {place} names no bucket and folder; as in s3://BUCKET/FOLDER"
-    if folder is None or (mark and kind != "file"):
+    if re.match(r"[a-z0-9+]+:/(?!/)|(s3a?|gc?s)//", place) or not place.strip() or (mark and not rest.strip("/")):
+        return f"= {place or repr(place)} names no bucket and folder; as in s3://BUCKET/FOLDER"
+    if folder is None:
         return None
-    there, here = Path(rest if mark else place).resolve(), folder.resolve()
+    if (local := folder_of(place)) is None:
+        return _unknown(place, kind)
+    there, here = local.resolve(), folder.resolve()
     if there.is_relative_to(here) or here.is_relative_to(there):
         return f"= {place} and the folder {folder} lie one in the other, and files would be written over: choose another place"
     return None
+
+
+def _unknown(place: str, kind: str) -> str | None:
+    """Why nothing can be sent to such a kind of place; None: fsspec knows how."""
+    from fsspec import available_protocols
+
+    known = set(available_protocols()) - _UNWRITTEN
+    if kind in known:
+        return None
+    near = nearest(kind.lower(), known)
+    meant = f"; did you mean {near}://{place.partition('://')[2]}?" if near else ""
+    return f"= {place}: nothing can be sent to {kind}://{meant or '; as in s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder'}"
 
 
 def open_store(place: str, folder: Path | None = None) -> tuple[Any, str, str]:

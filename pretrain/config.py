@@ -17,6 +17,8 @@ from fem_megatron.config import ModelConfig
 
 ABSENT = {
     r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": "mixtures of experts and expert parallelism are not here",
+    r"checkpoint\.(tiers?|levels?)": "there are two: run_dir every checkpoint.interval steps, checkpoint.mirror every mirror_interval",
+    r"checkpoint\.(folder|dir|directory|path|save|url)": "they lie in run_dir, and checkpoint.mirror=URL sends them elsewhere, too",
     r"(.*_)?context_parallel(_.*)?|cp(_.*)?|ulysses(_.*)?|ring_attention(_.*)?": "context parallelism is not here",
 }
 """What others' configurations have and this one does not: a pattern of their keys -> what to say."""

@@ -19,6 +19,7 @@ from typing import Any
 from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError, InUse
 from fem_common.files import locked, write_whole
+from fem_common.stores import folder_of
 from pretrain.config import RunConfig
 
 FORK = "fork.json"
@@ -37,15 +38,21 @@ def resolved(config: RunConfig) -> RunConfig:
     return replace(config, run_dir=str(run_directory(config)))
 
 
-def check_writable(folder: Path) -> None:
-    """Raises ConfigError where the run directory cannot be made or written in, as far as that can be told without making anything."""
-    there = folder.absolute()
-    while not os.path.lexists(there):
-        there = there.parent
-    if not os.path.isdir(there):
-        raise ConfigError(f"run_dir = {folder}: {there} is not a folder; choose another run_dir")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"run_dir = {folder}: {there} is not writable; choose another run_dir, or make it so")
+def check_writable(folder: Path, mirror: str | None = None) -> None:
+    """Raises ConfigError where the run directory, or its mirror that is a folder, cannot be made or written in.
+
+    As far as that can be told without making anything.
+    """
+    for key, place in (("run_dir", folder), ("checkpoint.mirror", mirror and folder_of(mirror))):
+        if not place:
+            continue
+        there = place.absolute()
+        while not os.path.lexists(there):
+            there = there.parent
+        if not os.path.isdir(there):
+            raise ConfigError(f"{key} = {place}: {there} is not a folder; choose another {key}")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{key} = {place}: {there} is not writable; choose another {key}, or make it so")
 
 
 @contextmanager

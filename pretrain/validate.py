@@ -53,7 +53,7 @@ def prepare(config: RunConfig, launched: int | None, *, plan_only: bool = False,
     mistakes, facts = [*before, *_mistakes(config, world_size, before)], None
     if not plan_only and os.environ.get("RANK", "0") == "0" and not _wrong(mistakes, "run_dir name model"):  # rank 0 alone writes there
         with noted(mistakes, "run_dir"):
-            check_writable(run_directory(config))
+            check_writable(run_directory(config), config.checkpoint.mirror)
     without_data = plan_only and (config.model.vocab_size is not None or before) and not any_on_disk(config)
     if not without_data and not _wrong(mistakes, "data model"):
         with noted(mistakes, "data"), files_told():
@@ -366,6 +366,7 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
     for key, place, way in (
         ("run_dir", config.run_dir, "a run writes in a folder, and checkpoint.mirror=URL sends it there"),
         ("checkpoint.load", config.checkpoint.load, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
+        ("checkpoint.fork", config.checkpoint.fork, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
     ):
         if place and is_url(place):
             yield f"{key} = {secrets.hide(place, secrets.values({'url': place}))} is a URL: {way}"

@@ -127,8 +127,15 @@ def check_kernel_overrides() -> None:
     check_overrides()
 
 
+def stored(tensor: torch.Tensor) -> Any:
+    """All bytes of a CPU tensor's storage, which are what torch saves of it: an array of uint8 over the same memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+
+
 def write_checkpoints_with(opened: Callable[[Any, str], Any], *, asynchronous: bool) -> None:
     """What Megatron's checkpoint writers open their files by, and where they report; before ``dist_checkpointing.save``.
+
+    The files that it opens hear of each tensor: ``mark(where its archive begins, `stored` bytes)``.
 
     They report here, unless training goes on meanwhile. Upstream's way is a process of its own, which imports torch and Megatron to read
     the reports: four seconds of a first save. Its ``write_preloaded_data`` (filesystem_async.py:342, 0.16.1) opens by the builtin.
@@ -430,7 +437,7 @@ def _l2_norm(_chunk_size: int, _flag: Any, tensor_lists: list[list[torch.Tensor]
 
 
 def _fix_checkpoint_writers() -> None:
-    """Let the processes that write a checkpoint's tensors say why they failed, and end with the rank that forked them.
+    """Let the processes that write a checkpoint's tensors mark them, say why they failed, and end with the rank that forked them.
 
     Upstream (filesystem_async.py, 0.16.1): ``_write_item`` (386) raises what torch's zip writer says at its end ("unexpected pos"), which
     hides the file system's own error; ``write_preloaded_data`` (342) outlives a rank that is killed, with the rank's locks. What it logs
@@ -444,13 +451,16 @@ def _fix_checkpoint_writers() -> None:
     write_item = upstream._write_item
 
     @functools.wraps(write_item)
-    def fixed_write_item(*args: Any, **kwargs: Any) -> Any:
+    def fixed_write_item(transforms: Any, stream: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return write_item(*args, **kwargs)
+            written = write_item(transforms, stream, data, *args, **kwargs)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        if isinstance(data, torch.Tensor):
+            stream.mark(written.storage_data.offset, stored(data))
+        return written
 
     upstream._write_item = fixed_write_item
     writer.write_preloaded_data = staticmethod(ending_with_parent(writer.write_preloaded_data))

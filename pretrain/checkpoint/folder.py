@@ -21,6 +21,7 @@ from fem_common.files import sha256, sync_file, sync_folder, write_whole
 
 MANIFEST = "manifest.json"
 HASHES = "xxh3"  # manifest[HASHES]: file -> XXH3-128 of all of it, taken while it was written
+PARTS = "parts.json"  # file -> where a tensor's archive begins in it -> XXH3-64 of the tensor's bytes; older checkpoints have none
 TENSORS = ".distcp"  # what files of tensors end with; they hold checksums of their own
 MIRROR_STATE = "mirror.json"  # in a run directory: how far its mirror is
 WRITING = ".writing_"  # what the names of folders begin with while they are written
@@ -111,21 +112,25 @@ def damage(path: Path) -> str | None:
 
 
 class HashedFile(io.BufferedWriter):
-    """A file that is written from its front to its end; closed, its XXH3-128 is beside it under `hash_of`'s name."""
+    """A file that is written from its front to its end; closed, its XXH3-128 is beside it (`hash_beside`), and those of its parts."""
 
     def __init__(self, path: str | Path, mode: str = "wb") -> None:
         super().__init__(io.FileIO(path, mode))
-        self._path, self._hash = Path(path), xxhash.xxh3_128()
+        self._path, self._hash, self._parts = Path(path), xxhash.xxh3_128(), list[str]()
 
     def write(self, content: Any) -> int:
         """As any file's; all of it is taken."""
         self._hash.update(content)
         return super().write(content)
 
+    def mark(self, begin: int, content: Any) -> None:
+        """From ``begin`` on a tensor was written whose bytes are ``content``."""
+        self._parts.append(f"{begin} {xxhash.xxh3_64_hexdigest(content)}")
+
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         super().__exit__(kind, *rest)
         if kind is None:
-            hash_beside(self._path).write_text(self._hash.hexdigest())
+            hash_beside(self._path).write_text("\n".join((self._hash.hexdigest(), *self._parts)))
 
 
 def hash_beside(path: Path) -> Path:
@@ -166,6 +171,14 @@ def hashes_of(path: Path) -> dict[str, str]:
     """The hashes in a good checkpoint's manifest: of all files, of some, or of none in older ones."""
     hashes: dict[str, str] = json.loads((path / MANIFEST).read_text()).get(HASHES, {})
     return hashes
+
+
+def parts_of(path: Path) -> dict[str, dict[str, str]]:
+    """The hashes of a good checkpoint's tensors (see PARTS); of an older one none."""
+    with suppress(FileNotFoundError):
+        parts: dict[str, dict[str, str]] = json.loads((path / PARTS).read_text())
+        return parts
+    return {}
 
 
 def find(path: Path) -> Found:
@@ -242,9 +255,13 @@ def publish_step(temporary: Path, final: Path, manifest: dict[str, Any], keep_la
     Amid steps that are not finite the newest from before them stays, however many are written: it may be the last that is any good.
     """
     hashes = {path.stem: path for path in temporary.glob(f"*.{HASHES}")}
-    taken = {name: path.read_text() for name, path in hashes.items()}
-    for path in hashes.values():
+    taken, parts = dict[str, str](), dict[str, dict[str, str]]()
+    for name, path in hashes.items():
+        taken[name], *marks = path.read_text().splitlines()
+        parts[name] = dict(mark.split() for mark in marks)
         path.unlink()
+    if parts:
+        (temporary / PARTS).write_text(json.dumps(parts, indent=1))
     names = sorted(p.name for p in temporary.iterdir() if p.is_file())
     small = {name: hash_of(temporary / name) for name in names if not name.endswith(TENSORS)}
     known = {name: value for name, value in manifest.get(HASHES, {}).items() if name in names}  # of what they are linked from

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -27,7 +28,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from fem_common.errors import ConfigError, StorageError, reason, told
 from fem_megatron.config import ModelConfig
-from pretrain.checkpoint.folder import find
+from fem_megatron.megatron.platform import stored
+from pretrain.checkpoint.folder import find, parts_of
 
 NOT_WEIGHTS = ("optimizer.", "rng.")
 _METADATA_MODULES = (
@@ -126,16 +128,17 @@ def read_part(file: IO[bytes], place: Any) -> Tensor:
     return part
 
 
-def compare(part: Tensor, checksum: int, place: Any) -> None:
-    """Raises DamagedCheckpoint: a tensor's bytes, to the end of its storage, do not match the checksum stored with them."""
-    content: Any = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).numpy()
-    if zlib.crc32(content) != checksum:
+def compare(part: Tensor, checksum: int | str, place: Any) -> None:
+    """Raises DamagedCheckpoint: a tensor's bytes, to the end of its storage, do not match the CRC-32 in its archive, or their XXH3-64."""
+    content = stored(part)
+    if (zlib.crc32(content) if isinstance(checksum, int) else xxhash.xxh3_64_hexdigest(content)) != checksum:
         raise DamagedCheckpoint(f"{place.relative_path}: the bytes do not match their checksum")
 
 
 def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
     """As `read_part`; the tensor's checksum is not compared yet."""
-    stretch = cast(IO[bytes], _Stretch(file, place.offset, place.length))
+    whole = _Stretch(file, place.offset, place.length)
+    stretch = cast(IO[bytes], whole)
     try:
         with zipfile.ZipFile(stretch) as archive:
             (tensor,) = [member for member in archive.infolist() if member.filename.split("/")[1:] == ["data", "0"]]
@@ -144,7 +147,11 @@ def _unchecked_part(file: IO[bytes], place: Any) -> tuple[Tensor, int]:
                     archive.read(member)
         stretch.seek(0)
         part = torch.load(stretch, map_location="cpu", weights_only=True)
-    except _DAMAGE as error:
+    except Exception as error:
+        if whole.failure is not None:
+            raise whole.failure from None
+        if not isinstance(error, _DAMAGE):
+            raise
         why = str(error).splitlines()[0].partition(". ")[0] if str(error) else type(error).__name__
         raise DamagedCheckpoint(f"{place.relative_path}: {why}") from None
     return part.detach(), tensor.CRC
@@ -172,7 +179,7 @@ def damaged_tensors(step: Path, advance: Callable[[int], None]) -> Iterator[str]
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a step's folder, for Megatron, but that it runs no code and compares every tensor with its checksum."""
+    """torch's reader of a step's folder, for Megatron, but that it runs no code and compares every tensor with its XXH3, or its CRC-32."""
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -202,15 +209,17 @@ class CheckedReader(FileSystemReader):
 
     compare = staticmethod(compare)
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[tuple[Tensor, int, Any]]:
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[tuple[Tensor, int | str, Any]]:
         """Every part that is needed, its checksum and its place, when it is read and on its way to where it belongs."""
+        known = parts_of(Path(self.path))
         items = sorted(((self.storage_data[item.storage_index], item) for item in plan.items), key=lambda entry: _position(entry[0]))
         for name, entries in groupby(items, key=lambda entry: entry[0].relative_path):
             with (Path(self.path) / name).open("rb", buffering=0) as file:
                 for _, wanted in groupby(entries, key=lambda entry: entry[0].offset):  # often several stretches of one part
                     places = list(wanted)
-                    part, checksum = _unchecked_part(file, places[0][0])
-                    yield part, checksum, places[0][0]
+                    place = places[0][0]
+                    part, checksum = _unchecked_part(file, place)
+                    yield part, known.get(name, {}).get(str(place.offset), checksum), place
                     for _, item in places:
                         stretches = zip(item.storage_offsets, item.lengths, strict=True)
                         target = planner.resolve_tensor(item).detach()
@@ -232,11 +241,12 @@ def load_full_model_state(path: str | Path) -> tuple[dict[str, torch.Tensor], Mo
 
 
 class _Stretch(io.RawIOBase):
-    """A stretch of a file as a file: every tensor in it is a zip archive of its own."""
+    """A stretch of a file as a file: every tensor in it is a zip archive of its own. failure: what a read raised, which torch hides."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         super().__init__()
         self.file, self.start, self.length, self.position = file, start, length, 0
+        self.failure: BaseException | None = None
 
     def readable(self) -> bool:
         return True
@@ -254,11 +264,14 @@ class _Stretch(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """As many bytes as there are and fit: straight to their place, without a copy."""
-        view = memoryview(buffer).cast("B")[: max(0, self.length - self.position)]
-        self.file.seek(self.start + self.position)
-        got = 0
-        while got < len(view) and (count := self.file.readinto(view[got:])):  # type: ignore[attr-defined]  # one call reads 2 GiB at most
-            got += count
+        view, got = memoryview(buffer).cast("B")[: max(0, self.length - self.position)], 0
+        try:
+            self.file.seek(self.start + self.position)
+            while got < len(view) and (count := self.file.readinto(view[got:])):  # type: ignore[attr-defined]  # one call reads 2 GiB at most
+                got += count
+        except BaseException as error:
+            self.failure = error
+            raise
         self.position += got
         return got
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from fem_common.errors import files_told
+from fem_megatron.megatron.platform import stored
 from pretrain.checkpoint.folder import TENSORS, WRITING, HashedFile, Inherited, Progress, publish_step
 from pretrain.checkpoint.store import WEIGHTS_ALONE, manifest_of, write_common
 from pretrain.config import RunConfig
@@ -64,16 +65,18 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], man
 
 def _write(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """The files of torch's format: tensors one after another, each an archive of its own, and ``.metadata``, which says where."""
-    stored: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     with HashedFile(folder / _FILE) as file:
         for name, weight in weights:
             start, begin = torch.Size([0] * weight.dim()), file.tell()
-            torch.save(weight.detach().clone(memory_format=torch.contiguous_format), file)  # a view would bring its whole storage along
-            stored[name] = TensorStorageMetadata(
+            whole = weight.detach().clone(memory_format=torch.contiguous_format)  # a view would bring its whole storage along
+            torch.save(whole, file)
+            file.mark(begin, stored(whole))
+            tensors[name] = TensorStorageMetadata(
                 TensorProperties(dtype=weight.dtype), weight.size(), [ChunkStorageMetadata(start, weight.size())]
             )
             places[MetadataIndex(name, start)] = _StorageInfo(_FILE, begin, file.tell() - begin)
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(stored, storage_data=places)))
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, storage_data=places)))
     write_common(folder, {})
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import json
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fem_megatron.megatron import platform
-from pretrain.checkpoint.folder import MANIFEST, Progress
+from pretrain.checkpoint.folder import MANIFEST, PARTS, Progress, parts_of
 from pretrain.checkpoint.reader import CheckedReader, DamagedCheckpoint, read_metadata, read_part
 from pretrain.checkpoint.writer import save_weights
 from pretrain.config import RunConfig
@@ -83,10 +84,29 @@ def test_no_flipped_bit_makes_another_tensor() -> None:
     assert refused > tensor.nbytes, "each of the tensor's own bytes is covered"
 
 
-def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(tmp_path: Path) -> None:
+def test_a_read_that_fails_says_what_the_file_system_said() -> None:
+    """Torch makes an AttributeError of it, which would be a traceback."""
+    archive = io.BytesIO()
+    torch.save(torch.ones(1000), archive)
+
+    class Failing(io.BytesIO):
+        def readinto(self, buffer: Any) -> int:
+            if len(memoryview(buffer)) == 4000:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().readinto(buffer)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        read_part(Failing(archive.getvalue()), SimpleNamespace(relative_path="a", offset=0, length=len(archive.getvalue())))
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["XXH3", "CRC-32"])
+def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(tmp_path: Path, older: bool) -> None:
     """They are compared beside the reading: the first one's fault is told, too, and the last one's."""
     written = {f"weight_{number}": torch.full((300, 40), float(number)) for number in range(6)}
     step = save_weights(tmp_path, written.items(), RunConfig(), Progress(1, 1, 1), "")
+    assert marked(step)
+    if older:
+        (step / PARTS).unlink()
     found = {name: torch.zeros(300, 40) for name in written}
     for place in read_metadata(step / ".metadata").storage_data.values():
         file, position = step / place.relative_path, place.offset + place.length // 2
@@ -96,6 +116,15 @@ def test_a_flipped_bit_in_any_tensor_is_found_while_an_engine_reads(tmp_path: Pa
         flip(file, position)
     load(found, storage_reader=CheckedReader(step), no_dist=True)
     assert same(found, written)
+    flip(step / PARTS, 70) if not older else None
+    with contextlib.nullcontext() if older else pytest.raises(CheckpointException, match="do not match their checksum"):
+        load(found, storage_reader=CheckedReader(step), no_dist=True)
+
+
+def marked(step: Path) -> bool:
+    """Whether every tensor has its hash."""
+    places = {(place.relative_path, str(place.offset)) for place in read_metadata(step / ".metadata").storage_data.values()}
+    return places == {(name, begin) for name, marks in parts_of(step).items() for begin in marks}
 
 
 def test_a_flipped_bit_is_named_and_the_next_good_checkpoint_taken(pretrain: Command) -> None:
@@ -314,11 +343,12 @@ def _children(pid: int | None) -> list[int]:
 # --- what nobody else wrote ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_file_but_the_tensors_has_a_hash(pretrain: Command) -> None:
+def test_every_file_and_every_tensor_has_a_hash(pretrain: Command) -> None:
     assert pretrain("train.steps=4") == 0
     step = pretrain.checkpoints / "step_00000004"
     hashed = set(json.loads((step / MANIFEST).read_text())["sha256"])
     assert {path.name for path in step.iterdir() if path.suffix != ".distcp"} == {*hashed, MANIFEST}
+    assert marked(step)
 
 
 def test_a_writer_ends_with_its_rank() -> None:
