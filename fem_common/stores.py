@@ -6,6 +6,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def refusal(place: str, folder: Path | None) -> str | None:
         return "has a password in it, which would stand in files; give credentials in the environment"
     if re.match(r"[a-z0-9+]+:/(?!/)|(s3a?|gc?s)//", place) or not place.strip() or (mark and not rest.strip("/")):
         return f"= {place or repr(place)} names no bucket and folder; as in s3://BUCKET/FOLDER"
+    if place.startswith("~"):
+        return f"= {place}: only a shell knows {place.partition('/')[0]}; write the folder out"
     if folder is None:
         return None
     if (local := folder_of(place)) is None:
@@ -58,12 +61,13 @@ def refusal(place: str, folder: Path | None) -> str | None:
 
 
 def _unknown(place: str, kind: str) -> str | None:
-    """Why nothing can be sent to such a kind of place; None: fsspec knows how."""
-    from fsspec import available_protocols
+    """Why nothing can be sent to such a kind of place; None: fsspec knows how, and the package that it takes is there."""
+    from fsspec.registry import available_protocols, known_implementations
 
     known = set(available_protocols()) - _UNWRITTEN
     if kind in known:
-        return None
+        package = known_implementations.get(kind, {}).get("class", "fsspec").partition(".")[0]
+        return None if find_spec(package) else f"= {place} needs {package}: pip install -c constraints.txt -e .[stores]"
     near = nearest(kind.lower(), known)
     meant = f"; did you mean {near}://{place.partition('://')[2]}?" if near else ""
     return f"= {place}: nothing can be sent to {kind}://{meant or '; as in s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder'}"

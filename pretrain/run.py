@@ -178,7 +178,8 @@ class Run:
             while outcome is None or (outcome.stopped_by is None and outcome.progress.step < steps):
                 outcome = self._stage(checkpoints, self._start(checkpoints))
             if checkpoints.mirror:
-                checkpoints.mirror.close(stopped=outcome.stopped_by is not None)
+                stopped = outcome.stopped_by is not None
+                checkpoints.mirror.close(lambda: stopped or bool(self.received))
             return outcome
         finally:
             if checkpoints.mirror:

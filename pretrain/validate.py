@@ -365,6 +365,7 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
     """Sources in stores: no password may stand in a file, and a pair lies in a folder. What is no source is none in a store."""
     for key, place, way in (
         ("run_dir", config.run_dir, "a run writes in a folder, and checkpoint.mirror=URL sends it there"),
+        ("data.store_cache", config.data.store_cache, "it is the folder that keeps what is read of stores"),
         ("checkpoint.load", config.checkpoint.load, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
         ("checkpoint.fork", config.checkpoint.fork, "bring it first: python -m tools.checkpoint fetch FOLDER URL"),
     ):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pretrain.checkpoint.folder import MIRROR_STATE, Say
 from pretrain.config import CheckpointConfig
 
 _FETCH_PATIENCE = 60.0  # seconds that a store has to answer at the start
+_LOOK = 0.1  # seconds between two looks at whether it has ended
 _GRACE = 30.0  # seconds that a run which a signal stopped waits for its last checkpoint to be sent
 
 
@@ -64,13 +66,16 @@ class Mirroring:
                 "the same command continues"
             )
 
-    def close(self, *, stopped: bool) -> None:
-        """The run ends: what is not sent yet is now, for as long as that is tried; for a short time where a signal ``stopped`` the run."""
+    def close(self, stopped: Callable[[], bool]) -> None:
+        """The run ends: what is not sent yet is now, for as long as that is tried; for a short time once a signal has stopped the run."""
         assert self.process is not None and self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_GRACE if stopped else None)
+        end = None
+        while self.process.poll() is None and (end is None or time.monotonic() < end):
+            if end is None and stopped():
+                end = time.monotonic() + _GRACE
+            time.sleep(_LOOK)
         if self.process.poll() != 0:
             self.say(f"the mirror {self.url} lacks the last checkpoint, which is in {self.run_dir}")
 
