@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import relu, softplus
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.mixers.fem import priors as scan
 from fem_megatron.mixers.fem.layer import FemMixer
 from fem_megatron.mixers.fem.prior_shapes import (
     CHUNK,
@@ -38,6 +37,7 @@ from kernels import linear_attention as linear
 from kernels.aft_read import aft_read
 from kernels.conditioner_features import conditioner_features
 from kernels.fem_projection import split_heads
+from kernels.free_energy import linear as free_energy_linear
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
 
@@ -215,7 +215,7 @@ def test_scans_reproduce_the_fixture(
 ) -> None:
     meta, arrays = load_fixture(fixture)
     if denominator == "released":
-        monkeypatch.setattr(scan, "free_energy_read", released_read)
+        monkeypatch.setattr(free_energy_linear, "free_energy_read", released_read)
     config = FemConfig(value_size=meta["fem_dim"], conditioner_size=4)
     name, sizes = meta["prior"], {"hidden_size": meta["D"], "num_attention_heads": meta["H"]}
     mixer = build(shape_of(name, config, rope=False, norm_eps=0.0, attention_backend=backend, **sizes))

@@ -177,7 +177,7 @@ def test_what_cannot_be_opened_is_one_line(copy: Callable[[str, int], Path], tmp
         raised(open_model, path, tokenizer=tokenizer)
     for broken in (tmp_path / "nothing", tmp_path, Path("meta-llama/Llama-3.2-1B")):
         raised(open_model, broken)
-    data = max(path.glob("step_*/*.distcp"), key=lambda file: file.stat().st_size)
+    data = max(path.glob("step_*/*.distcp"), key=lambda file: (file.stat().st_size, file.name))
     raised(open_model, data)
     whole = data.read_bytes()
     for content, word in ((whole[:-1], "bytes instead of"), (bytes(200) + whole[200:], "is damaged")):  # the latter of the right size
