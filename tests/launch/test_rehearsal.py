@@ -48,6 +48,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
     program(tmp_path / "sbatch", "#!/bin/sh\necho 12\n")
     found = Answers()
     monkeypatch.setattr(rehearsal, "pretrain_text", found)
+    monkeypatch.setattr(rehearsal, "_environment", lambda code: "code")
     return found
 
 
@@ -81,6 +82,15 @@ def test_a_layout_is_rehearsed_once(answers: Answers, monkeypatch: pytest.Monkey
     assert len(rehearsed(alike, *others, *others)) == 5 and len(answers.asked) == 5
     monkeypatch.setattr(rehearsal, "_environment", lambda code: "other code")
     assert rehearsed(alike)[0].startswith("rehearsed in") and len(answers.asked) == 6
+
+
+def test_other_code_of_what_is_rehearsed_is_other_code(tmp_path: Path) -> None:
+    found = []
+    for room in ("pretrain", "launch", "kernels"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "a.py").write_text("")
+        found.append(rehearsal._environment(tmp_path))
+    assert found[0] == found[1] != found[2]
 
 
 def test_what_does_not_fit_is_refused_again_without_a_rehearsal(answers: Answers) -> None:
