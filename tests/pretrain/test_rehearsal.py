@@ -152,6 +152,6 @@ def test_of_stages_the_one_that_needs_most_is_rehearsed(monkeypatch: pytest.Monk
         raise ConfigError("seen")
 
     monkeypatch.setattr(steps, "rehearse", stop)
-    stages = ["stages.0.seq_length=64", "train.steps=null", "--rehearse", "--gpus", "2"]
+    stages = ["stages.0.seq_length=64", "train.steps=null", "--rehearse", "--gpus", "1"]
     assert main([DEMO.replace("demo.yaml", "demo_stages.yaml"), *BASE, *PLAIN, *stages]) == Exit.WRONG_INPUT
     assert [(config.data.seq_length, config.train.steps, config.stages) for config in seen] == [(64, 60, ())]
