@@ -25,7 +25,7 @@ from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render
 from pretrain.reference_page import section_text
 from pretrain.run_directory import resolved, run_directory
-from pretrain.stages import facts_of, parts_of, render_stages
+from pretrain.stages import Part, facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
 USAGE = """pretrain CONFIG.yaml [section.key=value ...] [--fork NEW_RUN] [--plan | --rehearse] [--check] [--resolve | --index]
@@ -187,14 +187,18 @@ def _check(prepared: Prepared, *, plan: bool, check: bool) -> None:
 
 
 def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
-    """Prints the rehearsal. Raises ConfigError where --check is asked for and the memory does not fit, and for DeepSpeed's engine."""
+    """Prints the rehearsal; of stages that of the one that needs most memory by its plan.
+
+    Raises ConfigError where --check is asked for and the memory does not fit, and for DeepSpeed's engine.
+    """
     from fem_megatron.megatron.platform import import_megatron
 
     import_megatron()
     from pretrain.rehearsal import render, steps
 
     known = next((name for name in REHEARSED if name in (prepared.config.log.device or "").lower()), "h100")
-    told = steps.rehearse(prepared.config, prepared.world_size, options.device or known)
+    fullest, _ = max(_plans(prepared), key=lambda each: each[1].peak_memory)
+    told = steps.rehearse(replace(fullest.config, stages=()), prepared.world_size, options.device or known)
     print(json.dumps(render.as_json(told), indent=1) if options.json else render.text(told), flush=True)
     if options.picture:
         render.draw(told, options.picture)
@@ -202,12 +206,16 @@ def _rehearse(options: argparse.Namespace, prepared: Prepared) -> None:
         raise ConfigError(told.excess)
 
 
+def _plans(prepared: Prepared) -> list[tuple[Part, Plan]]:
+    """Each stage, or the run that has none, and its plan."""
+    facts = prepared.facts
+    parts = parts_of(prepared.config)
+    return [(part, make_plan(part.config, prepared.world_size, facts_of(part, facts) if facts else None)) for part in parts]
+
+
 def _planned(prepared: Prepared) -> Plan:
     """Prints the plan; of stages that of the one that needs most memory, and a line for each. Returns the one that is printed whole."""
-    plans = []
-    for part in parts_of(prepared.config):
-        facts = facts_of(part, prepared.facts) if prepared.facts else None
-        plans.append((part, make_plan(part.config, prepared.world_size, facts)))
+    plans = _plans(prepared)
     part, needs = max(plans, key=lambda each: each[1].peak_memory)
     if part.name:
         print(f"stage {part.name}, which needs most memory\n{render(needs)}\n{render_stages(plans)}", flush=True)

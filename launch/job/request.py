@@ -97,17 +97,22 @@ def pretrain(words: Sequence[str], world_size: int, stop: str, code: Path = ROOT
     return done.stdout
 
 
+def pretrain_text(text: str, world_size: int, stop: str, *words: str, code: Path = ROOT) -> str:
+    """As `pretrain`, of a resolved configuration."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        return pretrain([file.name, *words], world_size, stop, code)
+
+
 def data_fault(configs: Iterable[str], world_size: int) -> str | None:
     """What pretrain finds wrong with the data that resolved configurations name, in one line; None where all is there and fits."""
     different = {json.dumps(read_config(text).get("data"), sort_keys=True): text for text in configs}
     for text in different.values():
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            try:
-                pretrain([file.name], world_size, "--check")
-            except UserError as error:
-                return str(error)
+        try:
+            pretrain_text(text, world_size, "--check")
+        except UserError as error:
+            return str(error)
     return None
 
 

@@ -27,6 +27,7 @@ from launch.cluster.profile import Profile, load_profile
 from launch.job import Job, append_json, launch_folder, plan
 from launch.job.item_state import counted, find_job, standings
 from launch.job.plan import Draft, locked, settle, write
+from launch.job.rehearsal import rehearse
 from launch.job.render import render
 from launch.job.request import Request, Wanted, data_fault, wanted
 from launch.supervise.journal import cordon_file, cordoned
@@ -108,6 +109,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     after = "start after a job ended well: its directory, its id, or afterok:ID"
     parser.add_argument("--dependency", action="append", default=[], metavar="JOB", help=after)
     parser.add_argument("--exclude", action="append", default=[], metavar="NODES", help="nodes not to use, besides the profile's")
+    parser.add_argument("--no-rehearse", action="store_true", help="of runs on GPUs: submit without a rehearsal of layouts not seen before")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the batch script; write and submit nothing")
     parser.add_argument("--parsable", action="store_true", help="print the job's id alone")
 
@@ -181,6 +183,8 @@ def submit(asked: Wanted, arguments: argparse.Namespace, profile: Profile) -> in
         exclude = excluded(draft.job, arguments.exclude)
         # What cannot be rendered is refused before anything is written.
         render(draft.job, profile, dependency=after, array="0" if draft.job.array else None, exclude=exclude)
+        if not arguments.no_rehearse:
+            rehearse(draft, profile, (lambda _: None) if arguments.parsable else print, data=after is None)
         draft = write(draft)
         job_id = send(draft.job, profile, draft.ready, at_once=arguments.at_once, after=after, exclude=exclude)
     _tell(draft, job_id, after, arguments)

@@ -49,7 +49,8 @@ def _rank_lines(told: Rehearsal, rank: Rank) -> Iterator[str]:
         [[f"{calls} x", size_of(size), kind, group, phase] for (phase, kind, group), calls, size in _sent(rank)], left=[2, 3, 4]
     )
     forward, backward = (rank.flops(backward=which) for which in (False, True))
-    yield f"  {len(rank.launches):,} kernels; {si(forward)}FLOP forward and {si(backward)}FLOP backward, Triton's own aside"
+    yield f"  {len(rank.launches):,} kernels, which move {size_of(rank.moved)}"
+    yield f"  {si(forward)}FLOP forward and {si(backward)}FLOP backward, Triton's own aside"
     yield f"  {counted(len(rank.reads), 'host read')}: {', '.join(rank.reads)}"
     yield "  " + ", ".join(f"{name}: {chosen}" for name, chosen in sorted(rank.chosen.items()))
 
@@ -97,7 +98,7 @@ def as_json(told: Rehearsal) -> dict[str, Any]:
         "name": told.config.name,
         "device": told.device,
         "world_size": told.plan.world_size,
-        "fits": told.excess is None,
+        "excess": told.excess,
         "ranks": [
             {
                 "rank": rank.rank,
@@ -111,6 +112,7 @@ def as_json(told: Rehearsal) -> dict[str, Any]:
                     for (phase, kind, group), calls, size in _sent(rank)
                 ],
                 "kernels": len(rank.launches),
+                "moved": rank.moved,
                 "flops": {"forward": rank.flops(backward=False), "backward": rank.flops(backward=True)},
                 "host_reads": rank.reads,
                 "implementations": rank.chosen,

@@ -77,6 +77,11 @@ class Rank:
         last = changes[at]
         return Peak(best, last.phase, last.part, [each for each in self.held if each.born <= at and (each.gone is None or each.gone > at)])
 
+    @property
+    def moved(self) -> float:
+        """Bytes that the step's kernels read and write in the device's memory (`fem_megatron.trace`)."""
+        return sum(launch.bytes for launch in self.launches)
+
     def flops(self, *, backward: bool) -> float:
         """Of all matrix products that torch and the attention's engine do in one of the passes; those within Triton kernels are unknown."""
         return sum(launch.flops for launch in self.launches if launch.backward == backward)

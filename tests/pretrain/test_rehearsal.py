@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 from fem_megatron.catalogue import MIXERS
 from fem_megatron.megatron import platform
+from launch.job.rehearsal import fullest
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, load_run
+from pretrain.rehearsal import steps
 from pretrain.rehearsal.record import Collective, Recorder, StepTrace
 from pretrain.rehearsal.steps import HOLDERS, Rank, recorded_steps, rehearse
 from pretrain.validate import prepare
@@ -126,7 +129,11 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward; the attention's scores are multiplied once more.
     assert backward == tokens * (2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2)
-    assert printed["fits"] and [rank["planned"]["weights"] for rank in printed["ranks"]] == [printed["ranks"][0]["peak"]["weights"]]
+    (rank,) = printed["ranks"]
+    assert fullest(printed) == {"rank": 0, "bytes": rank["peak"]["bytes"], "excess": None}  # as the launcher reads it
+    assert rank["planned"]["weights"] == rank["peak"]["weights"]
+    # Each pass reads the weights, and the update writes them.
+    assert rank["moved"] > 3 * rank["planned"]["weights"]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -135,3 +142,16 @@ def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str])
     assert "engine.name = deepspeed cannot be rehearsed" in capsys.readouterr().err
     assert main([DEMO, *BASE, "--gpus", "2"]) == Exit.WRONG_INPUT
     assert "--gpus is of --rehearse" in capsys.readouterr().err
+
+
+def test_of_stages_the_one_that_needs_most_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[RunConfig]()
+
+    def stop(config: RunConfig, *_: object) -> None:
+        seen.append(config)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(steps, "rehearse", stop)
+    stages = ["stages.0.seq_length=64", "train.steps=null", "--rehearse", "--gpus", "1"]
+    assert main([DEMO.replace("demo.yaml", "demo_stages.yaml"), *BASE, *PLAIN, *stages]) == Exit.WRONG_INPUT
+    assert [(config.data.seq_length, config.train.steps, config.stages) for config in seen] == [(64, 60, ())]

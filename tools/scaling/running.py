@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dependency", action="append", default=[], metavar="JOB", help="Slurm: start after a job ended well")
     parser.add_argument("--exclude", action="append", default=[], metavar="NODES", help="Slurm: nodes not to use")
     parser.add_argument("--update", action="store_true", help="take new settings and the code as it is now for runs that began with others")
+    parser.add_argument("--no-rehearse", action="store_true", help="Slurm: start without a rehearsal of layouts not seen before")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started; write nothing")
 
 
@@ -106,7 +107,8 @@ def launch_command(study: Study, arguments: argparse.Namespace, listed: str) -> 
     words += ["--time", arguments.time] if arguments.time else []
     for option in ("set", "dependency", "exclude"):
         words += [word for value in getattr(arguments, option) for word in (f"--{option}", value)]
-    return words + [f"--{option}" for option in ("update", "dry-run") if getattr(arguments, option.replace("-", "_"))]
+    flags = ("update", "no-rehearse", "dry-run")
+    return words + [f"--{option}" for option in flags if getattr(arguments, option.replace("-", "_"))]
 
 
 def is_local(profile: Path) -> bool:
