@@ -32,17 +32,15 @@ def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """
     same: dict[tuple[Any, ...], list[PlannedRun]] = {}
     made: dict[str, PlannedRun] = {}
+    decays = {run.name: _decay_begins(planner, run) for run in runs}
     for run in runs:
         same.setdefault((run.variant, run.size, run.learning_rate, run.seed), []).append(run)
     for group in same.values():
         *shorter, trunk = sorted(group, key=attrgetter("steps"))
-        begins = {run.name: begin for run in shorter if (begin := _decay_begins(planner, run)) > 0}
-        if not begins:
-            continue
-        kept = f"checkpoint.keep={json.dumps(sorted(set(begins.values())))}"
-        made[trunk.name] = replace(trunk, settings=(*trunk.settings, kept))
-        _check_order(planner, made[trunk.name])
-        made |= {run.name: _fork(planner, run, trunk, begins[run.name]) for run in shorter if run.name in begins}
+        forks = [run for run in shorter if decays[run.name] > 0]
+        if forks:
+            made[trunk.name] = _kept(planner, trunk, [decays[run.name] for run in forks])
+            made |= {run.name: _fork(planner, run, trunk, decays[run.name]) for run in forks}
     return [made.get(run.name, run) for run in runs]
 
 
@@ -50,6 +48,13 @@ def begins_at(fork: str | None) -> tuple[str, int]:
     """(a run's name, the step) of a run's checkpoint, checkpoint.fork; ("", 0) of none, another place as it is."""
     found = re.search(r"([^/]+)/checkpoints/step_(\d+)/?$", fork or "")
     return (found[1], int(found[2])) if found else (fork or "", 0)
+
+
+def _kept(planner: Planner, trunk: PlannedRun, begins: Sequence[int]) -> PlannedRun:
+    """A trunk that keeps the checkpoints where its forks begin."""
+    config, facts = _prepared(planner, trunk)
+    _check_order(planner, trunk, config, facts)
+    return replace(trunk, settings=(*trunk.settings, f"checkpoint.keep={json.dumps(sorted({*config.checkpoint.keep, *begins}))}"))
 
 
 def _fork(planner: Planner, run: PlannedRun, trunk: PlannedRun, begin: int) -> PlannedRun:
@@ -78,9 +83,8 @@ def _decay_begins(planner: Planner, run: PlannedRun) -> int:
     return schedule.steps - schedule.decay_samples // schedule.batch_samples
 
 
-def _check_order(planner: Planner, trunk: PlannedRun) -> None:
+def _check_order(planner: Planner, trunk: PlannedRun, config: RunConfig, facts: DataFacts | None) -> None:
     """Raises ConfigError where a trunk reads data again: their order then follows from its length, which is not its forks'."""
-    config, facts = _prepared(planner, trunk)
     total = sum(source.weight for source in config.data.train)
     room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"} if facts else {}
     for source in config.data.train if config.data.packing != "best_fit" else ():
