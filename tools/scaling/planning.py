@@ -22,6 +22,8 @@ from tools.scaling.trunks import forked
 
 WIDEST = 1 << 17
 OUTSIDE = ("embedding", "output layer")
+# Words that take away what a base or a study says of lengths, which the plan gives every run.
+_NO_LENGTHS = tuple(f"optimizer.{key}" for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null"))
 SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")  # of a model, as `Sizes` has them
 
 
@@ -228,7 +230,7 @@ class Planner:
             raise ConfigError(f"{study.path}: sizes: {error}") from None
         words = (*study.settings, *study.variants[variant], *sizes.words)
         # The length is this run's own; one step is enough to check the shape.
-        short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_no_warmup(self.base)))
+        short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS))
         config, facts = self.prepared(where, short_run)
         counts = (total_parameters(config.model), non_embedding_parameters(config.model))
         return Model(config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts)
@@ -327,12 +329,6 @@ def _lengths(study: Study) -> list[_Length]:
     budgets = [_Length("budgets", budget.flops, budget.sizes or study.sizes) for budget in sorted(study.budgets, key=attrgetter("flops"))]
     others = [_Length(kind, value, study.sizes) for kind in ("tokens", "tokens_per_parameter") for value in sorted(getattr(study, kind))]
     return budgets + others
-
-
-def _no_warmup(base: RunConfig) -> tuple[str, ...]:
-    """Words that take what the base says of lengths away, which the plan gives every run."""
-    decays = ("optimizer.decay_steps=null", "optimizer.decay_tokens=null") if base.optimizer.schedule == "wsd" else ()
-    return "optimizer.warmup_steps=0", "optimizer.warmup_tokens=null", *decays
 
 
 def _label(size: Size, sizes: Sizes) -> str:

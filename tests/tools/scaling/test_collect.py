@@ -221,13 +221,15 @@ def test_a_fork_is_collected_as_a_straight_run(tmp_path: Path, monkeypatch: pyte
     """Losses, tokens, FLOPs and seconds count from the trunk's beginning; from directories and from Weights & Biases."""
     monkeypatch.chdir(tmp_path)
     more = {"sizes": [32], "budgets": [], "tokens": [7_680, 15_360], "settings": ["optimizer.schedule=wsd"], "warmup_steps": 5}
-    straight, study = (make(tmp_path, 20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}")) for trunks in (False, True))
-    for _, plan, runs in (straight, study):
-        for run in runs:
-            write_run(plan, run)
-    (path, plan, (fork, trunk)), wanted = study, collected(straight)
+    found = []
+    for trunks in (False, True):  # in one file after another
+        study = make(tmp_path, 20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
+        for run in study[2]:
+            write_run(study[1], run)
+        found.append((study[2], collected(study)))
+    (straight, wanted), (_, ours), (path, plan, (fork, trunk)) = *found, study
     assert (fork.trunk, fork.begin_step, fork.steps, trunk.steps) == (trunk.name, 27, 30, 60)
-    ours, last = collected(study), final_runs(wanted).drop(columns="train_loss")  # of which means begin at other validations
+    last = final_runs(wanted).drop(columns="train_loss")  # whose means begin at other validations
     assert final_runs(ours).drop(columns="train_loss").equals(last)
     assert ours[ours["run"] == fork.name]["step"].tolist() == [12, 24, 30] and ours["train_loss"].notna().all()
     lines = [exported(plan, run, interval=1) for run in (fork, trunk)]
@@ -239,9 +241,9 @@ def test_a_fork_is_collected_as_a_straight_run(tmp_path: Path, monkeypatch: pyte
     assert main(["collect", str(path), "--wandb", "export.jsonl"]) == 1
     assert f"{fork.name}: a fork of {trunk.name}, of which nothing is here" in capsys.readouterr().err
     write_run(plan, trunk)
-    write_run(plan, straight[2][0])  # as it was trained before the study had trunks
+    write_run(plan, straight[0])  # as it was trained before the study had trunks
     assert final_runs(collected(study)).drop(columns="train_loss").equals(last)
-    for run, there in ((fork, trunk.name), (trunk, "other")):
+    for run, there in ((trunk, "other"), (fork, trunk.name)):
         write_run(plan, run, words=(f"checkpoint.fork=runs/{there}/checkpoints/step_00000020",))
         assert main(["collect", str(path)]) == 2
         assert f"{run.name}: it began at runs/{there}" in capsys.readouterr().err
