@@ -27,9 +27,9 @@ from tools.scaling.table import final_runs, read_table
 Made = tuple[Path, Study, list[PlannedRun]]
 
 
-def make(folder: Path, tokens_of_data: int = 900, **changed: Any) -> Made:
+def make(folder: Path, **changed: Any) -> Made:
     """A study of three runs of the Transformer, or as ``changed``, and its data; no run is there."""
-    write_folder(folder / "data", tokens=tokens_of_data)
+    write_folder(folder / "data", tokens=changed.pop("tokens_of_data", 900))
     few: dict[str, Any] = {"variants": {"transformer": []}, "sizes": [32, 48, 64], "budgets": [1e10], "min_steps": 20, "max_epochs": 1e6}
     path = write(folder, lambda values: values.update({**few, "directory": str(folder / "runs"), **changed}), model={"vocab_size": None})
     return path, *planned(path)
@@ -223,7 +223,7 @@ def test_a_fork_is_collected_as_a_straight_run(tmp_path: Path, monkeypatch: pyte
     more = {"sizes": [32], "budgets": [], "tokens": [7_680, 15_360], "settings": ["optimizer.schedule=wsd"], "warmup_steps": 5}
     found = []
     for trunks in (False, True):  # in one file after another
-        study = make(tmp_path, 20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
+        study = make(tmp_path, tokens_of_data=20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
         for run in study[2]:
             write_run(study[1], run)
         found.append((study[2], collected(study)))

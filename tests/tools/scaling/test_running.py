@@ -197,7 +197,7 @@ def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(tmp_path: Path, 
     more["settings"] = [*QUIET, *data, "optimizer.schedule=wsd", "optimizer.decay_steps=10"]
     found = {}
     for trunks in (False, True):
-        path, study, runs = make(tmp_path, 20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
+        path, study, runs = make(tmp_path, tokens_of_data=20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
         command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr

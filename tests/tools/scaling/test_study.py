@@ -121,7 +121,9 @@ def test_the_shorter_runs_are_forks_of_the_longest(tmp_path: Path, capsys: pytes
     total = sum(run.flops for run in straight)
     assert "16 runs begin " in told and f"{270 / 700 * total:.4g} saved (39%)" in told
     write_folder(tmp_path / "data", tokens=90_000)
-    for changed in ({}, {"settings": []}, {"settings": ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]}, {"warmup_steps": None}):
+    forks = ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]
+    wrong: tuple[dict[str, Any], ...] = ({}, {"settings": []}, {"settings": forks}, {"warmup_steps": None})
+    for changed in wrong:
         assert main(["plan", str(write(tmp_path, partial(trunked, **changed)))]) == 2
         wording(error := capsys.readouterr().err)
         assert error.count("\n") == 1
