@@ -208,6 +208,9 @@ class CheckpointConfig:
         "them is kept besides.",
         least=1,
     )
+    keep: tuple[int, ...] = setting(
+        (), "Steps whose checkpoints are written besides and stay in the run directory, as those where forks begin.", least=1
+    )
     async_save: bool = setting(False, "Write in a background process while training goes on.")
     gb_per_second: float | None = setting(
         None, "What the storage takes from all ranks, in 10^9 bytes a second: --plan tells a save's seconds.", above=0

@@ -84,7 +84,8 @@ class Trainer:
                 self._evaluate()
             stopped_by = self._asked_to_stop(sums)
             hopeless = self.progress.bad_steps_in_a_row >= self.config.train.max_bad_steps
-            if not hopeless and (self._due(self.config.checkpoint.interval) or stopped_by):
+            due = self._due(self.config.checkpoint.interval) or self.progress.step in self.config.checkpoint.keep
+            if not hopeless and (due or stopped_by):
                 self._save(needed=stopped_by is not None)
             self.checkpoints.complete(blocking=False)
             self._tell_progress()

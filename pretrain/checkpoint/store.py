@@ -158,8 +158,10 @@ class Checkpoints:
             with _written(final, temporary):
                 for step in request.finalize_fns:
                     step()
+                given = self.config.checkpoint
                 kept = {*self.in_use, *self._to_go_back_to(progress.step)}
-                from_rank_0(lambda: publish_step(temporary, final, manifest, self.config.checkpoint.keep_last, kept))
+                kept |= {self.folder / f"step_{step:08d}" for step in given.keep}
+                from_rank_0(lambda: publish_step(temporary, final, manifest, given.keep_last, kept))
             self.say(f"checkpoint {final} ({time.monotonic() - started:.1f} s)")
             self.last, self.saved = final, progress.step
 

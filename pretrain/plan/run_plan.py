@@ -359,7 +359,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     if excess := memory_excess(plan):
         yield f"DOES NOT FIT: {excess}"
     checkpoint = plan.config.checkpoint
-    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {checkpoint.keep_last} kept"
+    yield f"checkpoint on disk: {gib(plan.checkpoint_bytes)}; {checkpoint.keep_last + len(checkpoint.keep)} kept"
     meanwhile = "while training goes on" if checkpoint.async_save else "while training waits"
     speed = checkpoint.gb_per_second
     took = f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s" if speed else "(checkpoint.gb_per_second tells in how long)"

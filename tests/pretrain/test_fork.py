@@ -34,20 +34,22 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("engine", ["megatron", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_trunk_and_decay_are_a_straight_run_to_the_last_bit(engine: str, pretrain: Command, tmp_path: Path) -> None:
-    """Through a kill in the decay, and after the trunk has gone on."""
+    """Through a kill in the decay, and after the trunk has gone on; where it begins is kept."""
     trunk, straight, decay = pretrain.run_dir, tmp_path / "straight", tmp_path / "decay"
     base = (*WSD, f"engine.name={engine}")
     assert pretrain(*base, "train.steps=10", f"run_dir={straight}") == 0
-    assert pretrain(*base) == 0
+    assert pretrain(*base, "checkpoint.keep_last=1", "checkpoint.keep=[4,6]") == 0
+    assert sorted((trunk / "checkpoints").glob("step_*")) == [step_of(trunk, step) for step in (4, 6, 12)]
+    whole = ("train.steps=10", "checkpoint.keep_last=3")
     wanted = {step: told for step, told in losses(straight).items() if step > 4}
-    assert fork(pretrain, step_of(trunk, 4), decay, "train.steps=10") == 0, pretrain.err
+    assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0, pretrain.err
     assert "forked from" in pretrain.out and losses(decay) == wanted
     assert losses(decay)[8] != losses(trunk)[8]  # whose decay has not begun
     shutil.rmtree(step_of(decay, 10))
-    assert fork(pretrain, step_of(trunk, 4), decay, "train.steps=10") == 0
+    assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0
     assert "resumed from" in pretrain.out and losses(decay) == wanted
     shutil.rmtree(decay / "checkpoints")
-    assert fork(pretrain, step_of(trunk, 4), decay, "train.steps=10") == 0 and losses(decay) == wanted
+    assert fork(pretrain, step_of(trunk, 4), decay, *whole) == 0 and losses(decay) == wanted
     record = json.loads((decay / FORK).read_text())
     parent = step_of(trunk, 4)
     assert record == {

@@ -21,7 +21,17 @@ from fem_common.errors import ConfigError
 from pretrain.config import load_run
 
 from .planning import PlannedRun, plan_study
-from .records import DataIdentity, Record, data_identity, difference_from_plan, heldout_tokens, read_directory, read_export, table_rows
+from .records import (
+    DataIdentity,
+    Record,
+    after_trunk,
+    data_identity,
+    difference_from_plan,
+    heldout_tokens,
+    read_directory,
+    read_export,
+    table_rows,
+)
 from .study import TABLE, Study, add_study, study_of
 from .table import as_table, check_table, write_file, write_table
 
@@ -94,10 +104,13 @@ def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) 
     or nothing tells which data it read), StorageError.
     """
     exported = read_export(export) if export is not None else {}
+
+    def left(name: str) -> Record | None:
+        return read_directory(Path(study.directory) / name) or exported.get(name)
+
     found, left_out = [], {}
     for run in planned:
-        folder = Path(study.directory) / run.name
-        record = read_directory(folder) or exported.get(run.name)
+        folder, record = Path(study.directory) / run.name, left(run.name)
         if record is None:
             left_out[run.name] = f"not begun: {folder} is not there" + (", and the export does not have it" if export else "")
             continue
@@ -108,6 +121,10 @@ def find_runs(study: Study, planned: Iterable[PlannedRun], export: Path | None) 
                 f"{record.place}: it was trained with {key} = {json.dumps(held)}, and {study.path} plans {json.dumps(wanted)} now; undo "
                 "the change of the study, or move the run away and run it again"
             )
+        record = after_trunk(record, run, left(run.trunk) if run.trunk else None)
+        if record is None:
+            left_out[run.name] = f"a fork of {run.trunk}, of which nothing is here"
+            continue
         if record.unfinished:
             left_out[run.name] = record.unfinished
         else:

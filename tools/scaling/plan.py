@@ -30,6 +30,7 @@ COLUMNS: dict[str, Callable[[PlannedRun], str]] = {
     "steps": lambda run: f"{run.steps:,}",
     "lr": lambda run: f"{run.learning_rate:g}",
     "seed": lambda run: str(run.seed),
+    "begins": lambda run: f"{run.begin_step:,}",
     "epochs": lambda run: "-" if run.epochs is None else f"{run.epochs:.2f}",
     "hours": lambda run: "-" if run.hours is None else _hours(run.hours),
 }
@@ -57,7 +58,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def render(study: Study, runs: Sequence[PlannedRun]) -> str:
     """The plan for a console."""
-    table = aligned([list(COLUMNS), *([text(run) for text in COLUMNS.values()] for run in runs)], left=(0,))
+    columns = {name: text for name, text in COLUMNS.items() if study.trunks or name != "begins"}
+    table = aligned([list(columns), *([text(run) for text in columns.values()] for run in runs)], left=(0,))
     others = [variant for variant in study.variants if variant != study.baseline]
     against = f"{', '.join(others)} against {study.baseline}" if others else study.baseline
     question = f"{study.name}: {against}; every run is {study.base} with settings of its own"
@@ -73,6 +75,12 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
     cluster = study.cluster
     total = sum(run.hours or 0.0 for run in runs)
     notes = [f"{counted(len(runs), 'run')}, {sum(run.flops for run in runs):.4g} FLOPs, {sum(run.tokens for run in runs):.4g} tokens"]
+    if study.trunks:
+        forks, straight, own = sum(bool(run.trunk) for run in runs), sum(run.flops for run in runs), sum(run.own_flops for run in runs)
+        notes.append(
+            f"trunks: {counted(forks, 'run')} begin where a longer one's decay would, at its checkpoint: {own:.4g} FLOPs are trained, "
+            f"{straight - own:.4g} saved ({1 - own / straight:.0%})"
+        )
     if cluster.tflops is None:
         notes.append("hours: not said, the study states no cluster.tflops")
     else:
@@ -83,10 +91,9 @@ def _notes(study: Study, runs: Sequence[PlannedRun]) -> list[str]:
             f"{cluster.at_once} at once, {_hours(total * cluster.processes)} process hours",
             f"hours are the study's assumption: {cluster.tflops:g} TFLOP/s sustained by a process, whatever the variant and the size",
         ]
+    warmup = f"{study.warmup:g} of a run's steps" if study.warmup_steps is None else f"of {study.warmup_steps} steps"
     notes.append(f"shape rule: {rule_words(study.shape)}; a size that states layers, heads or ffn keeps them")
-    notes.append(
-        f"warm-up {study.warmup:g} of a run's steps; {study.validations} validations a run; the learning rate's floor moves with its peak"
-    )
+    notes.append(f"warm-up {warmup}; {study.validations} validations a run; the learning rate's floor moves with its peak")
     known = [run.epochs for run in runs if run.epochs is not None]
     if len(known) < len(runs):
         notes.append("the data is not on this machine: whether it would be repeated was not checked")

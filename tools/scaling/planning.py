@@ -18,9 +18,12 @@ from pretrain.data.facts import DataFacts
 from pretrain.plan.run_plan import count_by_component, flops_per_token
 from pretrain.validate import prepare
 from tools.scaling.study import ShapeRule, Size, Study
+from tools.scaling.trunks import forked
 
 WIDEST = 1 << 17
 OUTSIDE = ("embedding", "output layer")
+# Words that take away what a base or a study says of lengths, which the plan gives every run.
+_NO_LENGTHS = tuple(f"optimizer.{key}" for key in ("warmup_steps=0", "warmup_tokens=null", "decay_steps=null", "decay_tokens=null"))
 SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")  # of a model, as `Sizes` has them
 
 
@@ -121,8 +124,15 @@ class PlannedRun:
     steps: int
     flops: float
     epochs: float | None
-    hours: float | None
+    hours: float | None  # of the steps that it trains itself
     settings: tuple[str, ...]
+    trunk: str = ""  # the run that it is a fork of; empty: of none
+    begin_step: int = 0  # of that run, where it begins
+
+    @property
+    def own_flops(self) -> float:
+        """FLOPs of the steps that it trains itself."""
+        return self.flops - self.begin_step * self.batch_tokens * self.flops_per_token
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,9 @@ def plan_study(study: Study) -> list[PlannedRun]:
 
     Raises ConfigError (a run is refused (named, with the nearest fix), or two would be the same), StorageError.
     """
-    return list(Planner(study).runs())
+    planner = Planner(study)
+    runs = list(planner.runs())
+    return forked(planner, runs) if study.trunks else runs
 
 
 class Planner:
@@ -218,7 +230,7 @@ class Planner:
             raise ConfigError(f"{study.path}: sizes: {error}") from None
         words = (*study.settings, *study.variants[variant], *sizes.words)
         # The length is this run's own; one step is enough to check the shape.
-        short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_no_warmup(self.base)))
+        short_run = self.read(where, (*words, "train.steps=1", "train.tokens=null", *_NO_LENGTHS))
         config, facts = self.prepared(where, short_run)
         counts = (total_parameters(config.model), non_embedding_parameters(config.model))
         return Model(config, words, sizes, _label(size, sizes), *counts, flops_per_token(config), facts)
@@ -272,7 +284,7 @@ class Planner:
         """Settings of a run of so many steps at a learning rate, its floor at the base's share of it where no word says another."""
         study, base = self.study, self.base.optimizer
         yield from (f"train.steps={steps}", "train.tokens=null")
-        yield from (f"optimizer.warmup_steps={math.floor(study.warmup * steps + 0.5)}", "optimizer.warmup_tokens=null")
+        yield from (f"optimizer.warmup_steps={study.warmup_of(steps)}", "optimizer.warmup_tokens=null")
         yield f"train.eval_interval={math.ceil(steps / study.validations)}"
         if rate != model.config.optimizer.lr:
             yield f"optimizer.lr={rate!r}"
@@ -298,13 +310,16 @@ class Planner:
         self._told[told] = run.name
 
     def _check_length(self, run: PlannedRun, length: _Length, where: str) -> None:
-        warmup, least = self.study.warmup, self.study.least_steps
-        if run.steps >= least and round(warmup * run.steps) < run.steps:
+        study, least = self.study, self.study.least_steps
+        if run.steps >= least and study.warmup_of(run.steps) < run.steps:
             return
-        if run.steps < self.study.min_steps:
-            told = f"its {run.steps} steps are fewer than min_steps = {self.study.min_steps}"
+        if run.steps < study.min_steps:
+            told = f"its {run.steps} steps are fewer than min_steps = {study.min_steps}"
+        elif study.warmup_steps is not None:
+            told = f"its {run.steps} steps are too short for its warm-up (warmup_steps = {study.warmup_steps})"
         else:
-            told = f"its {run.steps} steps are too short for its warm-up (warmup = {warmup:g}: {warmup * run.steps:.2g} steps of it)"
+            share = f"warmup = {study.warmup:g}: {study.warmup * run.steps:.2g} steps of it"
+            told = f"its {run.steps} steps are too short for its warm-up ({share})"
         enough = least * run.batch_tokens
         fix = f"{_up(enough * run.flops_per_token):g} FLOPs" if length.kind == "budgets" else f"{enough} tokens"
         raise ConfigError(f"{where}: {told}; long enough are {fix}, or a smaller train.global_batch_size")
@@ -314,12 +329,6 @@ def _lengths(study: Study) -> list[_Length]:
     budgets = [_Length("budgets", budget.flops, budget.sizes or study.sizes) for budget in sorted(study.budgets, key=attrgetter("flops"))]
     others = [_Length(kind, value, study.sizes) for kind in ("tokens", "tokens_per_parameter") for value in sorted(getattr(study, kind))]
     return budgets + others
-
-
-def _no_warmup(base: RunConfig) -> tuple[str, ...]:
-    """Words that take what the base says of lengths away, which the plan gives every run."""
-    decays = ("optimizer.decay_steps=null", "optimizer.decay_tokens=null") if base.optimizer.schedule == "wsd" else ()
-    return "optimizer.warmup_steps=0", "optimizer.warmup_tokens=null", *decays
 
 
 def _label(size: Size, sizes: Sizes) -> str:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from pretrain.report.progress_file import read_progress
 from pretrain.schedule import Schedule
 from tools.demo.report import History
 from tools.scaling.planning import PlannedRun, non_embedding_parameters, total_parameters
+from tools.scaling.trunks import begins_at
 
 DIGITS = 16  # of a hash in the table
 # What says where a run is, how it is laid out and what it tells, and changes nothing of what is learnt. A key stands for all below it.
@@ -31,7 +32,8 @@ _NO_MATTER = (
     "name run_dir data.tokenizer data.index_cache data.store_cache data.store_cache_gb data.test parallel log evaluate "
     "model.attention_backend train.micro_batch_size train.recompute train.eval_interval train.max_bad_steps checkpoint.interval "
     "checkpoint.keep_last checkpoint.async_save checkpoint.resume checkpoint.gb_per_second checkpoint.mirror checkpoint.mirror_interval "
-    "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps"
+    "checkpoint.mirror_keep_last checkpoint.max_unsaved_steps checkpoint.keep "
+    "checkpoint.fork"  # compared by `after_trunk`: the decay of a trunk is the end of a straight run
 ).split()
 _FROM_DATA = ("model.vocab_size",)  # filled in from the data where the study leaves it null
 
@@ -238,6 +240,24 @@ def _unfinished(folder: Path, config: RunConfig) -> str:
     return said.get(state, f"{state} {at}, or ended without a word")
 
 
+def after_trunk(record: Record, planned: PlannedRun, trunk: Record | None) -> Record | None:
+    """A fork's record with its trunk's steps and validations before its own, None where there is no trunk; a straight run's as it is.
+
+    Raises ConfigError (it began elsewhere than the study plans now).
+    """
+    fork = record.config.checkpoint.fork
+    if fork is None:
+        return record
+    if begins_at(fork) != (planned.trunk, planned.begin_step):
+        wanted = f"it to begin at step {planned.begin_step} of {planned.trunk}" if planned.trunk else "no such beginning"
+        raise ConfigError(f"{record.place}: it began at {fork}, and the study plans {wanted} now; move the run away and run it again")
+    if trunk is None:
+        return None
+    steps = tuple(step for step in trunk.steps if step.step <= planned.begin_step)
+    validations = tuple(validation for validation in trunk.validations if validation[0] <= planned.begin_step)
+    return replace(record, steps=(*steps, *record.steps), validations=(*validations, *record.validations))
+
+
 def read_export(path: Path) -> dict[str, Record]:
     """Name of the run -> record, of a JSON-lines export: a line a run, {"name", "config", "history"} as docs/scaling.md makes it.
 
@@ -280,7 +300,7 @@ def _exported(where: str, line: str) -> Record:
     nowhere = [key for key in EXPORTED_KEYS if not any(key in row for row in rows)]
     if nowhere:
         raise ConfigError(f"{place}: history: no row has {', '.join(nowhere)}; export the rows with {', '.join(EXPORTED_KEYS)}")
-    steps, before = [], 0
+    steps, before = [], begins_at(config.checkpoint.fork)[1]
     for row in rows:
         if "loss" in row and "step_seconds" in row:
             steps.append(Step(row["_step"], row["loss"], row["step_seconds"] * (row["_step"] - before)))

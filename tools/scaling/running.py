@@ -73,19 +73,40 @@ def main(arguments: argparse.Namespace) -> int:
                 check_data(load_run(study.base, runs[0].settings))
         except ConfigError as error:
             raise ConfigError(f"{study.path}: {error}") from None
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="study-", encoding="utf-8") as file:
-        with files_told():
-            file.write(run_list(runs))
-            file.flush()
-        command, environment = launch_command(study, arguments, file.name), _environment()
-        if arguments.dry_run:
-            return subprocess.run(command, env=environment).returncode
-        print(f"{study.name}: {counted(len(runs), 'run')}, {sum(run.flops for run in runs):.3g} FLOPs, in {study.directory}", flush=True)
-        if local:  # this machine's cores shared by the runs: threads of two that spin on the same core slow both down
-            at_once = (arguments.at_once or study.cluster.at_once) * study.cluster.processes
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
-        code, came = _follow(command, environment, Progress(study, runs))
-    return _end(study, runs, code, came, local)
+    flops = sum(run.own_flops for run in runs)
+    if not arguments.dry_run:
+        print(f"{study.name}: {counted(len(runs), 'run')}, {flops:.3g} FLOPs, in {study.directory}", flush=True)
+    code, came = _start(study, runs, arguments, local)
+    return code if arguments.dry_run else _end(study, runs, code, came, local)
+
+
+def _start(study: Study, runs: Sequence[PlannedRun], arguments: argparse.Namespace, local: bool) -> tuple[int, bool]:
+    """Hand the runs to launch, forks after their trunks: (its first exit code that is not 0, whether a signal came)."""
+    environment, progress, code, came = _environment(), Progress(study, runs), 0, False
+    if local and not arguments.dry_run:  # this machine's cores shared by the runs: threads of two that spin on the same core slow both down
+        at_once = (arguments.at_once or study.cluster.at_once) * study.cluster.processes
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // at_once)))
+    for forks in (False, True):
+        some, after = [run for run in runs if bool(run.trunk) == forks], list[str]()
+        if forks and not arguments.dry_run:
+            if local:
+                rows = standings(study) if some else None
+                some = [run for run in some if rows and rows.get(run.trunk, {}).get("state") == "finished"]
+            else:
+                after = [f"{study.directory}/{trunk}" for trunk in dict.fromkeys(run.trunk for run in some)]
+        if not some or came or (code and not local):
+            break
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="study-", encoding="utf-8") as file:
+            with files_told():
+                file.write(run_list(some))
+                file.flush()
+            command = launch_command(study, arguments, file.name, after)
+            if arguments.dry_run:
+                ended = subprocess.run(command, env=environment).returncode
+            else:
+                ended, came = _follow(command, environment, progress)
+        code = code or ended
+    return code, came
 
 
 def run_list(runs: Sequence[PlannedRun]) -> str:
@@ -93,8 +114,11 @@ def run_list(runs: Sequence[PlannedRun]) -> str:
     return "".join(f"{run.name}: {shlex.join(run.settings)}\n" for run in runs)
 
 
-def launch_command(study: Study, arguments: argparse.Namespace, listed: str) -> list[str]:
-    """`python -m launch sweep` for a study. Raises ConfigError where the processes cannot be spread over the nodes."""
+def launch_command(study: Study, arguments: argparse.Namespace, listed: str, after: Sequence[str] = ()) -> list[str]:
+    """`python -m launch sweep` for a study; on Slurm its runs start when those in the directories ``after`` have ended well.
+
+    Raises ConfigError where the processes cannot be spread over the nodes.
+    """
     processes, nodes = study.cluster.processes, arguments.nodes
     if nodes < 1 or processes % nodes:
         raise ConfigError(f"--nodes {nodes}: cluster.processes = {processes} of {study.path} cannot be spread over them evenly")
@@ -107,6 +131,7 @@ def launch_command(study: Study, arguments: argparse.Namespace, listed: str) -> 
     words += ["--time", arguments.time] if arguments.time else []
     for option in ("set", "dependency", "exclude"):
         words += [word for value in getattr(arguments, option) for word in (f"--{option}", value)]
+    words += [word for directory in after for word in ("--dependency", directory)]
     flags = ("update", "no-rehearse", "dry-run")
     return words + [f"--{option}" for option in flags if getattr(arguments, option.replace("-", "_"))]
 
@@ -144,9 +169,10 @@ class Progress:
     def line(self, rows: dict[str, dict[str, Any]]) -> str:
         """One line, from how the runs stand."""
         done = [rows.get(run.name, {}).get("state") == "finished" for run in self.runs]
-        parts = [min(1.0, (rows.get(run.name, {}).get("step") or 0) / run.steps) for run in self.runs]
-        flops = sum(run.flops * (1.0 if whole else part) for run, whole, part in zip(self.runs, done, parts, strict=True))
-        share = flops / sum(run.flops for run in self.runs)
+        steps = [max(0, (rows.get(run.name, {}).get("step") or 0) - run.begin_step) for run in self.runs]
+        parts = [min(1.0, step / (run.steps - run.begin_step)) for run, step in zip(self.runs, steps, strict=True)]
+        flops = sum(run.own_flops * (1.0 if whole else part) for run, whole, part in zip(self.runs, done, parts, strict=True))
+        share = flops / sum(run.own_flops for run in self.runs)
         self.at_first = share if self.at_first is None else self.at_first
         elapsed, gained = time.monotonic() - self.began, share - self.at_first
         left = f"; {duration(elapsed / gained * (1 - share))} left" if gained > SOME else ""

@@ -67,7 +67,7 @@ PLANNED = {
     "train.seed": "seeds",
     "train.eval_interval": "validations",
     **dict.fromkeys(("train.steps", "train.tokens"), "budgets"),
-    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.warmup_tokens", "optimizer.warmup_fraction"), "warmup"),
+    **dict.fromkeys(("optimizer.warmup_steps", "optimizer.warmup_tokens", "optimizer.warmup_fraction"), "warmup, or warmup_steps"),
     **dict.fromkeys((f"model.{key}" for key in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")), "sizes"),
     "parallel.world_size": "cluster.processes",
 }
@@ -141,6 +141,12 @@ class Study:
     learning_rates: tuple[float, ...] | None = setting(None, "Every run at each of these; null: the variant's or the base's.", above=0)
     seeds: tuple[int, ...] = setting((1,), "train.seed of a repetition.", least=0)
     warmup: float = setting(0.05, "Linear warm-up, a share of a run's steps.", least=0, below=1)
+    warmup_steps: int | None = setting(None, "Linear warm-up in steps, in place of warmup: the same for all runs.", least=0)
+    trunks: bool = setting(
+        False,
+        "Of the runs that differ in length alone the longest is trained whole, and the others are forks of it from where their decay "
+        "begins: the losses of straight runs to the last bit. Needs optimizer.schedule=wsd and warmup_steps.",
+    )
     min_steps: int = setting(50, "Fewest steps of a run.", above=0)
     max_epochs: float = setting(4.0, "How often the training data may be read.", above=0)
     validations: int = setting(5, "Validations of a run, evenly spaced, the last at its end.", above=0)
@@ -156,7 +162,13 @@ class Study:
     @property
     def least_steps(self) -> int:
         """Fewest steps of a run, whose warm-up has at least one."""
+        if self.warmup_steps is not None:
+            return max(self.min_steps, self.warmup_steps + 1)
         return max(self.min_steps, math.ceil(1 / self.warmup) if self.warmup else 1)
+
+    def warmup_of(self, steps: int) -> int:
+        """Steps of the warm-up of a run of so many steps."""
+        return math.floor(self.warmup * steps + 0.5) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def runs_csv(self) -> Path:
@@ -271,6 +283,8 @@ def _check_lengths(study: Study) -> None:
     if len(ways) != 1:
         told = f"{' and '.join(ways)} are both given" if ways else "none of budgets, tokens and tokens_per_parameter is given"
         raise ConfigError(f"{told}: exactly one of them says how long the runs are")
+    if study.trunks and study.warmup_steps is None:
+        raise ConfigError("trunks: a warm-up that is a share of the steps differs from run to run; say it in steps, as warmup_steps: 100")
     lists: dict[str, Sequence[float]] = {key: getattr(study, key) or () for key in ("tokens", "tokens_per_parameter", "learning_rates")}
     lists |= {"budgets": [budget.flops for budget in study.budgets], "seeds": study.seeds}
     for key, values in lists.items():

@@ -45,6 +45,13 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object] = lambda valu
     return folder / "study.yaml"
 
 
+def trunked(values: dict[str, Any], **changed: Any) -> None:
+    """Runs of 100, 200 and 400 steps of 256 tokens, of which the last tenth decays: two forks of each longest run."""
+    del values["budgets"]
+    values |= {"sizes": [32, 48], "tokens": [25_600, 51_200, 102_400], "seeds": [1, 2], "warmup_steps": 20, "trunks": True}
+    values |= {"settings": ["optimizer.schedule=wsd"], **changed}
+
+
 def planned(path: Path) -> tuple[Study, list[PlannedRun]]:
     study = load_study(path)
     return study, plan_study(study)
@@ -57,7 +64,7 @@ def write_run(study: Study, run: PlannedRun, *, up_to: int | None = None, state:
     config = resolved(prepare(load_run(study.base, (*run.settings, *words, f"name={run.name}", f"run_dir={folder}")), 1).config)
     (folder / "config.yaml").write_text(dump_yaml(config))
     steps, lines = up_to or run.steps, list[dict[str, Any]]()
-    for step in range(1, steps + 1):
+    for step in range(run.begin_step + 1, steps + 1):
         seen = float(loss(np.array(run.parameters), np.array(step * run.batch_tokens)))
         tokens = step * run.batch_tokens
         lines.append({"step": step, "consumed_tokens": tokens, "loss": seen - 0.01, "lr": 1e-3, "skipped": False, "step_seconds": 0.5})

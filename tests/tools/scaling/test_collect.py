@@ -29,7 +29,7 @@ Made = tuple[Path, Study, list[PlannedRun]]
 
 def make(folder: Path, **changed: Any) -> Made:
     """A study of three runs of the Transformer, or as ``changed``, and its data; no run is there."""
-    write_folder(folder / "data")
+    write_folder(folder / "data", tokens=changed.pop("tokens_of_data", 900))
     few: dict[str, Any] = {"variants": {"transformer": []}, "sizes": [32, 48, 64], "budgets": [1e10], "min_steps": 20, "max_epochs": 1e6}
     path = write(folder, lambda values: values.update({**few, "directory": str(folder / "runs"), **changed}), model={"vocab_size": None})
     return path, *planned(path)
@@ -215,6 +215,38 @@ def test_from_weights_and_biases(tmp_path: Path, study: Made, capsys: pytest.Cap
         export.write_text(f"{json.dumps(lines[0])}\n{json.dumps(broken)}\n{json.dumps(lines[2])}\n")
         message = refused(study, capsys, "--wandb", str(export))
         assert told in message and str(export) in message
+
+
+def test_a_fork_is_collected_as_a_straight_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses, tokens, FLOPs and seconds count from the trunk's beginning; from directories and from Weights & Biases."""
+    monkeypatch.chdir(tmp_path)
+    more = {"sizes": [32], "budgets": [], "tokens": [7_680, 15_360], "settings": ["optimizer.schedule=wsd"], "warmup_steps": 5}
+    found = []
+    for trunks in (False, True):  # in one file after another
+        study = make(tmp_path, tokens_of_data=20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
+        for run in study[2]:
+            write_run(study[1], run)
+        found.append((study[2], collected(study)))
+    (straight, wanted), (_, ours), (path, plan, (fork, trunk)) = *found, study
+    assert (fork.trunk, fork.begin_step, fork.steps, trunk.steps) == (trunk.name, 27, 30, 60)
+    last = final_runs(wanted).drop(columns="train_loss")  # whose means begin at other validations
+    assert final_runs(ours).drop(columns="train_loss").equals(last)
+    assert ours[ours["run"] == fork.name]["step"].tolist() == [12, 24, 30] and ours["train_loss"].notna().all()
+    lines = [exported(plan, run, interval=1) for run in (fork, trunk)]
+    (tmp_path / "export.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = Path(plan.directory)
+    folder.rename(tmp_path / "elsewhere")
+    assert final_runs(collected(study, "--wandb", "export.jsonl"))["wall_seconds"].tolist() == [15.0, 30.0]
+    (tmp_path / "export.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    assert main(["collect", str(path), "--wandb", "export.jsonl"]) == 1
+    assert f"{fork.name}: a fork of {trunk.name}, of which nothing is here" in capsys.readouterr().err
+    write_run(plan, trunk)
+    write_run(plan, straight[0])  # as it was trained before the study had trunks
+    assert final_runs(collected(study)).drop(columns="train_loss").equals(last)
+    for run, there in ((trunk, "other"), (fork, trunk.name)):
+        write_run(plan, run, words=(f"checkpoint.fork=runs/{there}/checkpoints/step_00000020",))
+        assert main(["collect", str(path)]) == 2
+        assert f"{run.name}: it began at runs/{there}" in capsys.readouterr().err
 
 
 def test_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ import pytest
 from fem_common.errors import ConfigError
 from launch.verbs.sweep import read_list
 from tests.pretrain.data_folder import write_folder
+from tests.ranks import losses
 from tests.test_house import ROOT
-from tests.tools.scaling.studies import write
+from tests.tools.scaling.studies import trunked, write
 from tests.tools.scaling.test_collect import make
 from tools.scaling import running
 from tools.scaling.__main__ import main
@@ -65,6 +66,29 @@ def test_progress_counts_flops_and_says_what_is_left(tmp_path: Path) -> None:
     rows[runs[-1].name] |= {"state": "running", "active": True, "step": 0}
     line = progress.line(rows)
     assert f"6 of 12 runs done, {share:.0%} of the FLOPs; " in line and line.endswith(f"now {runs[-1].name} 0/{runs[-1].steps}")
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_forks_start_after_their_trunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
+    """Here once their trunk is finished, those of a failed one not at all; on Slurm as a second array that waits for them."""
+    study = load_study(write(tmp_path, trunked))
+    runs, started = plan_study(study), list[tuple[set[str], list[str]]]()
+    trunks = [run.name for run in runs if not run.trunk]
+    rows = {name: {"state": "stopped" if name == trunks[0] else "finished"} for name in trunks}
+    monkeypatch.setattr(running, "standings", lambda study: rows)
+
+    def follow(command: list[str], *_: object) -> tuple[int, bool]:
+        after = [value for word, value in zip(command, command[1:], strict=False) if word == "--dependency"]
+        started.append((set(read_list(Path(command[command.index("--list") + 1]))), after))
+        return int(local), False
+
+    monkeypatch.setattr(running, "_follow", follow)
+    assert running._start(study, runs, arguments(), local) == (int(local), False)
+    first, second = started
+    assert first == (set(trunks), [])
+    missing = trunks[0] if local else ""
+    forks = {run.name for run in runs if run.trunk and run.trunk != missing}
+    assert second == (forks, [] if local else [f"{study.directory}/{name}" for name in trunks])
 
 
 LAUNCH = """
@@ -163,3 +187,25 @@ def test_a_study_killed_on_its_way_goes_on(tmp_path: Path, capsys: pytest.Captur
         assert len(list((folder / "attempts").iterdir())) == attempts
     assert main(["collect", str(path)]) == 0, capsys.readouterr().err
     assert len(final_runs(read_table(study.runs_csv))) == 2
+
+
+@pytest.mark.slow
+def test_trunks_and_forks_are_the_straight_runs_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training losses, gradient norms and the last validation of every run; fewer steps were trained."""
+    data = [f"data.{split}.0.prefix={tmp_path}/data/{split}" for split in ("train", "valid")]
+    more = {"sizes": [16], "budgets": [], "tokens": [7_680, 11_520, 15_360], "shape": {"head_size": 8, "min_layers": 1}, "warmup_steps": 5}
+    more["settings"] = [*QUIET, *data, "optimizer.schedule=wsd", "optimizer.decay_steps=10"]
+    found = {}
+    for trunks in (False, True):
+        path, study, runs = make(tmp_path, tokens_of_data=20_000, **more, trunks=trunks, directory=str(tmp_path / f"runs{trunks}"))
+        command = [sys.executable, "-m", "tools.scaling", "run", str(path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert main(["collect", str(path)]) == 0, capsys.readouterr().err
+        taught = {run.name: (losses(Path(study.directory) / run.name), run.begin_step) for run in runs}
+        found[trunks] = taught, final_runs(read_table(study.runs_csv))
+    (straight, table), (forked, other) = found[False], found[True]
+    assert [begin for _, begin in forked.values()] == [20, 35, 0]
+    for name, (steps, begin) in forked.items():
+        assert steps == {step: told for step, told in straight[name][0].items() if step > begin}, name
+    assert other["loss"].tolist() == table["loss"].tolist() and other["config_hash"].tolist() == table["config_hash"].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pretrain.plan.run_plan import make_plan
 from pretrain.validate import prepare
 from tests.pretrain.data_folder import write_folder
 from tests.test_house import ROOT
-from tests.tools.scaling.studies import planned, write
+from tests.tools.scaling.studies import planned, trunked, write
 from tests.wording import Wording
 from tools.scaling.__main__ import main
 from tools.scaling.planning import nearest_sizes, non_embedding_parameters, shaped, total_parameters
@@ -100,6 +101,34 @@ def test_the_rule_gives_whole_heads_and_the_nearest_parameters(tmp_path: Path) -
     assert all(0.5 < count / target < 2 for count, target in zip(found, (5e4, 2e5, 5e5), strict=True))  # steps of a head's width
 
 
+def test_the_shorter_runs_are_forks_of_the_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str], wording: Wording) -> None:
+    """By hand: of 100 + 200 + 400 steps of each model, rate and seed 10 + 20 + 400 are trained. The forks' keys are all that differs."""
+    study, straight = planned(write(tmp_path, partial(trunked, trunks=False)))
+    _, runs = planned(path := write(tmp_path, trunked))
+    assert len(runs) == 3 * 2 * 2 * 2 and [run.name for run in runs] == [run.name for run in straight]
+    for run, whole in zip(runs, straight, strict=True):
+        config, wanted = load_run(study.base, run.settings), load_run(study.base, whole.settings)
+        begin = {100: 90, 200: 180, 400: 0}[run.steps]
+        trunk = run.name.replace(f"-d{run.tokens}-", "-d102400-")
+        fork = f"runs/studies/study/{trunk}/checkpoints/step_{begin:08d}" if begin else None
+        assert (config.checkpoint.fork, config.checkpoint.keep) == (fork, () if begin else (90, 180))
+        assert replace(config, checkpoint=wanted.checkpoint) == wanted and wanted.optimizer.warmup_steps == 20
+        assert run.own_flops == pytest.approx((run.steps - begin) / run.steps * whole.flops, rel=1e-12)
+        assert run.hours == pytest.approx(run.own_flops / 1e10 / 3600) and (run.flops, run.tokens) == (whole.flops, whole.tokens)
+        assert (run.trunk, run.begin_step) == ((trunk, begin) if begin else ("", 0))
+    assert main(["plan", str(path)]) == 0
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("trunks: "))
+    total = sum(run.flops for run in straight)
+    assert "16 runs begin " in told and f"{270 / 700 * total:.4g} saved (39%)" in told
+    write_folder(tmp_path / "data", tokens=90_000)
+    forks = ["optimizer.schedule=wsd", "checkpoint.fork=runs/a"]
+    wrong: tuple[dict[str, Any], ...] = ({}, {"settings": []}, {"settings": forks}, {"warmup_steps": None})
+    for changed in wrong:
+        assert main(["plan", str(write(tmp_path, partial(trunked, **changed)))]) == 2
+        wording(error := capsys.readouterr().err)
+        assert error.count("\n") == 1
+
+
 TOO_SHORT = [2e8, 4e10]
 # Key of the study -> what it may not be.
 WRONG: dict[str, list[Any]] = {
@@ -114,6 +143,7 @@ WRONG: dict[str, list[Any]] = {
     "budgets": [[3e10, 3e10], [0], [], TOO_SHORT],
     "tokens": [[1e6]],
     "warmup": [1.0],
+    "warmup_steps": [5000],
     "seeds": [[]],
     "cluster": [{"processes": 3}],
     "base": ["bse.yaml", ""],

@@ -1,0 +1,96 @@
+"""Trunks: of the runs that differ in length alone the longest is trained whole, the others as forks of it from where they decay. No torch.
+
+Under WSD, with a warm-up in steps, a run does not know its length before its decay begins: until then it is the longer run to the last bit
+(`pretrain --fork`; Hägele et al. 2024, arXiv 2405.18392).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from fem_common.errors import ConfigError
+from pretrain.config import RunConfig
+from pretrain.data.facts import DataFacts
+from pretrain.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tools.scaling.planning import PlannedRun, Planner
+
+SURPLUS = 1.005  # samples of a source that Megatron-core draws an order of, over those that a blend needs
+
+
+def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """The runs in their order; those that a longer one begins like are forks of it.
+
+    Raises ConfigError (a schedule is not wsd, data is read more than once, pretrain refuses a fork).
+    """
+    same: dict[tuple[Any, ...], list[PlannedRun]] = {}
+    made: dict[str, PlannedRun] = {}
+    decays = {run.name: _decay_begins(planner, run) for run in runs}
+    for run in runs:
+        same.setdefault((run.variant, run.size, run.learning_rate, run.seed), []).append(run)
+    for group in same.values():
+        *shorter, trunk = sorted(group, key=attrgetter("steps"))
+        forks = [run for run in shorter if decays[run.name] > 0]
+        if forks:
+            made[trunk.name] = _kept(planner, trunk, [decays[run.name] for run in forks])
+            made |= {run.name: _fork(planner, run, trunk, decays[run.name]) for run in forks}
+    return [made.get(run.name, run) for run in runs]
+
+
+def begins_at(fork: str | None) -> tuple[str, int]:
+    """(a run's name, the step) of a run's checkpoint, checkpoint.fork; ("", 0) of none, another place as it is."""
+    found = re.search(r"([^/]+)/checkpoints/step_(\d+)/?$", fork or "")
+    return (found[1], int(found[2])) if found else (fork or "", 0)
+
+
+def _kept(planner: Planner, trunk: PlannedRun, begins: Sequence[int]) -> PlannedRun:
+    """A trunk that keeps the checkpoints where its forks begin."""
+    config, facts = _prepared(planner, trunk)
+    _check_order(planner, trunk, config, facts)
+    return replace(trunk, settings=(*trunk.settings, f"checkpoint.keep={json.dumps(sorted({*config.checkpoint.keep, *begins}))}"))
+
+
+def _fork(planner: Planner, run: PlannedRun, trunk: PlannedRun, begin: int) -> PlannedRun:
+    place = f"{planner.study.directory}/{trunk.name}/checkpoints/step_{begin:08d}"
+    settings = (*run.settings, f"checkpoint.fork={json.dumps(place, ensure_ascii=False)}")
+    made = replace(run, settings=settings, trunk=trunk.name, begin_step=begin, hours=run.hours and run.hours * (1 - begin / run.steps))
+    _prepared(planner, made)
+    return made
+
+
+def _prepared(planner: Planner, run: PlannedRun) -> tuple[RunConfig, DataFacts | None]:
+    return planner.prepared(f"run {run.name}", planner.read(f"run {run.name}", run.settings))
+
+
+def _decay_begins(planner: Planner, run: PlannedRun) -> int:
+    """The step after which a run decays. Raises ConfigError where its schedule says none."""
+    config = planner.read(f"run {run.name}", run.settings)
+    if config.optimizer.schedule != "wsd":
+        raise ConfigError(
+            f"{planner.study.path}: trunks: run {run.name} has optimizer.schedule = {config.optimizer.schedule}, every step of which knows "
+            "the run's length; give settings: [optimizer.schedule=wsd]"
+        )
+    if config.checkpoint.fork is not None:
+        raise ConfigError(f"{planner.study.path}: trunks: run {run.name} is a fork already (checkpoint.fork); set trunks: false")
+    schedule = Schedule.of(config)
+    return schedule.steps - schedule.decay_samples // schedule.batch_samples
+
+
+def _check_order(planner: Planner, trunk: PlannedRun, config: RunConfig, facts: DataFacts | None) -> None:
+    """Raises ConfigError where a trunk reads data again: their order then follows from its length, which is not its forks'."""
+    total = sum(source.weight for source in config.data.train)
+    room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"} if facts else {}
+    for source in config.data.train if config.data.packing != "best_fit" else ():
+        times = SURPLUS * trunk.tokens * source.weight / total / room.get(source.prefix, math.inf)
+        if times >= 1:
+            raise ConfigError(
+                f"{planner.study.path}: trunks: run {trunk.name} reads {source.prefix} {times:.2f} times, in an order that follows its "
+                "length, so that it does not begin as shorter ones do; prepare more data, shorten it, or set trunks: false"
+            )
