@@ -157,7 +157,8 @@ def layer_trace(shape: BlockShape, hidden: int, tokens: int, batch: int, *, caus
     def make(parallel: OneProcess) -> Made:
         block = Block(shape, parallel)
         x = torch.empty(tokens, batch, hidden, dtype=parallel.dtype, requires_grad=True)
-        return lambda: block(x, Context(causal=causal)), list(block.parameters())
+        # A layer before it would be given its gradient as it is; a leaf would be given a copy.
+        return lambda: block(x.view_as(x), Context(causal=causal)), list(block.parameters())
 
     return run_on_paper(make)
 
