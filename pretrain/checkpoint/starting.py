@@ -14,7 +14,7 @@ from pretrain.checkpoint.folder import MANIFEST, Found, Progress, find
 from pretrain.checkpoint.resume import Change, changes, check, check_model
 from pretrain.checkpoint.store import WEIGHTS_ALONE, Checkpoints
 from pretrain.config import RunConfig
-from pretrain.data.facts import Contents, DataFacts
+from pretrain.data.facts import SURPLUS, Contents, DataFacts
 from pretrain.data.store_cache import identity
 from pretrain.ranks import from_rank_0
 from pretrain.run_directory import FORK, read_fork
@@ -163,8 +163,9 @@ def _check_order(found: Found, samples: int, config: RunConfig, facts: DataFacts
         return
     room = {source.prefix: source.tokens for source in facts.sources if source.split == "train"}
     weights = {source.prefix: source.weight for source in config.data.train}
+    drawn_of = samples * (SURPLUS if len(weights) > 1 else 1)
     for prefix, tokens in room.items():
-        if samples * config.data.seq_length * weights[prefix] / sum(weights.values()) > tokens:
+        if drawn_of * config.data.seq_length * weights[prefix] / sum(weights.values()) > tokens:
             raise ConfigError(
                 f"the run is now {samples} samples long, but its data order was drawn for {drawn} and "
                 f"{prefix} would be read more than once: samples already seen would come again out of order; keep the run within "

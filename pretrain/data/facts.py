@@ -28,6 +28,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entr
 _DTYPES = {1: ("uint8", 1), 2: ("int8", 1), 3: ("int16", 2), 4: ("int32", 4), 5: ("int64", 8), 8: ("uint16", 2)}
 _LARGEST = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "uint16": 2**16}
 _MANIFEST_FORMAT = 2
+SURPLUS = 1.005  # samples of a blended source that Megatron-core draws an order of, over those that the blend needs
 SAMPLE_BLOCKS = 64
 MAKE_DATA = "make the data with: python -m data_prep run (the demo's: make demo)"
 

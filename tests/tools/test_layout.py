@@ -9,8 +9,9 @@ import pytest
 
 from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import flops_per_token, make_plan
+from tools.bench.traffic.__main__ import PAGE
 from tools.layout.__main__ import main
-from tools.layout.step import Machine, mfu, seconds
+from tools.layout.step import Machine, machines, mfu, seconds
 
 RUN = "configs/run/transformer_1.3b_100bt.yaml"
 H100 = 989e12
@@ -43,6 +44,14 @@ def test_the_modelled_mfu_is_within_fifteen_points_of_what_others_have_published
     theirs = published if published < 1 else published * flops_per_token(config) / H100
     assert abs(modelled - theirs) < 0.15, f"{modelled:.3f}, published {theirs:.3f}"
     assert modelled > theirs  # nothing of theirs that is slow for reasons of its own is in it
+
+
+def test_the_traffic_is_the_page_s() -> None:
+    """Pointwise KiB and launches of both passes."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text(encoding="utf-8").splitlines() if "|" in line]
+    page = {row[0]: [int(row[1]) + int(row[4]), int(row[3]) + int(row[6])] for row in rows if len(row) == 11 and row[1].isdigit()}
+    known = machines()["traffic"]
+    assert known == {name: page[name] for name in known} and set(page) - set(known) == {"GLA"}
 
 
 def test_a_step_by_hand() -> None:

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from fem_common.errors import ConfigError
 from pretrain.config import RunConfig
-from pretrain.data.facts import DataFacts
+from pretrain.data.facts import SURPLUS, DataFacts
 from pretrain.schedule import Schedule
 
 if TYPE_CHECKING:
     from tools.scaling.planning import PlannedRun, Planner
-
-SURPLUS = 1.005  # samples of a source that Megatron-core draws an order of, over those that a blend needs
 
 
 def forked(planner: Planner, runs: Sequence[PlannedRun]) -> list[PlannedRun]:

@@ -301,7 +301,7 @@ def exact_backward_(
     launch(_rows_kernel, (d_o, lse, *left), (d_o, dlam, dgate), ROWS, KEYS)
     dbeta.copy_(torch.where(wild[:, :, None], of_beta.sum(2), dbeta))
     shared = (d_o, lse, greatest, free_energy)
-    launch(_dq_kernel, (*shared, row_term, dq), (d_o, dq), ROWS // 2, KEYS)
+    launch(_dq_kernel, (*shared, row_term, dq), (d_o, dq), ROWS // 2, KEYS)  # with more rows it spills
     launch(_dk_kernel, (*shared, row_term, dk), (d_o, dk), KEYS, ROWS)
     launch(_dv_kernel, (*shared, dv), (d_o, dv), KEYS, ROWS)
 
