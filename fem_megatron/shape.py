@@ -182,6 +182,14 @@ class Shape(ABC):
         """What the tensor-parallel size must divide: a name that a user knows -> number."""
         return {}
 
+    def cut_widths(self) -> dict[str, int]:
+        """What tensor- and context-parallel ranks together must divide wherever a sequence is cut (`cut`), as ``split_widths``."""
+        return self.split_widths()
+
+    def keyed_widths(self) -> dict[str, int]:
+        """The same where reads that name their keys exchange heads, which they need not; {}: none names them."""
+        return {}
+
     def rotary_size(self) -> int:
         """Channels of a head that RoPE turns; 0: none."""
         return 0
@@ -218,6 +226,37 @@ def located(place: str) -> Any:
     if __name__ != "fem_megatron.shape":
         module = f"{__package__}.{module.replace('.', '_')}"
     return getattr(import_module(module), name)
+
+
+CUT_KINDS = ("all_to_all", "all_gather")
+
+
+def cut_kind(mixer: Shape, *, tensor: int, context: int, asked: str | None = None, whole: bool = True) -> str:
+    """How a mixer's reads are made of sequences cut over ``context`` ranks, one of CUT_KINDS: what is asked for where there is a choice.
+
+    Where nothing is asked for, heads are exchanged if there are enough of them. tensor: ranks that share a layer. whole: sequences are read
+    causally and as one, not by documents.
+
+    Raises:
+        ValueError: it cannot be made; the message names the width, or what was asked for.
+    """
+    ranks, keyed = tensor * context, mixer.keyed_widths()
+    words = f"parallel.context_parallel_size={context}" + (f" x tensor_model_parallel_size={tensor}" if tensor > 1 else "")
+    for name, width in mixer.cut_widths().items():
+        if width % ranks:
+            raise ValueError(f"{words} does not divide {name}={width}, which is exchanged for tokens")
+    short = [f"{name}={width}" for name, width in keyed.items() if width % ranks and (name != GROUPS or width % tensor or ranks % width)]
+    if not keyed or (not short and asked != "all_gather"):
+        return "all_to_all"
+    if not whole:
+        why = f"{words} does not divide {short[0]}" if short else "parallel.context_parallel_kind=all_gather"
+        raise ValueError(f"{why}, and documents that are read apart are read by whole heads (all_to_all)")
+    if asked == "all_to_all":
+        raise ValueError(f"{words} does not divide {short[0]}, as parallel.context_parallel_kind=all_to_all needs; leave it out: all_gather")
+    return "all_gather"
+
+
+GROUPS = "model.num_query_groups"
 
 
 def head_width(model: ModelConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fem_megatron.cut import Cut, Dims
 from fem_megatron.documents import Documents
 
 
@@ -75,7 +76,7 @@ State = dict[str, Tensor]
 class Context:
     """What an update may know besides x.
 
-    positions: [s] or [s, b], of the whole sequence, None: 0, 1, 2, ...
+    positions: [s] or [s, b], of the layer's tokens, None: 0, 1, 2, ...
     valid: [b, past + s] bool, False at padding, None: all are tokens. In a room [b, its places + s], once it holds a past.
     state: the layer's decoding state, which it reads and replaces; None: nothing is kept (training).
     past: tokens that the state stands for. causal: a token sees itself and what is before it.
@@ -83,6 +84,7 @@ class Context:
     memory: what an update keeps from one iteration to the next within a forward pass (momentum); with gradients, unlike the state.
     room: of a state that is written in place and never grows. touching: the keys of a room are read without a gap before the new ones.
     documents: of a sequence of several, none of which reads another (in training); None: a sequence is one.
+    cut: where the layer's tokens are this rank's part of the sequence (in training); None: they are all.
     recompute: what reads other tokens, and MLPs, keep their inputs alone and are computed again in the backward pass.
     """
 
@@ -99,6 +101,7 @@ class Context:
     touching: bool = False
     documents: Documents | None = None
     recompute: bool = False
+    cut: Cut | None = None
 
     def again(self, part: Callable[..., Tensor], *given: Any) -> Tensor:
         """``part(*given)``; under ``recompute`` the backward pass computes it again, by the same operations in the same order."""
@@ -107,14 +110,35 @@ class Context:
         made: Tensor = checkpoint(part, *given, use_reentrant=False, preserve_rng_state=False)  # nothing is random
         return made
 
-    def apart(self, read: Callable[..., Tensor], *tensors: Tensor | None, batch: int = 0, time: int = 2) -> Tensor:
-        """``read(valid, *tensors)``, of every document by itself where there are several; valid as above, of the tensors' own tokens."""
+    def apart(
+        self,
+        read: Callable[..., Tensor],
+        *tensors: Tensor | None,
+        each: Sequence[Tensor | None] = (),
+        keys: Collection[int] = (),
+        batch: int = 0,
+        time: int = 2,
+        heads: int = 1,
+    ) -> Tensor:
+        """``read(valid, *tensors, *each)``, of every document by itself where there are several; valid as above, of the tensors' tokens.
+
+        batch, time, heads: the dimensions of sequences, tokens and heads (or channels), which ``read`` takes in any number. each: what
+        belongs to a head alone, heads first, or is one for all. keys: which of the tensors the tokens of others read, where these alone
+        are read, by as many queries as there are, the last of the keys; () where a token's read is not told apart from what it is read by.
+        """
         documents = self.documents
+        if (documents or self.cut) and (self.state is not None or self.valid is not None):
+            what = "documents are read apart" if documents else "a sequence is cut"
+            raise ValueError(f"{what} in training, without a decoding state and without padding")
+        if self.cut is not None:
+            return self.cut.apart(read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None))
+
+        def whole(valid: Tensor | None, *given: Tensor | None) -> Tensor:
+            return read(valid, *given, *each)
+
         if documents is None:
-            return self.again(lambda *given: read(self.valid, *given), *tensors)
-        if self.state is not None or self.valid is not None:
-            raise ValueError("documents are read apart in training, without a decoding state and without padding")
-        return self.again(lambda *given: documents.apart(read, given, batch=batch, time=time, causal=self.causal), *tensors)
+            return self.again(lambda *given: whole(self.valid, *given), *tensors)
+        return self.again(lambda *given: documents.apart(whole, given, batch=batch, time=time, causal=self.causal), *tensors)
 
     def within(self, name: str) -> Context:
         """The same for a part of the layer, whose state lies under ``name``."""

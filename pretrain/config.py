@@ -14,12 +14,12 @@ from typing import Any
 from fem_common.config import ConfigErrors, build, load
 from fem_common.settings import setting
 from fem_megatron.config import ModelConfig
+from fem_megatron.shape import CUT_KINDS
 
 ABSENT = {
     r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": "mixtures of experts and expert parallelism are not here",
     r"checkpoint\.(tiers?|levels?)": "there are two: run_dir every checkpoint.interval steps, checkpoint.mirror every mirror_interval",
     r"checkpoint\.(folder|dir|directory|path|save|url)": "they lie in run_dir, and checkpoint.mirror=URL sends them elsewhere, too",
-    r"(.*_)?context_parallel(_.*)?|cp(_.*)?|ulysses(_.*)?|ring_attention(_.*)?": "context parallelism is not here",
 }
 """What others' configurations have and this one does not: a pattern of their keys -> what to say."""
 
@@ -71,6 +71,13 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = setting(1, "PP: each rank holds consecutive layers (1F1B schedule).", least=1)
     virtual_pipeline_model_parallel_size: int | None = setting(
         None, "Model chunks a pipeline rank holds (interleaved schedule); null: one."
+    )
+    context_parallel_size: int = setting(1, "CP: each rank holds 1 / CP of every sequence's tokens (docs/long_context.md).", least=1)
+    context_parallel_kind: str | None = setting(
+        None,
+        "How attention reads the tokens of other CP ranks: all_to_all exchanges heads for tokens, all_gather gathers keys and values; "
+        "null: all_to_all where there are heads enough. Scans exchange heads.",
+        CUT_KINDS,
     )
     sequence_parallel: bool = setting(False, "SP: norms and residuals are split along the sequence over the TP ranks.")
     use_distributed_optimizer: bool = setting(True, "ZeRO-1: optimizer state is split over the DP ranks.")

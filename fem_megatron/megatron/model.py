@@ -27,6 +27,8 @@ class Layout:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    context_parallel_kind: str | None = None
     sequence_parallel: bool = False
     params_dtype: torch.dtype = torch.float32
     recompute: str = "none"  # or "selective", "full"
@@ -64,6 +66,7 @@ def transformer_config(model: ModelConfig, layout: Layout) -> TransformerConfig:
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         overlap_p2p_comm=layout.overlap_p2p,
         batch_p2p_comm=not layout.overlap_p2p,
@@ -88,7 +91,7 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
     for stage in stages:
         chunk = GPTModel(
             config,
-            block_spec(model, config, stage),
+            block_spec(model, config, stage, layout.context_parallel_kind),
             vocab_size=model.padded_vocab_size(),
             max_sequence_length=seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),

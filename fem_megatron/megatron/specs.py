@@ -15,8 +15,10 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from fem_megatron import catalogue
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
+from fem_megatron.cut import Cut
+from fem_megatron.megatron.context_parallel import ContextParallel
 from fem_megatron.megatron.tensor_parallel import TensorParallel
-from fem_megatron.shape import BlockShape
+from fem_megatron.shape import BlockShape, cut_kind
 from fem_megatron.state import Context
 
 
@@ -29,6 +31,7 @@ class MegatronBlock(Block):
         *,
         shape: BlockShape,
         causal: bool,
+        cut: str | None = None,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
@@ -38,6 +41,11 @@ class MegatronBlock(Block):
         parallel = TensorParallel(pg_collection.tp, sequence_parallel=config.sequence_parallel, dtype=config.params_dtype)
         super().__init__(shape, parallel)
         self.config, self.causal = config, causal
+        self.cut = None
+        if pg_collection.cp.size() > 1:
+            context, tensor = pg_collection.cp, pg_collection.tp.size()
+            kind = cut_kind(shape.mixer, tensor=tensor, context=context.size(), asked=cut, whole=causal)
+            self.cut = Cut(ContextParallel(context), gathers=kind == "all_gather")
         self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
 
     def forward(  # type: ignore[override]
@@ -58,7 +66,11 @@ class MegatronBlock(Block):
             if value is not None and name in ("inference_context", "attention_bias", "rotary_pos_emb", "context"):
                 raise NotImplementedError(f"this layer does not take {name}")
         again = self.config.recompute_granularity == "selective" and self.training
-        return super().forward(hidden_states, replace(packed_seq_params or Context(), causal=self.causal, recompute=again)), None
+        context = replace(packed_seq_params or Context(), causal=self.causal, recompute=again, cut=self.cut)
+        if self.cut is not None and context.positions is None:
+            length = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+            context = replace(context, positions=self.cut.positions(length, hidden_states.device))
+        return super().forward(hidden_states, context), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -82,19 +94,21 @@ def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
         ValueError: a size does not fit; the message names the key.
         KeyError: no mixer has this name.
     """
-    return _spec(catalogue.block(model, mixer, layer), model)
+    return _spec(catalogue.block(model, mixer, layer), model, None)
 
 
-def block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers that this rank's model chunk holds, with our final norm."""
+def block_spec(
+    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, cut: str | None = None
+) -> TransformerBlockSubmodules:
+    """The layers that this rank's model chunk holds, with our final norm; ``cut``: as `cut_kind` is asked where sequences are cut."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_spec(shape, model) for shape in model.blocks()[first : first + count]]
+    layers = [_spec(shape, model, cut) for shape in model.blocks()[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _spec(shape: BlockShape, model: ModelConfig) -> ModuleSpec:
-    return ModuleSpec(module=MegatronBlock, params={"shape": shape, "causal": model.causal})
+def _spec(shape: BlockShape, model: ModelConfig, cut: str | None) -> ModuleSpec:
+    return ModuleSpec(module=MegatronBlock, params={"shape": shape, "causal": model.causal, "cut": cut})
 
 
 class RMSNorm(torch.nn.Module):

@@ -16,7 +16,12 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: C
 
     Tokens before the first count as zero, and so does padding. The state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
     """
-    return context.apart(lambda valid, x: _convolved(x, weight, bias, valid, context, name), x, batch=1, time=0)
+
+
+    def read(valid: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _convolved(x, weight, bias, valid, context, name)
+
+    return context.apart(read, x, each=(weight, bias), batch=1, time=0, heads=2)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | None, context: Context, name: str) -> Tensor:

@@ -33,6 +33,7 @@ def initialize_model_parallel(config: RunConfig) -> None:
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         distributed_timeout_minutes=layout.collective_timeout_minutes,
     )
     torch.manual_seed(config.train.seed)
@@ -57,6 +58,8 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
+        context_parallel_kind=config.parallel.context_parallel_kind,
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         recompute=config.train.recompute,

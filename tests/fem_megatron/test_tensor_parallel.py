@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of every mixer in float64 on two real ranks: output and each gradient against the whole block."""
+"""Tensor, sequence and context parallelism of every mixer in float64 on two real ranks: output and each gradient against the whole block."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from fem_megatron.block import Block
+from fem_megatron.cut import Cut
 from fem_megatron.megatron import platform
+from fem_megatron.shape import cut_kind
 from fem_megatron.state import Context
 from tests.fem_megatron import padding
 from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, shape_of, tokens
 from tests.ranks import answer
 
 PLACES = ("TP2", "TP2+SP")
+CUTS = ("CP2, all_to_all", "CP2, all_gather")  # the second where keys have names
 # A case, or a vocabulary and whether it is tied; and the place.
-MIXERS = list(itertools.product(CASES, PLACES))
+GATHERED = [(case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.keyed_widths()]
+MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED]
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
 Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]  # the third: its weight
 Errors = dict[tuple[Any, ...], dict[str, float]]
@@ -56,7 +60,9 @@ def compare_all(cases: list[tuple[Any, ...]]) -> Errors:
     errors = {}
     for case in cases:
         sequence = case[-1] == "TP2+SP"
-        if case in MIXERS:
+        if case[-1] in CUTS:
+            found = compare_cut(case[0], case[-1].split()[-1])
+        elif case in MIXERS:
             found = compare(case[0], sequence)
         else:
             more = {} if case in EMBEDDINGS else {"z_loss": case[2]}
@@ -91,6 +97,29 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     return errors
 
 
+def compare_cut(name: str, kind: str) -> dict[str, float]:
+    """The same of a block whose sequences are cut: gradients of weights are the sums over the ranks, as the data-parallel reduction's."""
+    from megatron.core import parallel_state
+
+    from fem_megatron.megatron.context_parallel import ContextParallel
+
+    group, causal = parallel_state.get_tensor_model_parallel_group(), is_causal(name)
+    found = cut_kind(shape_of(name).mixer, tensor=1, context=2, asked=kind, whole=causal)
+    cut = Cut(ContextParallel(group), gathers=found == "all_gather")
+    whole, split = block_of(name), block_of(name)
+    x, weight = tokens(12), tokens(12).flip(0)
+    wanted, wanted_x = run(whole, x, weight, causal)
+    mine = cut.positions(6, x.device)
+    context = Context(mine, causal=causal, cut=cut)
+    y, x_grad = run(split, x[mine], weight[mine], causal, context)
+    errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
+    for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
+        gradient = gradient_of(ours)
+        torch.distributed.all_reduce(gradient, group=group)
+        errors[key] = error(gradient, gradient_of(theirs))
+    return errors
+
+
 def largest(errors: dict[str, float]) -> dict[str, float]:
     """Over the ranks; what is no number is the largest."""
     everyone: list[Any] = [None, None]
@@ -98,9 +127,9 @@ def largest(errors: dict[str, float]) -> dict[str, float]:
     return {key: max((rank[key] for rank in everyone), key=lambda value: (math.isnan(value), value)) for key in errors}
 
 
-def run(block: Block, x: Tensor, weight: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def run(block: Block, x: Tensor, weight: Tensor, causal: bool, context: Context | None = None) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
-    y = block(x, Context(causal=causal))
+    y = block(x, context or Context(causal=causal))
     (y * weight).sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad

@@ -38,7 +38,7 @@ class Attention(Update):
             o = self.read_window(q.permute(1, 2, 0, 3), k, v, self.shape.window, context)
         else:
             read = partial(fem_attention, causal=context.causal, scale=self.shape.scale)
-            o = context.apart(lambda valid, *qkv: read(*qkv, keys_valid=valid), q.permute(1, 2, 0, 3), k, v)
+            o = context.apart(lambda valid, *qkv: read(*qkv, keys_valid=valid), q.permute(1, 2, 0, 3), k, v, keys=(1, 2))
         return x + self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:
@@ -52,7 +52,7 @@ class Attention(Update):
             valid = None if valid is None else valid[:, -k.shape[2] :]
             return windowed_attention(q, k, v, window, valid, scale=self.shape.scale)
 
-        return context.apart(read, q, k, v)
+        return context.apart(read, q, k, v, keys=(1, 2))
 
     def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """q [s, b, local heads, d], k and v [s, b, local groups, d] of the normed tokens h, q and k normed and turned as asked."""

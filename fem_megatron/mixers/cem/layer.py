@@ -76,12 +76,16 @@ class CemAttention(Update):
     def read(self, q: Tensor, k: Tensor, biases: tuple[Tensor, Tensor, Tensor], diagonal: Diagonal | None, context: Context) -> Tensor:
         """o [b, local heads, s, r], see `cem_attention`."""
 
-        def read(valid: Tensor | None, q: Tensor, k: Tensor, u: Tensor | None, h: Tensor | None) -> Tensor:
-            own = None if diagonal is None or u is None or h is None else Diagonal(u.squeeze(1), h.squeeze(1), diagonal.d)
-            return cem_attention(q, k, *biases, own, scale=self.shape.scale, causal=context.causal, valid=valid)
+        slopes, *common = biases
 
-        u, h = (None, None) if diagonal is None else (diagonal.u[:, None], diagonal.h[:, None])
-        return context.apart(read, q, k, u, h)
+        def read(
+            valid: Tensor | None, q: Tensor, k: Tensor, u: Tensor | None, h: Tensor | None, slopes: Tensor, d: Tensor | None
+        ) -> Tensor:
+            own = None if u is None or h is None or d is None else Diagonal(u.squeeze(1), h.squeeze(1), d)
+            return cem_attention(q, k, slopes, *common, own, scale=self.shape.scale, causal=context.causal, valid=valid)
+
+        u, h, d = (None, None, None) if diagonal is None else (diagonal.u[:, None], diagonal.h[:, None], diagonal.d)
+        return context.apart(read, q, k, u, h, each=(slopes, d), keys=(1, 3))
 
     def remember(self, whole: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """This rank's k [b, local heads, past + s, r] and, with a diagonal, h [b, past + s, D], the past's with them; kept in the state."""

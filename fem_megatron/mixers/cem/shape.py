@@ -160,6 +160,12 @@ class CemAttentionShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
+    def cut_widths(self) -> dict[str, int]:
+        return {}
+
+    def keyed_widths(self) -> dict[str, int]:
+        return self.split_widths()
+
 
 @dataclass(frozen=True)
 class CemMlpShape(Shape):

@@ -39,7 +39,8 @@ class DifferentialAttention(Update):
             return fem_attention(q, k, v.repeat_interleave(2, dim=1), causal=context.causal, keys_valid=valid, scale=shape.scale)
 
         wide = torch.promote_types(x.dtype, torch.float32)
-        first, second = (t.to(wide) for t in context.apart(read, q.permute(1, 2, 0, 3), k, v).unflatten(1, (-1, 2)).unbind(2))
+        both = context.apart(read, q.permute(1, 2, 0, 3), k, v, keys=(1, 2)).unflatten(1, (-1, 2))
+        first, second = (t.to(wide) for t in both.unbind(2))
         o = first - self.lam_now() * second
         o = rms_norm(o, self.parallel.share(self.head_norm.weight).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)
         return x + self.parallel.leave(self.out_proj(o.to(x.dtype).permute(2, 0, 1, 3).flatten(2)))

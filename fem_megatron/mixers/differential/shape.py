@@ -79,6 +79,12 @@ class DifferentialShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
+    def cut_widths(self) -> dict[str, int]:
+        return {}
+
+    def keyed_widths(self) -> dict[str, int]:
+        return self.split_widths()
+
     def rotary_size(self) -> int:
         return self.head if self.rope else 0
 

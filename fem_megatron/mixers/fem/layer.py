@@ -103,7 +103,7 @@ class TimeDecayConditioner(Layer):
                 return time_decay_scan(a.flip(0), f.flip(0), softplus=True).flip(0)
             return time_decay_scan(a, f, first, softplus=True)
 
-        state = context.apart(scan, a, f, batch=1, time=0)
+        state = context.apart(scan, a, f, batch=1, time=0, heads=2)
         if not self.backward:
             context.keep("state", state[-1])
         if self.parallel.size > 1:

@@ -54,7 +54,14 @@ class ScanPrior(Prior):
         q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts))
 
         def read(
-            valid: Tensor | None, q: Tensor, k: Tensor, decay: Tensor | None, v: Tensor, lam: Tensor | None, gate: Tensor | None
+            valid: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            decay: Tensor | None,
+            v: Tensor,
+            lam: Tensor | None,
+            gate: Tensor | None,
+            beta: Tensor | None,
         ) -> Tensor:
             if valid is not None:
                 valid = valid[:, None, -v.shape[2] :, None]
@@ -65,7 +72,7 @@ class ScanPrior(Prior):
                 return self._decode(q, k, decay, v, beta, lam, gate, context)
             return self._read(q, k, decay, v, beta, lam, gate, causal=context.causal)
 
-        return context.apart(read, q, k, decay, v, lam, gate)
+        return context.apart(read, q, k, decay, v, lam, gate, each=(beta,))
 
     def _read(
         self,
@@ -126,7 +133,13 @@ class SoftmaxPrior(Prior):
             scale=self.shape.prior.scale,
             implementation="auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend,
         )
-        return context.apart(lambda valid, q, k, v, lam, gate: read(q, k, v, beta, lam, gate, keys_valid=valid), q, k, v, lam, gate)
+
+        def whole(
+            valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, beta: Tensor | None
+        ) -> Tensor:
+            return read(q, k, v, beta, lam, gate, keys_valid=valid)
+
+        return context.apart(whole, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
 
 
 class LinearPrior(ScanPrior):
@@ -162,15 +175,24 @@ class AftPrior(Prior):
             query = self._positive(q)
         else:
             gate = q.sigmoid() if gate is None else q.sigmoid() * gate
-        whole = partial(aft_read, beta=beta, state=context.recall("sums"), causal=context.causal)
+        whole = partial(aft_read, state=context.recall("sums"), causal=context.causal)
 
-        def read(valid: Tensor | None, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, query: Tensor | None) -> Tensor:
-            o, sums = whole(k, v, lam=lam, gate=gate, query=query, valid=None if valid is None else valid[:, -v.shape[2] :])
+        def read(
+            valid: Tensor | None,
+            k: Tensor,
+            v: Tensor,
+            lam: Tensor | None,
+            gate: Tensor | None,
+            query: Tensor | None,
+            beta: Tensor | None,
+        ) -> Tensor:
+            valid = None if valid is None else valid[:, -v.shape[2] :]
+            o, sums = whole(k, v, beta=beta, lam=lam, gate=gate, query=query, valid=valid)
             if sums is not None:
                 context.keep("sums", sums)
             return o
 
-        return context.apart(read, k, v, lam, gate, query)
+        return context.apart(read, k, v, lam, gate, query, each=(beta,))
 
     def _positive(self, q: Tensor) -> Tensor:
         """softplus(q), RMS-normalised over a head; never 0, whose logarithm the free energy would be."""
@@ -195,10 +217,18 @@ class MambaPrior(Prior):
         assert isinstance(shape, MambaShape)
         wide = torch.promote_types(v.dtype, torch.float32)
         delta, b_in, c_out = (parts[name].permute(1, 2, 0, 3).to(wide) for name in ("delta", "b", "c"))
-        rate, whole = self._rate(wide), partial(ssm_read, normalise=shape.normalise, state=context.recall("sums"), causal=context.causal)
+        whole = partial(ssm_read, normalise=shape.normalise, state=context.recall("sums"), causal=context.causal)
 
         def read(
-            valid: Tensor | None, delta: Tensor, b_in: Tensor, c_out: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None
+            valid: Tensor | None,
+            delta: Tensor,
+            b_in: Tensor,
+            c_out: Tensor,
+            v: Tensor,
+            lam: Tensor | None,
+            gate: Tensor | None,
+            rate: Tensor,
+            beta: Tensor | None,
         ) -> Tensor:
             valid = None if valid is None else valid[:, -v.shape[2] :]
             o, sums = whole(delta, rate, b_in, c_out, v, beta, lam, gate, valid=valid)
@@ -207,7 +237,8 @@ class MambaPrior(Prior):
             return o
 
         delta, b_in, c_out = softplus(delta + self._step_logit(wide)), softplus(b_in) + EPS, softplus(c_out) + EPS
-        return context.apart(read, delta, b_in, c_out, v.sigmoid() if shape.squash else v, lam, gate)
+        values = v.sigmoid() if shape.squash else v
+        return context.apart(read, delta, b_in, c_out, values, lam, gate, each=(self._rate(wide), beta))
 
     def _step_logit(self, wide: torch.dtype) -> Tensor:
         """[local heads, 1, d_v]: what softplus turns into the starting steps, and the learned bias."""

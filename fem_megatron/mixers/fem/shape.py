@@ -216,10 +216,16 @@ class FemShape(Shape):
         return (f"d_k {keys}, " if keys else "") + f"d_v {self.value_head}"
 
     def split_widths(self) -> dict[str, int]:
-        widths = {"model.num_attention_heads": self.heads}
-        for size in self.conditioners().values():
-            widths["the conditioner's width, model.fem.conditioner_size"] = size
-        return widths
+        return {"model.num_attention_heads": self.heads} | self._conditioner_width()
+
+    def cut_widths(self) -> dict[str, int]:
+        return self._conditioner_width() if isinstance(self.prior, SoftmaxShape) else self.split_widths()
+
+    def keyed_widths(self) -> dict[str, int]:
+        return {"model.num_attention_heads": self.heads} if isinstance(self.prior, SoftmaxShape) else {}
+
+    def _conditioner_width(self) -> dict[str, int]:
+        return {"the conditioner's width, model.fem.conditioner_size": self.conditioner} if self.conditioners() else {}
 
     def reads(self) -> set[str]:
         own = {f"fem.{name}" for name in ("conditioner", "free_energy", "temperature", "gate", "budget", "value_size")}

@@ -181,6 +181,13 @@ class HyperSetShape(Shape):
         """Heads, and the feed-forward's width."""
         return {"model.num_attention_heads": self.heads, "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner}
 
+    def cut_widths(self) -> dict[str, int]:
+        """Heads, but of pairs of tokens: softmax's."""
+        return {} if self.keyed_widths() else {"model.num_attention_heads": self.heads}
+
+    def keyed_widths(self) -> dict[str, int]:
+        return {"model.num_attention_heads": self.heads} if self.switches.attention not in ("linear", "bisoftmax") else {}
+
     def rotary_size(self) -> int:
         """All of a head, with ``model.rope``."""
         return self.head if self.rope else 0

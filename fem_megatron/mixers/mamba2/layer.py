@@ -50,10 +50,11 @@ class Mamba2(Update):
         if valid is not None:
             delta, log_decay = delta * valid[..., None], log_decay * valid[..., None]
         narrow = product_type(u)
-        b, c = (t.permute(1, 0, 2)[:, None].expand(-1, self.local_heads, -1, -1) for t in bc.to(narrow).chunk(2, dim=-1))
+        b, c = (t.permute(1, 0, 2)[:, None] for t in bc.to(narrow).chunk(2, dim=-1))
         v = (u * delta[..., None]).to(narrow).permute(1, 2, 0, 3)
 
         def read(_: Tensor | None, c: Tensor, b: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+            c, b = (t.expand(-1, v.shape[1], -1, -1) for t in (c, b))
             y, state = linear_attention(c, b, v, log_decay, context.recall("matrix"))
             context.keep("matrix", state)
             return y

@@ -97,6 +97,9 @@ class Mamba2Shape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
 
+    def cut_widths(self) -> dict[str, int]:
+        return self.split_widths() | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state}
+
     def packing(self) -> dict[str, Packing]:
         """x is what attention reads, its values."""
         return {"in_proj.weight": Packing(self.heads, {"x": self.head, "gate": self.head}, {"x": "v"})}

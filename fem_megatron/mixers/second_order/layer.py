@@ -88,12 +88,12 @@ class SecondOrderAttention(_EnergyHeads):
         q, k = self.project(z, context)
         k = context.extend("k", k, dim=2)
         temperature, newton = self.temperatures()
-        gram, whole = self.gram(), partial(second_order_attention, exact=self.shape.exact, jitter=self.shape.switches.jitter)
+        whole = partial(second_order_attention, exact=self.shape.exact, jitter=self.shape.switches.jitter)
 
-        def read(valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None) -> Tensor:
-            return whole(q, k, gram, temperature, newton, causal=context.causal, valid=valid, turn=turn)
+        def read(valid: Tensor | None, q: Tensor, k: Tensor, turn: Tensor | None, *each: Tensor) -> Tensor:
+            return whole(q, k, *each, causal=context.causal, valid=valid, turn=turn)
 
-        return self.back(context.apart(read, q, k, self.turn(z, context)))
+        return self.back(context.apart(read, q, k, self.turn(z, context), each=(self.gram(), temperature, newton), keys=(1,)))
 
     def gram(self) -> Tensor:
         """G = W_Q W_Q^T of this rank's heads, [local heads, d_h, d_h], float32 at least."""

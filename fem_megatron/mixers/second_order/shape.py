@@ -118,6 +118,12 @@ class SecondOrderShape(_Heads):
         """Keys alone: half of standard attention's cache."""
         return length * self.hidden * element
 
+    def cut_widths(self) -> dict[str, int]:
+        return {}
+
+    def keyed_widths(self) -> dict[str, int]:
+        return self.split_widths()
+
     def max_length(self) -> int | None:
         """What mha2nd is refused over; mha2nd1st takes any."""
         return self.switches.exact_max_length if self.exact else None

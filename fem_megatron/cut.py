@@ -1,0 +1,142 @@
+"""A sequence that is cut over ranks (context parallelism): who has which tokens, and how a read gets those of others.
+
+The cut is Megatron's: 2 N chunks, of which rank i has i and 2 N - 1 - i, so that the tokens of each rank read as many others where causal.
+What a layer computes of one token alone it computes of its own tokens. What it reads of other tokens passes `Cut.apart`:
+
+    all_to_all   every rank gets all tokens of 1 / N of the heads (or channels), reads them as one process does, and gives each rank its
+                 tokens of what was read. For any read.
+    all_gather   every rank gets the keys of all tokens, and reads each of its two chunks of queries as decoding does, with the keys up to
+                 the chunk's end. For causal reads that name their keys; no head is split. Keys, and what is made of them, are not kept:
+                 the backward pass gathers and reads again.
+
+No mixer's mathematics and no process group here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from fem_megatron.state import Context
+
+Given = Sequence[Tensor | None]
+Read = Callable[..., Tensor]
+
+
+class Ranks(Protocol):
+    """The ranks that share a sequence, in one rank's view."""
+
+    size: int
+    rank: int
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """[size, ...]: part i goes to rank i -> [size, ...], part j from rank j; gradients go back the same way."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[...] -> [size, ...], every rank's; the gradients of all ranks' copies are summed."""
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Which dimensions of a read's tensors are sequences, tokens and heads (or channels)."""
+
+    batch: int
+    time: int
+    heads: int
+
+
+def own_chunks(size: int, rank: int) -> tuple[int, int]:
+    """Which of the 2 ``size`` chunks a rank has, in the order in which its tokens lie."""
+    return rank, 2 * size - 1 - rank
+
+
+def own_tokens(whole: Tensor, size: int, rank: int, time: int) -> Tensor:
+    """A rank's tokens of a tensor that has all, along the dimension ``time``, which 2 ``size`` divides."""
+    chunks = whole.chunk(2 * size, time)
+    return torch.cat([chunks[number] for number in own_chunks(size, rank)], time)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One rank's part of each sequence, and how the reads of one layer are made: ``gathers`` those that name their keys, or exchanges."""
+
+    ranks: Ranks
+    gathers: bool
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Where this rank's ``length`` tokens stand in the sequence, [length] int64."""
+        whole = torch.arange(length * self.ranks.size, device=device)
+        return own_tokens(whole, self.ranks.size, self.ranks.rank, 0)
+
+    def apart(self, read: Read, given: Given, each: Given, keys: Collection[int], dims: Dims, context: Context) -> Tensor:
+        """``read(valid, *given, *each)`` of whole sequences, of which ``given`` and the result are this rank's tokens.
+
+        each: what belongs to a head alone, heads first; of one head: to all. keys: the places in ``given`` of what queries read; none:
+        the read does not tell. context: the layer's, without a cut.
+
+        Raises:
+            ValueError: keys are to be gathered for a read of documents, or one that is not causal.
+        """
+        if not (self.gathers and keys):
+            return self._by_heads(read, given, each, dims, context)
+        if context.documents is not None or not context.causal:
+            raise ValueError("documents that are read apart, and reads both ways, are made by exchanging heads")
+
+        def gathered(*given: Tensor | None) -> Tensor:
+            whole = [t if t is None or place not in keys else self._all_tokens(t, dims.time) for place, t in enumerate(given)]
+            return self._by_chunks(read, whole, each, keys, dims.time)
+
+        if not torch.is_grad_enabled():
+            return gathered(*given)
+        made: Tensor = checkpoint(gathered, *given, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+        return made
+
+    def _by_chunks(self, read: Read, given: Given, each: Given, keys: Collection[int], time: int) -> Tensor:
+        """``given``: keys of all tokens, the rest of this rank's."""
+        chunks, made = 2 * self.ranks.size, []
+        for half, number in enumerate(own_chunks(self.ranks.size, self.ranks.rank)):
+
+            def seen(place: int, t: Tensor, half: int = half, number: int = number) -> Tensor:
+                if place not in keys:
+                    return t.chunk(2, time)[half]
+                return t.narrow(time, 0, t.shape[time] // chunks * (number + 1))
+
+            made.append(read(None, *(None if t is None else seen(place, t) for place, t in enumerate(given)), *each))
+        return torch.cat(made, time)
+
+    def _by_heads(self, read: Read, given: Given, each: Given, dims: Dims, context: Context) -> Tensor:
+        heads = max(t.shape[dims.heads] for t in given if t is not None)
+        whole = [None if t is None else self._own_heads(t, dims, heads) for t in given]
+        mine = [t if t is None or t.shape[0] == 1 else t.chunk(self.ranks.size)[self.ranks.rank] for t in each]
+        out = context.apart(read, *whole, each=mine, batch=dims.batch, time=dims.time, heads=dims.heads)
+        parts = self._by_rank(out.movedim((dims.time, dims.heads), (0, 1)))
+        return self.ranks.exchange(parts).transpose(0, 1).flatten(1, 2).movedim((0, 1), (dims.time, dims.heads))
+
+    def _own_heads(self, t: Tensor, dims: Dims, heads: int) -> Tensor:
+        """All tokens of this rank's heads; of what is one for all ``heads`` as it is; of fewer heads than ranks the one that these read."""
+        size, own = self.ranks.size, t.shape[dims.heads]
+        if own == 1 < heads:
+            return self._all_tokens(t, dims.time)
+        if own < size:
+            t = t.repeat_interleave(size // own, dims.heads)
+        parts = t.movedim((dims.heads, dims.time), (0, 1)).unflatten(0, (size, -1))
+        return self._in_order(self.ranks.exchange(parts).transpose(1, 2)).movedim((1, 0), (dims.heads, dims.time))
+
+    def _all_tokens(self, t: Tensor, time: int) -> Tensor:
+        return self._in_order(self.ranks.gather(t.movedim(time, 0))).movedim(0, time)
+
+    def _in_order(self, parts: Tensor) -> Tensor:
+        """[size, tokens of a rank, ...] -> [tokens, ...]."""
+        first, second = zip(*(part.chunk(2) for part in parts), strict=True)
+        return torch.cat([*first, *reversed(second)])
+
+    def _by_rank(self, tokens: Tensor) -> Tensor:
+        """[tokens, ...] -> [size, tokens of a rank, ...]."""
+        size = self.ranks.size
+        return torch.stack([own_tokens(tokens, size, rank, 0) for rank in range(size)])

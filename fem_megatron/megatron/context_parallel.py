@@ -1,0 +1,62 @@
+"""The moves of a cut sequence between the ranks of a Megatron process group (`fem_megatron.cut.Ranks`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fem_megatron.cut import Ranks
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of the first dimension, which is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grads[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather; its transpose sums what the ranks' copies are given, in fp32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        ctx.group, own = group, own.contiguous()
+        whole = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, own, group=group)
+        return whole.view(group.size(), *own.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        own = _exchanged(grad, ctx.group)
+        return own.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.dtype), None
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    parts = parts.contiguous()
+    made = torch.empty_like(parts)
+    torch.distributed.all_to_all_single(made, parts, group=group)
+    return made
+
+
+class ContextParallel(Ranks):
+    """``fem_megatron.cut.Ranks`` over a Megatron process group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        made: Tensor = _Exchange.apply(parts, self.group)
+        return made
+
+    def gather(self, own: Tensor) -> Tensor:
+        made: Tensor = _Gather.apply(own, self.group)
+        return made
