@@ -91,6 +91,11 @@ class ParallelConfig:
         above=0,
     )
 
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that compute one micro-batch together."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:

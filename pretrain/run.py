@@ -270,10 +270,11 @@ class Run:
         config, layout = self.config, self.config.parallel
         plan = from_rank_0(lambda: make_plan(config, self.world_size, self.facts, cuda=platform.has_cuda()))
         data = self.data(start.progress.order_samples)
+        cut = f"CP {layout.context_parallel_size}, " if layout.context_parallel_size > 1 else ""
         self.say(
             f"{config.name}: {plan.total_parameters / 1e6:.2f}M parameters, {self.part.own.steps} steps of {self.schedule.step_tokens} "
             f"tokens on {self.world_size} x {platform.device_name()} (TP {layout.tensor_model_parallel_size}, "
-            f"PP {layout.pipeline_model_parallel_size}, DP {plan.data_parallel}, {config.train.precision})"
+            f"PP {layout.pipeline_model_parallel_size}, {cut}DP {plan.data_parallel}, {config.train.precision})"
         )
         if plan.pieces is not None:
             self.say(
@@ -305,8 +306,11 @@ class Run:
         )
 
     def _diagnostics_interval(self) -> int:
-        """Under ZeRO-3 a layer's weights are gone again when it could be looked at."""
+        """Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank has all tokens."""
         engine, interval = self.config.engine, self.config.log.diagnostics_interval
+        if interval and self.config.parallel.context_parallel_size > 1:
+            self.say("parallel.context_parallel_size > 1: no layer diagnostics (log.diagnostics_interval)")
+            return 0
         if interval and engine.name == "deepspeed" and engine.zero_stage == 3:
             self.say("engine.zero_stage = 3: no layer diagnostics (log.diagnostics_interval)")
             return 0

@@ -18,6 +18,7 @@ from fem_common.stores import is_url, refusal
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
+from fem_megatron.shape import cut_kind
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
@@ -82,7 +83,7 @@ def check_before_data(config: RunConfig) -> None:
 def planned_world_size(config: RunConfig) -> int:
     """The processes a configuration asks for: parallel.world_size, or as few as its model parallelism needs."""
     layout = config.parallel
-    return layout.world_size or max(1, layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
+    return layout.world_size or max(1, layout.model_parallel)
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -176,17 +177,19 @@ def _check_mixer_limits(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _check_layout(config: RunConfig, world_size: int) -> Iterator[str]:
     layout = config.parallel
-    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    needed = layout.model_parallel
     if layout.world_size is not None and layout.world_size != world_size:
         yield (
             f"parallel.world_size = {layout.world_size}, but {_started(world_size)}; start it with: "
             f"torchrun --nproc-per-node {layout.world_size} -m pretrain ..., or set parallel.world_size={world_size}"
         )
-    elif world_size % (tensor * pipeline):
-        wanted = max(1, round(world_size / (tensor * pipeline))) * tensor * pipeline
+    elif world_size % needed:
+        wanted = max(1, round(world_size / needed)) * needed
+        cut = f" x parallel.context_parallel_size = {layout.context_parallel_size}" if layout.context_parallel_size > 1 else ""
         yield (
-            f"parallel.tensor_model_parallel_size = {tensor} x parallel.pipeline_model_parallel_size = {pipeline} needs a multiple of "
-            f"{tensor * pipeline} processes, but {_started(world_size)}; the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
+            f"parallel.tensor_model_parallel_size = {layout.tensor_model_parallel_size} x parallel.pipeline_model_parallel_size = "
+            f"{layout.pipeline_model_parallel_size}{cut} needs a multiple of {needed} processes, but {_started(world_size)}; "
+            f"the nearest: torchrun --nproc-per-node {wanted} -m pretrain ..."
         )
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
         missing = "use_distributed_optimizer" if not layout.use_distributed_optimizer else "overlap_grad_reduce"
@@ -220,7 +223,7 @@ def _check_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     fault = _tensor_parallel_fault(config, size)
     if fault:
-        possible = _possible(world_size, size, layout.pipeline_model_parallel_size)
+        possible = _possible(world_size, size, layout.model_parallel // size)
         heads = _divisors(config.model.num_attention_heads)
         near = _closest(heads, size, lambda count: possible(count) and not _tensor_parallel_fault(config, count))
         yield f"parallel.tensor_model_parallel_size = {size} does not divide {fault}; the nearest that divides all: {near}"
@@ -232,11 +235,36 @@ def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
     return lambda count: not fits or world_size % (count * other) == 0
 
 
+def _check_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
+    layout, length, size = config.parallel, config.data.seq_length, config.parallel.context_parallel_size
+    key = f"parallel.context_parallel_size = {size}"
+    if size == 1:
+        if layout.context_parallel_kind is not None:
+            yield f"parallel.context_parallel_kind = {layout.context_parallel_kind} needs parallel.context_parallel_size of 2 or more"
+        return
+    part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    if length % (size * part):
+        near = max(1, round(length / (size * part))) * size * part
+        what = f"2 x {size} chunks" if part == 2 else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
+        yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
+    for name, block in dict(zip(mixer_names(config.model), config.model.blocks(), strict=True)).items():
+        try:
+            cut_kind(
+                block.mixer,
+                tensor=layout.tensor_model_parallel_size,
+                context=size,
+                asked=layout.context_parallel_kind,
+                whole=config.data.documents == "joined",
+            )
+        except ValueError as error:
+            yield f"{key}: {name}: {error}"
+
+
 def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, layers = config.parallel, config.model.num_layers
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     if layers % stages:
-        near = _closest(_divisors(layers), stages, _possible(world_size, stages, layout.tensor_model_parallel_size))
+        near = _closest(_divisors(layers), stages, _possible(world_size, stages, layout.model_parallel // stages))
         key = f"parallel.pipeline_model_parallel_size = {stages}"
         yield f"{key} does not divide model.num_layers = {layers}; the nearest that does: {near}"
         return
@@ -255,7 +283,7 @@ def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
 def _check_batches(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, batch, micro = config.parallel, config.train.global_batch_size, config.train.micro_batch_size
     stages = layout.pipeline_model_parallel_size
-    data_parallel = world_size // (layout.tensor_model_parallel_size * stages)
+    data_parallel = world_size // layout.model_parallel
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     if batch % (micro * data_parallel):
         near = max(1, round(batch / (micro * data_parallel))) * micro * data_parallel
@@ -389,6 +417,7 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),
+    (_check_context_parallel, "parallel model data"),
     (_check_pipeline, "parallel model"),
     (_check_layout, "parallel"),
     (_check_batches, "train parallel"),

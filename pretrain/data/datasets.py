@@ -27,6 +27,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split, compile_helpers
 
 from fem_common.stores import is_url
+from fem_megatron.cut import own_tokens
 from fem_megatron.documents import Documents
 from fem_megatron.state import Context
 from pretrain.config import DataConfig, RunConfig, Source
@@ -258,6 +259,15 @@ def _ensure_helpers() -> None:
         invalidate_caches()
 
 
+def _own_part(batch: Batch, known: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
+    """The tokens of this context-parallel rank, and their positions; documents stay those of whole sequences."""
+    cut = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    context = known.get("context")
+    if context is not None and context.positions is not None:
+        known = {"context": replace(context, positions=own_tokens(context.positions, *cut, 0))}
+    return {key: own_tokens(field, *cut, 1) for key, field in batch.items()}, known
+
+
 def batches(
     dataset: GPTDataset,
     first_sample: int,
@@ -269,7 +279,7 @@ def batches(
     """Endless micro-batches of this data-parallel rank from position ``first_sample`` on.
 
     Every global batch takes consecutive samples; within it, rank r of d takes micro-batches r, r + d, r + 2d, ... so that the samples of a
-    step do not depend on the layout. Tensors are int64 [micro_batch_size, seq_length]; loss_mask is float32.
+    step do not depend on the layout. Tensors are int64 [micro_batch_size, seq_length / CP]; loss_mask is float32.
     ``reader``: the datasets', which then hears of samples before they are used. ``ends``: see `Ends.applied`.
     """
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -283,5 +293,7 @@ def batches(
         samples = [dataset[(position + i) % len(dataset)] for i in range(micro_batch_size)]
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in FIELDS}
         known = {} if ends is None else ends.applied(batch, device)
+        if parallel_state.get_context_parallel_world_size() > 1:
+            batch, known = _own_part(batch, known)
         yield {key: field.to(device, non_blocking=True) for key, field in batch.items()} | known
         position += size * micro_batch_size

@@ -59,7 +59,8 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
-        context_parallel_kind=config.parallel.context_parallel_kind,
+        # Documents that are read apart are read by whole heads.
+        context_parallel_kind="all_to_all" if config.data.documents == "separate" else config.parallel.context_parallel_kind,
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         recompute=config.train.recompute,

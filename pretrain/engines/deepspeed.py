@@ -65,13 +65,14 @@ class DeepSpeedEngine:
 
         self.config = config
         self.data_parallel = MegatronGroups.get_data_parallel_world_size()
-        self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * self.data_parallel)
+        replicas = parallel_state.get_data_parallel_world_size()
+        self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
         (self.model,) = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
         if config.parallel.sequence_parallel:
             _sum_over_sequence_slices(self.model)
         weights = places(self.model, MegatronGroups.get_data_parallel_group())
         numel = sum(parameter.numel() for parameter in self.model.parameters())
-        settings, told = deepspeed_config(config, self.data_parallel, parameters=numel, cuda=platform.has_cuda())
+        settings, told = deepspeed_config(config, replicas, parameters=numel, cuda=platform.has_cuda())
         for line in told:
             say(line)
         if not deepspeed.comm.is_initialized():

@@ -157,7 +157,7 @@ def _ours(config: RunConfig, data_parallel: int, *, parameters: int, cuda: bool)
         zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     clip = config.optimizer.clip_grad
     return {
-        "train_batch_size": train.global_batch_size,
+        "train_batch_size": train.global_batch_size * config.parallel.context_parallel_size,  # to it, these ranks have data of their own
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": train.global_batch_size // (train.micro_batch_size * data_parallel),
         "gradient_clipping": clip if clip > 0 or engine.zero_stage else NO_CLIPPING,

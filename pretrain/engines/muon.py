@@ -141,8 +141,11 @@ class Muon(torch.optim.AdamW):
 
         Collective over the ranks that share these weights.
         """
-        get = parallel_state.get_tensor_model_parallel_group if whole else parallel_state.get_tensor_and_data_parallel_group
-        group, rank = get(), parallel_state.get_tensor_model_parallel_rank()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        if whole:
+            group = parallel_state.get_tensor_model_parallel_group()
+        else:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         self.prepare()
         self.mine = {}
         for part in parts:

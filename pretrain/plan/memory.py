@@ -65,8 +65,9 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
     layout, bf16 = config.parallel, config.train.precision == "bf16"
     if config.engine.name == "deepspeed":
         return _zero_stage_memory(config, config.engine, parameters, data_parallel, cuda=cuda, muons=muons)
-    sharded = -(-parameters // data_parallel) if layout.use_distributed_optimizer else parameters
-    single = -(-muons // data_parallel) if layout.use_distributed_optimizer else muons
+    ranks = data_parallel * layout.context_parallel_size
+    sharded = -(-parameters // ranks) if layout.use_distributed_optimizer else parameters
+    single = -(-muons // ranks) if layout.use_distributed_optimizer else muons
     activations = stage_activations(config, stage, data_parallel, cuda=cuda)
     # When the activations are gone: torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); gloo reduces and scatters
     # a copy of all gradients, which lives until the weights are gathered (CPU).
@@ -162,7 +163,7 @@ def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda
     per_token = in_flight * (layers / (stages * chunks) + (residual if stages > 1 else 0))
     if stage == stages - 1:
         per_token += sum(head_activations(config, cuda=cuda).values())
-    return int(per_token * train.micro_batch_size * config.data.seq_length)
+    return int(per_token * train.micro_batch_size * _own_length(config))
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
@@ -172,7 +173,7 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, in bf16 as much again.
     """
     model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
-    tokens = train.micro_batch_size * config.data.seq_length
+    tokens = train.micro_batch_size * _own_length(config)
     inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
     per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
     # Under recompute what was not kept of a layer is made again; in bf16 its fp32 parts have fp32 gradients, about as much as it has
@@ -202,6 +203,11 @@ def _packed_width(block: BlockShape) -> int:
 
 def _element(config: RunConfig) -> int:
     return 2 if config.train.precision == "bf16" else 4
+
+
+def _own_length(config: RunConfig) -> int:
+    """Tokens of a sequence that a context-parallel rank has."""
+    return config.data.seq_length // config.parallel.context_parallel_size
 
 
 def _sequence_split(config: RunConfig) -> int:

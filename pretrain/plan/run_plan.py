@@ -185,7 +185,8 @@ class Plan:
     @property
     def save_memory(self) -> int:
         """Bytes of host memory that the rank with most to write needs for it: each has its own part once more, nothing is gathered."""
-        return max(stage.parameters * stored_bytes(self.config) - 4 * stage.muons for stage in self.memory) // self.data_parallel
+        ranks = self.data_parallel * self.config.parallel.context_parallel_size
+        return max(stage.parameters * stored_bytes(self.config) - 4 * stage.muons for stage in self.memory) // ranks
 
     @property
     def peak_memory(self) -> int:
@@ -199,7 +200,7 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     ``model.vocab_size`` must be known (given, or filled in by ``pretrain.data.facts.fill_from_data``).
     """
     layout = config.parallel
-    data_parallel = world_size // (layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
+    data_parallel = world_size // layout.model_parallel
     schedule = Schedule.of(config)
     parameters = count_by_component(config.model)
     # Of the same width; its parameters do not depend on its heads, and one head fits any width.
@@ -330,6 +331,7 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
     words = [
         f"{plan.world_size} process{'es' if plan.world_size > 1 else ''} = TP {layout.tensor_model_parallel_size}",
         f"x PP {layout.pipeline_model_parallel_size}" + (f" (interleaved, {chunks} chunks a rank)" if chunks else ""),
+        *([f"x CP {layout.context_parallel_size}"] if layout.context_parallel_size > 1 else []),
         f"x DP {plan.data_parallel}" + _split_words(plan.config),
     ]
     yield "layout"

@@ -68,7 +68,8 @@ def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_p
     """
     e = 2 if config.train.precision == "bf16" else WIDE
     stage, settings, offload = engine.zero_stage, engine.deepspeed, engine.offload_optimizer
-    part = -(-parameters // data_parallel)
+    ranks = data_parallel * config.parallel.context_parallel_size
+    part = -(-parameters // ranks)
     bucket = min(settings.reduce_bucket_size or BUCKET, parameters)
     buffers = 2 if config.parallel.overlap_grad_reduce and stage in (1, 2) else 1
     converted = WIDE * bucket if e < WIDE else 0
@@ -85,7 +86,7 @@ def zero_memory(config: RunConfig, engine: EngineConfig, parameters: int, data_p
         weights, gradients, forward, held = e * part, WIDE * part, e * live, WIDE * bucket
         group = min(part, settings.sub_group_size or SUB_GROUP)
         reduction = WIDE * max((1 if cuda else 2) * bucket + group, (1 if offload else 3) * group)
-    optimizer -= WIDE * (muons if stage == 0 else -(-muons // data_parallel))
+    optimizer -= WIDE * (muons if stage == 0 else -(-muons // ranks))
     several = config.train.global_batch_size > config.train.micro_batch_size * data_parallel
     fresh = 0 if several or stage == 3 or (stage == 1 and e < WIDE) else gradients
     if offload:

@@ -133,7 +133,7 @@ def rehearse_rank(config: RunConfig, world_size: int, device: torch.device, stag
     began = time.monotonic()
     trace = StepTrace(number=2 * config.optimizer.clip_grad)  # the gradient's norm, among others
     recorder = Recorder(trace)
-    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)  # Megatron's order: tp, dp, pp
+    rank = stage * (world_size // config.parallel.pipeline_model_parallel_size)  # Megatron's order: tp, cp, dp, pp
     with paper.machine(device, rank, world_size, trace, recorder.fused), recorder:
         initialize_model_parallel(config)
         schedule = Schedule.of(config)
@@ -198,6 +198,7 @@ def _groups() -> dict[tuple[int, ...], str]:
         "tied embeddings": parallel_state.get_embedding_group(check_initialized=False),
         "PP": parallel_state.get_pipeline_model_parallel_group(),
         "DP": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "CP": parallel_state.get_context_parallel_group(),
         "TP": parallel_state.get_tensor_model_parallel_group(),
     }
     member = {name: group for name, group in named.items() if group is not None and group != torch.distributed.GroupMember.NON_GROUP_MEMBER}
@@ -206,7 +207,7 @@ def _groups() -> dict[tuple[int, ...], str]:
 
 def micro_batches(config: RunConfig) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches without numbers, as `pretrain.data.datasets.batches` brings them to the device."""
-    shape = config.train.micro_batch_size, config.data.seq_length
+    shape = config.train.micro_batch_size, config.data.seq_length // config.parallel.context_parallel_size
     while True:
         yield {key: torch.empty(shape, dtype=torch.float32 if key == "loss_mask" else torch.int64, device=META) for key in FIELDS}
 

@@ -22,10 +22,12 @@ pytestmark = pytest.mark.timeout(1500)  # the first case waits for the processes
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 PP2 = ["parallel.pipeline_model_parallel_size=2"]
 SP = ["parallel.sequence_parallel=true"]
+CP2 = ["parallel.context_parallel_size=2"]
+GATHER = ["parallel.context_parallel_kind=all_gather"]
 AGAIN = ["train.recompute=full"]
 OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
-# No parameter stays whole between its uses.
-ZERO3 = ["engine.name=deepspeed", "engine.zero_stage=3", "engine.deepspeed.param_persistence_threshold=0"]
+ZERO1, ZERO2, ZERO3 = (["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3))
+ZERO3.append("engine.deepspeed.param_persistence_threshold=0")  # no parameter stays whole between its uses
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "recompute": (1, AGAIN),
     "micro-batches of 4": (1, ["train.micro_batch_size=4"]),
@@ -40,6 +42,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP2 x DP2 + SP, overlapped": (4, TP2 + SP + OVERLAP),
     "PP2 x DP2": (4, PP2),
     "TP2 x DP2 + SP, ZeRO-3": (4, TP2 + SP + ZERO3),
+    "CP2, selective": (2, [*CP2, "train.recompute=selective"]),
+    "CP2, all_gather": (2, CP2 + GATHER),
+    "CP4": (4, ["parallel.context_parallel_size=4"]),
+    "CP2 x TP2 + SP": (4, CP2 + TP2 + SP),
+    "CP2 x PP2": (4, CP2 + PP2),
+    "CP2 x DP2, overlapped": (4, CP2 + OVERLAP),
+    "CP2, ZeRO-1": (2, CP2 + ZERO1),
+    "CP2 x DP2, ZeRO-2": (4, CP2 + ZERO2),
+    "CP2, ZeRO-3": (2, CP2 + ZERO3),
 }
 SPLIT, WHOLE, ZERO_3 = "TP2 + SP, recompute", "TP2 x PP2 + SP, selective", "TP2 x DP2 + SP, ZeRO-3"
 # feature_eps: at 1e-6 a token whose features meet none of the past's weighs by eps alone, and its gradient is 1/eps times fp32's rounding;
@@ -82,6 +93,8 @@ QUICK = [
     # What depends on a layer's number, and others in turn.
     *((mixer, WHOLE) for mixer in dict.fromkeys(("differential", *list(MIXERS)[::4]))),
     *((mixer, ZERO_3) for mixer in list(MIXERS)[2::4]),
+    *((mixer, "CP2, selective") for mixer in MIXERS),
+    *((mixer, "CP2 x TP2 + SP") for mixer in list(MIXERS)[1::4]),
     *(("separate", layout) for layout in (WHOLE, ZERO_3, "micro-batches of 4", "PP2 interleaved")),
 ]
 SLOW = [(model, layout) for model in MIXERS for layout in LAYOUTS if (model, layout) not in QUICK and layout != "PP2 interleaved"]
