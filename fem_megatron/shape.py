@@ -101,7 +101,7 @@ class Training:
 
     element: bytes of the training precision. tensor_parallel: ranks that share a layer; sequence_split: that share the sequence outside it.
     micro_batch: sequences, of ``length`` tokens. cuda: whether a GPU's fused kernels run. again: reads are computed again, and keep what
-    they are given alone (train.recompute = selective).
+    they are given alone (train.recompute = selective). ranks: that share a sequence.
     """
 
     element: int
@@ -111,12 +111,46 @@ class Training:
     length: int
     cuda: bool
     again: bool = False
+    ranks: int = 1
+
+    @property
+    def wide(self) -> int:
+        """Bytes of what is computed in fp32 or wider."""
+        return max(WIDE, self.element)
+
+    @property
+    def product(self) -> int:
+        """Bytes of a linear attention's operands (`update.product_type`)."""
+        return self.element if self.cuda else self.wide
 
     def estimate(self, hidden: int, kept: tuple[float, float], more: float = 0.0) -> dict[str, float]:
         """Bytes a token from those seen a channel of ``hidden``, in fp32 and in bf16, and ``more``; every rank has the input whole."""
         seen = (kept[0] if self.element == WIDE else kept[1]) * hidden + more
         whole = self.element * hidden
         return {ESTIMATE: whole + max(0.0, seen - whole) / self.tensor_parallel}
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes of a token that its rank gives to others where sequences are cut, in one forward pass.
+
+    exchanged: each of N ranks gets 1 / N of it. The others: each of them gets it all. keys: gathered anew in the backward pass.
+    angles: which have no gradient.
+    """
+
+    exchanged: float = 0.0
+    gathered: float = 0.0
+    keys: float = 0.0
+    angles: float = 0.0
+
+    def sent(self, ranks: int, *, backward: bool, again: bool = False) -> float:
+        """Bytes that one of ``ranks`` sends of each of its tokens. backward: and of its gradient.
+
+        again: the layer is computed again in the backward pass (train.recompute = full).
+        """
+        forward = 1 + again
+        both = (forward + backward) * (self.exchanged / ranks + self.gathered)
+        return (ranks - 1) * (both + (forward + 2 * backward) * self.keys + forward * self.angles)
 
 
 ESTIMATE = "estimate"
@@ -190,6 +224,10 @@ class Shape(ABC):
         """The same where reads that name their keys exchange heads, which they need not; {}: none names them."""
         return {}
 
+    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+        """What the ranks of a cut sequence give each other of one token, on one tensor-parallel rank; kind: `cut_kind`'s answer."""
+        raise NotImplementedError
+
     def rotary_size(self) -> int:
         """Channels of a head that RoPE turns; 0: none."""
         return 0
@@ -250,9 +288,9 @@ def cut_kind(mixer: Shape, *, tensor: int, context: int, asked: str | None = Non
         return "all_to_all"
     if not whole:
         why = f"{words} does not divide {short[0]}" if short else "parallel.context_parallel_kind=all_gather"
-        raise ValueError(f"{why}, and documents that are read apart are read by whole heads (all_to_all)")
+        raise ValueError(f"{why}, and documents, or both ways, are read by whole heads")
     if asked == "all_to_all":
-        raise ValueError(f"{words} does not divide {short[0]}, as parallel.context_parallel_kind=all_to_all needs; leave it out: all_gather")
+        raise ValueError(f"{words} does not divide {short[0]}, as parallel.context_parallel_kind=all_to_all needs; all_gather does not")
     return "all_gather"
 
 

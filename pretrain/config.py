@@ -18,6 +18,7 @@ from fem_megatron.shape import CUT_KINDS
 
 ABSENT = {
     r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": "mixtures of experts and expert parallelism are not here",
+    r"(.*_)?cp(_.*)?|ulysses(_.*)?|ring_attention(_.*)?": "a sequence is cut by parallel.context_parallel_size",
     r"checkpoint\.(tiers?|levels?)": "there are two: run_dir every checkpoint.interval steps, checkpoint.mirror every mirror_interval",
     r"checkpoint\.(folder|dir|directory|path|save|url)": "they lie in run_dir, and checkpoint.mirror=URL sends them elsewhere, too",
 }

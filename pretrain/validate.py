@@ -18,11 +18,11 @@ from fem_common.stores import is_url, refusal
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
-from fem_megatron.shape import cut_kind
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.plan.memory import cut_kinds
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
@@ -242,22 +242,28 @@ def _check_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]
         if layout.context_parallel_kind is not None:
             yield f"parallel.context_parallel_kind = {layout.context_parallel_kind} needs parallel.context_parallel_size of 2 or more"
         return
+    if layout.context_parallel_kind == "all_gather" and config.data.documents == "separate":
+        yield "parallel.context_parallel_kind = all_gather: data.documents = separate is read by whole heads; leave it out"
+        return
     part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     if length % (size * part):
         near = max(1, round(length / (size * part))) * size * part
         what = f"2 x {size} chunks" if part == 2 else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
         yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
-    for name, block in dict(zip(mixer_names(config.model), config.model.blocks(), strict=True)).items():
-        try:
-            cut_kind(
-                block.mixer,
-                tensor=layout.tensor_model_parallel_size,
-                context=size,
-                asked=layout.context_parallel_kind,
-                whole=config.data.documents == "joined",
-            )
-        except ValueError as error:
-            yield f"{key}: {name}: {error}"
+    try:
+        cut_kinds(config)
+    except ValueError as error:
+        possible = _possible(world_size, size, layout.model_parallel // size)
+        nearest_size = _closest(range(1, world_size + 1), size, lambda count: possible(count) and _cuts(config, count))
+        yield f"{error}; the nearest that does: {nearest_size}"
+
+
+def _cuts(config: RunConfig, size: int) -> bool:
+    try:
+        cut_kinds(replace(config, parallel=replace(config.parallel, context_parallel_size=size)))
+    except ValueError:
+        return False
+    return True
 
 
 def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:

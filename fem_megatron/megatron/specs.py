@@ -97,9 +97,7 @@ def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
     return _spec(catalogue.block(model, mixer, layer), model, None)
 
 
-def block_spec(
-    model: ModelConfig, config: TransformerConfig, vp_stage: int | None, cut: str | None = None
-) -> TransformerBlockSubmodules:
+def block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None, cut: str | None = None) -> TransformerBlockSubmodules:
     """The layers that this rank's model chunk holds, with our final norm; ``cut``: as `cut_kind` is asked where sequences are cut."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)

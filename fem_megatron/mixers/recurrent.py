@@ -17,7 +17,6 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: C
     Tokens before the first count as zero, and so does padding. The state keeps the last K - 1 inputs under ``name``, [b, K - 1, c].
     """
 
-
     def read(valid: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _convolved(x, weight, bias, valid, context, name)
 

@@ -32,8 +32,10 @@ train.recompute = selective an MLP keeps its input, a read what it is given; an 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
+from fem_megatron.catalogue import mixer_names
+from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training, cut_kind
 from pretrain.config import EngineConfig, RunConfig
 from pretrain.plan.muon import ROUND, TENSORS
 from pretrain.plan.zero_memory import variants, zero_memory
@@ -113,10 +115,8 @@ def zero_variants(config: RunConfig, own: StageMemory, data_parallel: int, *, cu
 
 def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> dict[str, float]:
     """Bytes a token that autograd keeps of one layer on one rank, by term (the table above)."""
-    e, layout, train = _element(config), config.parallel, config.train
-    split = _sequence_split(config)
-    again = train.recompute == "selective"
-    training = Training(e, layout.tensor_model_parallel_size, split, train.micro_batch_size, config.data.seq_length, cuda, again)
+    e, split, training = _element(config), _sequence_split(config), training_of(config, cuda=cuda)
+    again = training.again
     norms = {"norms": (e if cuda else WIDE * 2) * config.model.hidden_size / split}
     terms: dict[str, float] = {}
     for shape in filter(None, (block.mixer, block.mlp)):
@@ -124,6 +124,47 @@ def layer_activations(config: RunConfig, block: BlockShape, *, cuda: bool) -> di
         for name, value in kept.items():
             terms[name] = terms.get(name, 0.0) + block.recurrence * value
     return terms
+
+
+def training_of(config: RunConfig, *, cuda: bool) -> Training:
+    """How the run trains, as shapes are asked about it."""
+    layout, train = config.parallel, config.train
+    return Training(
+        element=_element(config),
+        tensor_parallel=layout.tensor_model_parallel_size,
+        sequence_split=_sequence_split(config),
+        micro_batch=train.micro_batch_size,
+        length=config.data.seq_length,
+        cuda=cuda,
+        again=train.recompute == "selective",
+        ranks=layout.context_parallel_size,
+    )
+
+
+def cut_kinds(config: RunConfig) -> dict[str, str]:
+    """Mixer -> how its reads are made where sequences are cut; {} where they are not.
+
+    Raises:
+        ValueError: of a mixer they cannot be; the message names the width.
+    """
+    layout, model = config.parallel, config.model
+    if layout.context_parallel_size == 1:
+        return {}
+    given: dict[str, Any] = {"tensor": layout.tensor_model_parallel_size, "context": layout.context_parallel_size}
+    given |= {"asked": layout.context_parallel_kind, "whole": config.data.documents == "joined"}
+    return {name: cut_kind(block.mixer, **given) for name, block in zip(mixer_names(model), model.blocks(), strict=True)}
+
+
+def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool) -> float:
+    """Bytes that one rank gives the others of its context-parallel group in a step, all its layers and micro-batches, both ways."""
+    layout, train, model, kinds = config.parallel, config.train, config.model, cut_kinds(config)
+    training, again = training_of(config, cuda=cuda), train.recompute == "full"
+    per_token = 0.0
+    for name, block in zip(mixer_names(model), model.blocks(), strict=True):
+        crossing = block.mixer.cut_bytes(training, kinds[name])
+        per_token += block.recurrence * crossing.sent(layout.context_parallel_size, backward=True, again=again)
+    tokens = train.global_batch_size // data_parallel * _own_length(config)
+    return per_token * tokens / layout.pipeline_model_parallel_size
 
 
 def is_estimated(config: RunConfig) -> bool:

@@ -1,10 +1,13 @@
-"""Tensor, sequence and context parallelism of every mixer in float64 on two real ranks: output and each gradient against the whole block."""
+"""Tensor, sequence and context parallelism of every mixer in float64 on two real ranks: output and gradients against the whole block."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from fem_megatron.block import Block
 from fem_megatron.cut import Cut
 from fem_megatron.megatron import platform
-from fem_megatron.shape import cut_kind
+from fem_megatron.shape import Training, cut_kind
 from fem_megatron.state import Context
 from tests.fem_megatron import padding
 from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, shape_of, tokens
@@ -111,13 +114,33 @@ def compare_cut(name: str, kind: str) -> dict[str, float]:
     wanted, wanted_x = run(whole, x, weight, causal)
     mine = cut.positions(6, x.device)
     context = Context(mine, causal=causal, cut=cut)
-    y, x_grad = run(split, x[mine], weight[mine], causal, context)
+    with sent_by_this_rank() as sent:
+        y, x_grad = run(split, x[mine], weight[mine], causal, context)
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
+    told = shape_of(name).mixer.cut_bytes(Training(8, 1, 1, 2, 12, cuda=False, ranks=2), found).sent(2, backward=True)
+    errors["bytes"] = abs(told * shape_of(name).recurrence * x[mine].shape[0] * x.shape[1] / sum(sent) - 1)
     for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
         gradient = gradient_of(ours)
         torch.distributed.all_reduce(gradient, group=group)
         errors[key] = error(gradient, gradient_of(theirs))
     return errors
+
+
+@contextmanager
+def sent_by_this_rank() -> Iterator[list[int]]:
+    """The bytes that each collective of a cut sequence sends to the other of two ranks."""
+    sent, exchange, gather = list[int](), torch.distributed.all_to_all_single, torch.distributed.all_gather_into_tensor
+
+    def exchanged(made: Tensor, parts: Tensor, **given: Any) -> None:
+        sent.append(parts.nbytes // 2)
+        exchange(made, parts, **given)
+
+    def gathered(whole: Tensor, own: Tensor, **given: Any) -> None:
+        sent.append(own.nbytes)
+        gather(whole, own, **given)
+
+    with mock.patch.multiple(torch.distributed, all_to_all_single=exchanged, all_gather_into_tensor=gathered):
+        yield sent
 
 
 def largest(errors: dict[str, float]) -> dict[str, float]:

@@ -33,6 +33,7 @@ RUNS = sorted(CONFIGS.glob("*.yaml"))
 PARALLEL = {
     "TP": "parallel.tensor_model_parallel_size",
     "PP": "parallel.pipeline_model_parallel_size",
+    "CP": "parallel.context_parallel_size",
     "VPP": "parallel.virtual_pipeline_model_parallel_size",
 }
 
@@ -149,7 +150,7 @@ def test_every_mistake_is_told_at_once_and_nothing_that_only_follows_from_one(
     """Unknown keys, types, parts, contradictions, paths: a line each, and every check of a section that is right."""
     text = "model: {hidden_sise: 64, num_layers: 0}\ndata: {train: [{prefix: nowhere}]}\nevaluate: {interval: 3}\n"
     path = write_tree(tmp_path, {"run/mine.yaml": text, "a_file": ""})
-    overrides = ["train.steps=six", "optimizer.min_lr=1", "optimizer.lr=0", "parallel.context_parallel_size=2", "checkpoint.interval=2"]
+    overrides = ["train.steps=six", "optimizer.min_lr=1", "optimizer.lr=0", "parallel.cp_size=2", "checkpoint.interval=2"]
     assert main([str(path), *overrides, f"run_dir={tmp_path}/a_file/run"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 6 and "nowhere" not in err  # no vocabulary is read while the model is wrong

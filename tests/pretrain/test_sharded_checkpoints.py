@@ -66,6 +66,8 @@ LAYOUTS: dict[str, list[str]] = {
     "ZeRO-1": [ZERO, "engine.zero_stage=1"],
     "ZeRO-2": [ZERO, "engine.zero_stage=2"],
     "ZeRO-3": [ZERO, "engine.zero_stage=3"],
+    "CP2": ["parallel.context_parallel_size=2"],
+    "CP2, ZeRO-2": [ZERO, "engine.zero_stage=2", "parallel.context_parallel_size=2"],
     "ZeRO-1, TP2": [ZERO, "engine.zero_stage=1", "parallel.tensor_model_parallel_size=2"],
     "DP2 again": [],
 }

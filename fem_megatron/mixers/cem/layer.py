@@ -76,13 +76,13 @@ class CemAttention(Update):
     def read(self, q: Tensor, k: Tensor, biases: tuple[Tensor, Tensor, Tensor], diagonal: Diagonal | None, context: Context) -> Tensor:
         """o [b, local heads, s, r], see `cem_attention`."""
 
-        slopes, *common = biases
+        slopes, self_bias, cross_bias = biases
 
         def read(
             valid: Tensor | None, q: Tensor, k: Tensor, u: Tensor | None, h: Tensor | None, slopes: Tensor, d: Tensor | None
         ) -> Tensor:
             own = None if u is None or h is None or d is None else Diagonal(u.squeeze(1), h.squeeze(1), d)
-            return cem_attention(q, k, slopes, *common, own, scale=self.shape.scale, causal=context.causal, valid=valid)
+            return cem_attention(q, k, slopes, self_bias, cross_bias, own, scale=self.shape.scale, causal=context.causal, valid=valid)
 
         u, h, d = (None, None, None) if diagonal is None else (diagonal.u[:, None], diagonal.h[:, None], diagonal.d)
         return context.apart(read, q, k, u, h, each=(slopes, d), keys=(1, 3))

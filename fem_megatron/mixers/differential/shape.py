@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
+from fem_megatron.shape import FIXED, Crossing, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -84,6 +84,11 @@ class DifferentialShape(Shape):
 
     def keyed_widths(self) -> dict[str, int]:
         return self.split_widths()
+
+    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+        """Both keys and the value, as wide as they; or these, both queries, and what both read."""
+        e = training.element * self.heads * 2 * self.head / training.tensor_parallel
+        return Crossing(keys=2 * e) if kind == "all_gather" else Crossing(5 * e)
 
     def rotary_size(self) -> int:
         return self.head if self.rope else 0

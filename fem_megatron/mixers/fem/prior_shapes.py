@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import KEPT, Weight, Weights, keys_seen, qk_norms
+from fem_megatron.shape import KEPT, Training, Weight, Weights, keys_seen, qk_norms
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -48,6 +48,10 @@ class PriorShape(ABC):
     @abstractmethod
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         """Bytes of one head's decoding state after ``length`` tokens; ``value`` channels of v, with or without the free-energy stream."""
+
+    @abstractmethod
+    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+        """Bytes of a token and head that its read takes besides values and gates (``gate``: whether the mixer has one)."""
 
     def weights(self, heads: int) -> Weights:
         """Parameters besides the packed projection."""
@@ -95,6 +99,9 @@ class SoftmaxShape(PriorShape):
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         return length * (self.qk_head + value) * element
 
+    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+        return 2 * training.element * self.qk_head
+
     def rotary_size(self) -> int:
         return self.qk_head if self.rope else 0
 
@@ -130,6 +137,10 @@ class ScanShape(PriorShape):
         """The sums over v, U and ones, and the least and the greatest value seen: of any length."""
         streams = value * (2 if free_energy else 1)
         return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
+
+    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+        """q and k as they are multiplied, log-decays in fp32."""
+        return 2 * training.product * self.features + training.wide * self.decays
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,10 @@ class DecayShape(ScanShape):
         """No q and no k: v and o."""
         return 2
 
+    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+        """The decay alone."""
+        return training.wide
+
     def slices(self) -> dict[str, int]:
         return {"decay": 1}
 
@@ -234,6 +249,10 @@ class AftShape(PriorShape):
         """A maximum and sums for each channel, fp32: 3 numbers, 4 more with F, 3 more where F has logits of its own."""
         return (3 + 4 * free_energy + 3 * self.own_logits) * value * max(4, element)
 
+    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+        """k, and the query in fp32; after the read it is a gate, if there is no other."""
+        return self.width * (training.element + (training.wide if self.query == "inside" else training.element * (not gate)))
+
 
 @dataclass(frozen=True)
 class MambaShape(PriorShape):
@@ -275,6 +294,9 @@ class MambaShape(PriorShape):
     def state_bytes(self, length: int, element: int, *, value: int, free_energy: bool) -> int:
         """``states`` sums for each channel and stream, fp32; two streams and two numbers more, or one where not normalised, with F."""
         return value * (1 + self.normalise) * (self.states * (1 + free_energy) + free_energy) * max(4, element)
+
+    def cut_bytes(self, training: Training, *, gate: bool) -> float:
+        return training.wide * (self.value + 2 * self.states)
 
     def weights(self, heads: int) -> Weights:
         """delta_bias, head-major [heads * value]; rate, [heads * value * states]: both start at 0, added to constants."""

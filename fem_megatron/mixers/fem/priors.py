@@ -46,8 +46,11 @@ class ScanPrior(Prior):
     decay, so it adds nothing and moves nothing; a token that reads nothing reads itself.
     """
 
-    def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q and k [s, b, h, d_k], not negative, in the products' type, the log-decay [s, b, h, 1 or d_k], at most 0, wide; or None."""
+    def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """q and k [s, b, h, d_k], not negative, in the products' type, the log-decay [s, b, h, 1 or d_k], at most 0, wide; or None.
+
+        Without q and k a decay a head reads alone, every token as much.
+        """
         raise NotImplementedError
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
@@ -55,14 +58,17 @@ class ScanPrior(Prior):
 
         def read(
             valid: Tensor | None,
-            q: Tensor,
-            k: Tensor,
+            q: Tensor | None,
+            k: Tensor | None,
             decay: Tensor | None,
             v: Tensor,
             lam: Tensor | None,
             gate: Tensor | None,
             beta: Tensor | None,
         ) -> Tensor:
+            if q is None or k is None:
+                assert decay is not None
+                q = k = torch.ones_like(decay)
             if valid is not None:
                 valid = valid[:, None, -v.shape[2] :, None]
                 k, v, decay = k * valid, v * valid, None if decay is None else decay * valid
@@ -145,7 +151,7 @@ class SoftmaxPrior(Prior):
 class LinearPrior(ScanPrior):
     """phi(q_t) . phi(k_i), phi(x) = relu(x) + eps after RoPE; with a log-decay -(relu(a) + eps) where the shape has one (GLA)."""
 
-    def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+    def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         shape = self.shape.prior
         assert isinstance(shape, LinearShape)
         wide, narrow = torch.promote_types(parts["q"].dtype, torch.float32), product_type(parts["q"])
@@ -156,10 +162,9 @@ class LinearPrior(ScanPrior):
 class DecayPrior(ScanPrior):
     """exp(-sum over (i, t] of softplus(a)): every token weighs one, and fades."""
 
-    def features(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor | None]:
+    def features(self, parts: Parts) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         logit = parts["decay"]
-        decay = -softplus(logit.to(torch.promote_types(logit.dtype, torch.float32)))
-        return torch.ones_like(decay), torch.ones_like(decay), decay
+        return None, None, -softplus(logit.to(torch.promote_types(logit.dtype, torch.float32)))
 
 
 class AftPrior(Prior):

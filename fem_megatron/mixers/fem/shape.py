@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.fem.prior_shapes import PriorShape, SoftmaxShape
-from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights, qk_norms_keep
+from fem_megatron.shape import WIDE, Crossing, Packing, Shape, Training, Weight, Weights, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -223,6 +223,17 @@ class FemShape(Shape):
 
     def keyed_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads} if isinstance(self.prior, SoftmaxShape) else {}
+
+    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+        """Keys and values, or all that a read takes and gives; the conditioner's decays, inputs and states."""
+        e, tensor = training.element, training.tensor_parallel
+        conditioners = sum(self.conditioners().values()) * (2 * e + training.wide)
+        if kind == "all_gather":
+            assert isinstance(self.prior, SoftmaxShape)
+            return Crossing(conditioners / tensor, keys=self.heads * e * (self.prior.qk_head + self.value_head) / tensor)
+        own = self.prior.cut_bytes(training, gate=self.gate)
+        values = e * self.value_head * (2 + self.temperature + self.gate)
+        return Crossing((conditioners + self.heads * (own + values)) / tensor)
 
     def _conditioner_width(self) -> dict[str, int]:
         return {"the conditioner's width, model.fem.conditioner_size": self.conditioner} if self.conditioners() else {}

@@ -89,7 +89,9 @@ class HyperSet(Update):
         else:
             read, keys = partial(symmetric_attention, kind=kind, causal=context.causal), context.extend("z", z, dim=2)
             one = keys is z and not (context.cut and context.cut.gathers)  # without a past they are one, which takes less
-            o = context.apart(lambda valid, z, keys=None: read(z, keys, valid=valid), *((z,) if one else (z, keys)), keys=() if one else (1,))
+            o = context.apart(
+                lambda valid, z, keys=None: read(z, keys, valid=valid), *((z,) if one else (z, keys)), keys=() if one else (1,)
+            )
         o = self._turn(o.permute(2, 0, 1, 3), context, forth=False)
         return self._project_back(o.flatten(2), "subspaces", context)
 

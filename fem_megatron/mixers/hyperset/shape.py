@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Shape, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Crossing, Normal, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -187,6 +187,11 @@ class HyperSetShape(Shape):
 
     def keyed_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads} if self.switches.attention not in ("linear", "bisoftmax") else {}
+
+    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+        """z, and what was read; keys change with each iteration."""
+        e = training.element * self.hidden / training.tensor_parallel
+        return Crossing(keys=e) if kind == "all_gather" else Crossing(2 * e)
 
     def rotary_size(self) -> int:
         """All of a head, with ``model.rope``."""

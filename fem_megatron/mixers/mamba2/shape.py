@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.shape import FIXED, OUTPUT, Packing, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Crossing, Packing, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -99,6 +99,12 @@ class Mamba2Shape(Shape):
 
     def cut_widths(self) -> dict[str, int]:
         return self.split_widths() | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state}
+
+    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+        """The convolutions' inputs and outputs; v, the decays and what was read; B and C, which have no heads."""
+        e, p, tensor = training.element, training.product, training.tensor_parallel
+        scan = self.heads * training.wide + 2 * p * self.inner
+        return Crossing((2 * e * self.inner + scan) / tensor + 2 * e * 2 * self.state, 2 * p * self.state)
 
     def packing(self) -> dict[str, Packing]:
         """x is what attention reads, its values."""

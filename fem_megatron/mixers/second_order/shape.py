@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import Packing, Shape, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import Crossing, Packing, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -124,6 +124,12 @@ class SecondOrderShape(_Heads):
     def keyed_widths(self) -> dict[str, int]:
         return self.split_widths()
 
+    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+        """Keys; or q, k and what was read, and RoPE's angles, once for the sequences of a micro-batch."""
+        e, tensor = training.element * self.hidden, training.tensor_parallel
+        turn = training.wide * self.head / training.micro_batch if self.rope else 0.0
+        return Crossing(keys=e / tensor) if kind == "all_gather" else Crossing(3 * e / tensor, angles=turn)
+
     def max_length(self) -> int | None:
         """What mha2nd is refused over; mha2nd1st takes any."""
         return self.switches.exact_max_length if self.exact else None
@@ -149,6 +155,10 @@ class EnergyLinearShape(_Heads):
         """Projections, comparisons within a chunk, and the sums that stand for all before."""
         inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
         return {"mixer projections": self.linear_flops(), "attention": self.hidden * (inside + 4.0 * self.head)}
+
+    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+        """q, k and what was read, in fp32."""
+        return Crossing(3 * training.wide * self.hidden / training.tensor_parallel)
 
     def reads(self) -> set[str]:
         return {"second_order.linear_read"}
