@@ -14,7 +14,7 @@ import pytest
 from fem_megatron.config import MIXERS, ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.fem.shape import FemConfig
-from pretrain.config import DataConfig, EngineConfig, OptimizerConfig, RunConfig, TrainConfig
+from pretrain.config import DataConfig, EngineConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.plan.memory import head_activations, layer_activations
 from pretrain.plan.run_plan import make_plan
 from tests.ranks import answer
@@ -108,7 +108,15 @@ def training(precision: str, name: str) -> RunConfig:
     return RunConfig(model=model, data=DataConfig(seq_length=256), train=train, optimizer=optimizer, engine=ENGINES[name])
 
 
-def measure_peak(precision: str, engine_name: str) -> int:
+def long(ranks: int) -> RunConfig:
+    """A sequence of 16,384 tokens, whose activations are nearly all that there is, over so many ranks."""
+    model = ModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512)
+    train = TrainConfig(steps=2, micro_batch_size=1, global_batch_size=1, precision="fp32")
+    layout = ParallelConfig(context_parallel_size=ranks)
+    return RunConfig(model=model, data=DataConfig(seq_length=1 << 14), train=train, optimizer=OptimizerConfig(warmup_steps=1), parallel=layout)
+
+
+def measure_peak(config: RunConfig) -> int:
     """Bytes that the resident set grows by, at its largest, while an engine is built and takes two steps."""
     import torch
 
@@ -119,17 +127,18 @@ def measure_peak(precision: str, engine_name: str) -> int:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
-    config = training(precision, engine_name)
     platform.initialize_distributed()
     importlib.import_module(f"pretrain.engines.{config.engine.name}")  # the libraries' own memory is no engine's
     initialize_model_parallel(config)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     engine = make_engine(config, Schedule.of(config))
-    tokens = torch.randint(4096, (4, 257))
-    positions = torch.arange(256).expand(4, 256)
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(4, 256), "position_ids": positions}
+    sequences, length = config.train.micro_batch_size, config.data.seq_length // config.parallel.context_parallel_size
+    tokens = torch.randint(config.model.vocab_size or 1, (sequences, length + 1))
+    positions = torch.arange(length).expand(sequences, length)
+    ones = torch.ones(sequences, length)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": ones, "position_ids": positions}
     for step in range(2):
-        engine.train_step(iter([batch]), 4 * (step + 1))
+        engine.train_step(iter([batch]), sequences * (step + 1))
     return platform.peak_memory_bytes() - before
 
 
@@ -148,8 +157,18 @@ def test_peak_memory_is_the_planned_one(tmp_path: Path, precision: str, engine: 
     bf16 is slow: a CPU without instructions for it multiplies sixty times slower, minutes a case.
     """
     planned = make_plan(training(precision, engine), 1, cuda=False).peak_memory
-    measured = answer(1, measure_peak, precision, engine, output=tmp_path / "said", patience=900)
+    measured = answer(1, measure_peak, training(precision, engine), output=tmp_path / "said", patience=900)
     assert measured == pytest.approx(planned, rel=0.1 if "selective" in engine else 0.15)
+
+
+@pytest.mark.slow
+def test_of_a_long_sequence_each_of_two_ranks_keeps_half(tmp_path: Path) -> None:
+    """Peaks of 16,384 tokens within 10% of the plan, which halves the activations."""
+    planned = {ranks: make_plan(long(ranks), ranks, cuda=False).memory[0] for ranks in (1, 2)}
+    assert planned[2].activations == pytest.approx(planned[1].activations / 2, rel=1e-6)
+    for ranks, plan in planned.items():
+        measured = answer(ranks, measure_peak, long(ranks), output=tmp_path / f"said{ranks}", patience=900)
+        assert measured == pytest.approx(plan.total, rel=0.1), ranks
 
 
 def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(tmp_path: Path) -> None:

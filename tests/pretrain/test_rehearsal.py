@@ -26,7 +26,7 @@ from pretrain.rehearsal.steps import HOLDERS, Rank, recorded_steps, rehearse
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.jobs import micro_batches
-from tests.pretrain.test_parity import AGAIN, OVERLAP, PAIR, PP2, SP, TIED, TP2
+from tests.pretrain.test_parity import AGAIN, CP2, GATHER, OVERLAP, PAIR, PP2, SP, TIED, TP2
 from tests.ranks import answer
 
 BASE = [*SMALL, "model.vocab_size=512", "train.precision=fp32", "data.train.0.prefix=none", "data.valid=[]", "data.test=[]"]
@@ -36,11 +36,13 @@ QUICK: Cases = {
     "TP2 + SP": (2, [*TP2, *SP, *PLAIN]),
     "PP2": (2, [*PP2, *PLAIN]),
     "DP2, overlapped": (2, [*OVERLAP, "model.mixer=cem"]),
+    "CP2": (2, [*CP2, TIED]),
 }
 SLOW: Cases = {
     "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),
     "PP2 interleaved": (2, [*PP2, *PAIR, "parallel.virtual_pipeline_model_parallel_size=2", "train.global_batch_size=8"]),
     "DP2, plain": (2, [*PLAIN, "parallel.use_distributed_optimizer=false"]),
+    "CP2, all_gather": (2, [*CP2, *GATHER, *AGAIN, TIED]),
     "DP2, Muon": (2, [*PLAIN, "optimizer.name=muon"]),
     "TP2 x PP2 + SP": (4, [*TP2, *PP2, *SP, "model.mixer=fem_gla", "train.precision=bf16"]),
     **{f"TP2, {name}": (2, [*TP2, f"model.mixer={name}"]) for name in MIXERS if not name.startswith("fla.")},
@@ -85,9 +87,9 @@ def real(cases: Cases) -> dict[str, Told]:
         config = config_of(world, overrides)
         with Recorder(StepTrace(), torch.device("cpu")) as recorder:
             initialize_model_parallel(config)
-            schedule = Schedule.of(config)
+            schedule, length = Schedule.of(config), config.data.seq_length // config.parallel.context_parallel_size
             engine = make_engine(config, schedule)
-            found[name] = told(recorded_steps(engine, recorder, micro_batches(config.data.seq_length), schedule, world))
+            found[name] = told(recorded_steps(engine, recorder, micro_batches(length), schedule, world))
             engine.close()
             destroy_model_parallel()
     return found
