@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -137,6 +137,26 @@ class Packing:
     queries: int = 1
 
 
+@dataclass(frozen=True)
+class CutWidths:
+    """Numbers of heads or channels that are exchanged for tokens, as ``Shape.split_widths``, by the reads that do so.
+
+    always: reads that cannot do without. keyed: those that name their keys, unless these are gathered. scanned: scans and convolutions,
+    unless they pass states.
+    """
+
+    always: dict[str, int] = field(default_factory=dict)
+    keyed: dict[str, int] = field(default_factory=dict)
+    scanned: dict[str, int] = field(default_factory=dict)
+
+
+class CutKinds(NamedTuple):
+    """How a mixer's reads are made of sequences cut over ranks; those that do neither exchange heads (`cut.Cut`)."""
+
+    gathers: bool
+    states: bool
+
+
 class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
 
@@ -182,13 +202,9 @@ class Shape(ABC):
         """What the tensor-parallel size must divide: a name that a user knows -> number."""
         return {}
 
-    def cut_widths(self) -> dict[str, int]:
-        """What tensor- and context-parallel ranks together must divide wherever a sequence is cut (`cut`), as ``split_widths``."""
-        return self.split_widths()
-
-    def keyed_widths(self) -> dict[str, int]:
-        """The same where reads that name their keys exchange heads, which they need not; {}: none names them."""
-        return {}
+    def cut_widths(self) -> CutWidths:
+        """What tensor- and context-parallel ranks together must divide where reads of a sequence that is cut exchange heads (`cut`)."""
+        return CutWidths(always=self.split_widths())
 
     def rotary_size(self) -> int:
         """Channels of a head that RoPE turns; 0: none."""
@@ -231,29 +247,34 @@ def located(place: str) -> Any:
 CUT_KINDS = ("all_to_all", "all_gather")
 
 
-def cut_kind(mixer: Shape, *, tensor: int, context: int, asked: str | None = None, whole: bool = True) -> str:
-    """How a mixer's reads are made of sequences cut over ``context`` ranks, one of CUT_KINDS: what is asked for where there is a choice.
+def cut_kinds(
+    mixer: Shape, *, tensor: int, context: int, asked: str | None = None, causal: bool = True, separate: bool = False
+) -> CutKinds:
+    """How a mixer's reads are made of sequences cut over ``context`` ranks: as one of CUT_KINDS asks, where there is a choice.
 
-    Where nothing is asked for, heads are exchanged if there are enough of them. tensor: ranks that share a layer. whole: sequences are read
-    causally and as one, not by documents.
+    Where nothing is asked for, scans pass states, and reads that name their keys exchange heads if there are enough of them. all_gather:
+    these gather keys. all_to_all: all exchange heads. tensor: ranks that share a layer. separate: documents are read apart.
 
     Raises:
         ValueError: it cannot be made; the message names the width, or what was asked for.
     """
-    ranks, keyed = tensor * context, mixer.keyed_widths()
+    ranks, widths, states = tensor * context, mixer.cut_widths(), asked != "all_to_all" and not separate
     words = f"parallel.context_parallel_size={context}" + (f" x tensor_model_parallel_size={tensor}" if tensor > 1 else "")
-    for name, width in mixer.cut_widths().items():
+    words, only = f"{words} does not divide", "documents that are read apart are read by whole heads (all_to_all)"
+    for name, width in (widths.always | ({} if states else widths.scanned)).items():
         if width % ranks:
-            raise ValueError(f"{words} does not divide {name}={width}, which is exchanged for tokens")
+            choice = f"; {only}" if separate else "; leave parallel.context_parallel_kind out: states are passed"
+            raise ValueError(f"{words} {name}={width}, which is exchanged for tokens{'' if name in widths.always else choice}")
+    keyed = widths.keyed
     short = [f"{name}={width}" for name, width in keyed.items() if width % ranks and (name != GROUPS or width % tensor or ranks % width)]
     if not keyed or (not short and asked != "all_gather"):
-        return "all_to_all"
-    if not whole:
-        why = f"{words} does not divide {short[0]}" if short else "parallel.context_parallel_kind=all_gather"
-        raise ValueError(f"{why}, and documents that are read apart are read by whole heads (all_to_all)")
+        return CutKinds(gathers=False, states=states)
+    if separate or not causal:
+        why = f"{words} {short[0]}" if short else "parallel.context_parallel_kind=all_gather"
+        raise ValueError(f"{why}, and {only if separate else 'reads both ways are of whole heads (all_to_all)'}")
     if asked == "all_to_all":
-        raise ValueError(f"{words} does not divide {short[0]}, as parallel.context_parallel_kind=all_to_all needs; leave it out: all_gather")
-    return "all_gather"
+        raise ValueError(f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all needs; leave it out: all_gather")
+    return CutKinds(gathers=True, states=states)
 
 
 GROUPS = "model.num_query_groups"

@@ -18,7 +18,7 @@ from fem_common.stores import is_url, refusal
 from fem_common.text import nearest
 from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.config import ModelConfig
-from fem_megatron.shape import cut_kind
+from fem_megatron.shape import cut_kinds
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
@@ -249,12 +249,12 @@ def _check_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]
         yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
     for name, block in dict(zip(mixer_names(config.model), config.model.blocks(), strict=True)).items():
         try:
-            cut_kind(
+            cut_kinds(
                 block.mixer,
                 tensor=layout.tensor_model_parallel_size,
                 context=size,
                 asked=layout.context_parallel_kind,
-                whole=config.data.documents == "joined",
+                separate=config.data.documents == "separate",
             )
         except ValueError as error:
             yield f"{key}: {name}: {error}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import GROUPS, WIDE, Shape, Training, Weight, Weights, head_width, keys_seen, qk_norms, qk_norms_keep
+from fem_megatron.shape import GROUPS, WIDE, CutWidths, Shape, Training, Weight, Weights, head_width, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -122,11 +122,8 @@ class AttentionShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads, GROUPS: self.groups}
 
-    def cut_widths(self) -> dict[str, int]:
-        return {}
-
-    def keyed_widths(self) -> dict[str, int]:
-        return self.split_widths()
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(keyed=self.split_widths())
 
     def reads(self) -> set[str]:
         return {"num_query_groups", "attention", "qk_norm"}

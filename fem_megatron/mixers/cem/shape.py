@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, OUTPUT, Normal, Packing, Scaling, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, CutWidths, Normal, Packing, Scaling, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -160,11 +160,8 @@ class CemAttentionShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
-    def cut_widths(self) -> dict[str, int]:
-        return {}
-
-    def keyed_widths(self) -> dict[str, int]:
-        return self.split_widths()
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(keyed=self.split_widths())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
+from fem_megatron.shape import FIXED, CutWidths, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -79,11 +79,8 @@ class DifferentialShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
-    def cut_widths(self) -> dict[str, int]:
-        return {}
-
-    def keyed_widths(self) -> dict[str, int]:
-        return self.split_widths()
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(keyed=self.split_widths())
 
     def rotary_size(self) -> int:
         return self.head if self.rope else 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.mixers.fem.prior_shapes import PriorShape, SoftmaxShape
-from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights, qk_norms_keep
+from fem_megatron.mixers.fem.prior_shapes import PriorShape, ScanShape, SoftmaxShape
+from fem_megatron.shape import WIDE, CutWidths, Packing, Shape, Training, Weight, Weights, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -218,11 +218,13 @@ class FemShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads} | self._conditioner_width()
 
-    def cut_widths(self) -> dict[str, int]:
-        return self._conditioner_width() if isinstance(self.prior, SoftmaxShape) else self.split_widths()
-
-    def keyed_widths(self) -> dict[str, int]:
-        return {"model.num_attention_heads": self.heads} if isinstance(self.prior, SoftmaxShape) else {}
+    def cut_widths(self) -> CutWidths:
+        heads, scanned = {"model.num_attention_heads": self.heads}, self._conditioner_width()
+        if isinstance(self.prior, SoftmaxShape):
+            return CutWidths(keyed=heads, scanned=scanned)
+        if isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference":  # its exact form reads all tokens
+            return CutWidths(scanned=heads | scanned)
+        return CutWidths(always=heads, scanned=scanned)
 
     def _conditioner_width(self) -> dict[str, int]:
         return {"the conditioner's width, model.fem.conditioner_size": self.conditioner} if self.conditioners() else {}

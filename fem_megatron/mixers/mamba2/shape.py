@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.shape import FIXED, OUTPUT, Packing, Shape, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, CutWidths, Packing, Shape, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -97,8 +97,8 @@ class Mamba2Shape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
 
-    def cut_widths(self) -> dict[str, int]:
-        return self.split_widths() | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state}
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(scanned=self.split_widths() | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state})
 
     def packing(self) -> dict[str, Packing]:
         """x is what attention reads, its values."""

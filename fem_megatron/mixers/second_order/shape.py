@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import Packing, Shape, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import CutWidths, Packing, Shape, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -118,11 +118,8 @@ class SecondOrderShape(_Heads):
         """Keys alone: half of standard attention's cache."""
         return length * self.hidden * element
 
-    def cut_widths(self) -> dict[str, int]:
-        return {}
-
-    def keyed_widths(self) -> dict[str, int]:
-        return self.split_widths()
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(keyed=self.split_widths())
 
     def max_length(self) -> int | None:
         """What mha2nd is refused over; mha2nd1st takes any."""
@@ -152,6 +149,9 @@ class EnergyLinearShape(_Heads):
 
     def reads(self) -> set[str]:
         return {"second_order.linear_read"}
+
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(scanned=self.split_widths()) if self.causal else CutWidths(always=self.split_widths())
 
     def state_bytes(self, length: int, element: int) -> int:
         """A head's d_h x d_h sum of k k^T, whatever the length."""
