@@ -8,6 +8,11 @@ What a layer computes of one token alone it computes of its own tokens. What it 
     all_gather   every rank gets the keys of all tokens, and reads each of its two chunks of queries as decoding does, with the keys up to
                  the chunk's end. For causal reads that name their keys; no head is split. Keys, and what is made of them, are not kept:
                  the backward pass gathers and reads again.
+    states       every rank reads each of its two chunks as a sequence of its own, from the state that the chunks before it leave behind:
+                 of each chunk all ranks get what it adds to the state and how far it fades what was there. What is sent does not grow
+                 with the length, and no head is split. For scans whose state fades channel by channel and for convolutions (`scans`).
+                 Not for a state that a matrix turns (the delta rules) and not for sums kept relative to a running maximum (AFT, Mamba's
+                 free energy), which exchange heads.
 
 No mixer's mathematics and no process group here.
 """
@@ -21,6 +26,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from kernels.linear_attention import Damp
 
 if TYPE_CHECKING:
     from fem_megatron.state import Context
@@ -64,10 +71,14 @@ def own_tokens(whole: Tensor, size: int, rank: int, time: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """One rank's part of each sequence, and how the reads of one layer are made: ``gathers`` those that name their keys, or exchanges."""
+    """One rank's part of each sequence, and how the reads of one layer are made.
+
+    gathers: of reads that name their keys, these are gathered. states: scans that can pass states do. Whatever else exchanges heads.
+    """
 
     ranks: Ranks
     gathers: bool
+    states: bool
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Where this rank's ``length`` tokens stand in the sequence, [length] int64."""
@@ -97,10 +108,55 @@ class Cut:
         made: Tensor = checkpoint(gathered, *given, use_reentrant=False, preserve_rng_state=False)  # nothing is random
         return made
 
+    def side_by_side(self, read: Read, given: Given, each: Given, dims: Dims) -> Tensor:
+        """``read(None, *given, *each)``, given this rank's two chunks as sequences, the first chunks of all before the second ones."""
+        beside = [None if t is None else torch.cat(t.chunk(2, dims.time), dims.batch) for t in given]
+        return torch.cat(read(None, *beside, *each).chunk(2, dims.batch), dims.time)
+
+    def states_before(self, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False) -> Tensor:
+        """The state before each of this rank's chunks, [2 b, ..., n] like ``end``, those after a scan of each chunk from zero.
+
+        log_decay [2 b, ..., 1]: by which a chunk fades what was before it, at most 0; its middle dimensions may be 1. None: by nothing.
+        reverse: scans run from the last token to the first.
+        """
+        both = end if log_decay is None else torch.cat((end, log_decay.expand(*end.shape[:-1], 1)), -1)
+        chunks = self._all_chunks(both, 0)
+        state, before = torch.zeros_like(chunks[0][..., : end.shape[-1]]), {}
+        for number in sorted(range(len(chunks)), reverse=reverse):
+            before[number] = state
+            if log_decay is None:
+                state = state + chunks[number]
+            else:
+                added, faded = chunks[number].tensor_split([end.shape[-1]], -1)
+                state = Damp.apply(state, faded) + added
+        return torch.cat([before[number] for number in self._own()])
+
+    def tokens_before(self, x: Tensor, count: int) -> Tensor:
+        """The ``count`` tokens before each chunk, [count, 2 b, ...] of x [tokens of a chunk, 2 b, ...]; zeros before the first of all."""
+        zeros = x.new_zeros(count, x.shape[1] // 2, *x.shape[2:])
+        if not count:
+            return torch.cat((zeros, zeros), 1)
+        chunks = self._all_chunks(x[-count:], 1)
+        return torch.cat([torch.cat((zeros, *chunks[max(0, number - count) : number]))[-count:] for number in self._own()], 1)
+
+    def span(self, v: Tensor, time: int) -> Tensor:
+        """The least and the greatest of all tokens, two in place of this rank's along ``time``; no gradient."""
+        every = self.ranks.gather(torch.cat(torch.aminmax(v.detach(), dim=time, keepdim=True), time))
+        low, high = every.chunk(2, time + 1)
+        return torch.cat((low.amin(0), high.amax(0)), time)
+
+    def _own(self) -> tuple[int, int]:
+        return own_chunks(self.ranks.size, self.ranks.rank)
+
+    def _all_chunks(self, own: Tensor, batch: int) -> list[Tensor]:
+        """What every chunk has, in order, of what this rank's two have side by side in the dimension ``batch``."""
+        first, second = self.ranks.gather(own).chunk(2, batch + 1)
+        return [*first, *second.flip(0)]
+
     def _by_chunks(self, read: Read, given: Given, each: Given, keys: Collection[int], time: int) -> Tensor:
         """``given``: keys of all tokens, the rest of this rank's."""
         chunks, made = 2 * self.ranks.size, []
-        for half, number in enumerate(own_chunks(self.ranks.size, self.ranks.rank)):
+        for half, number in enumerate(self._own()):
 
             def seen(place: int, t: Tensor, half: int = half, number: int = number) -> Tensor:
                 if place not in keys:

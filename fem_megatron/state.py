@@ -116,6 +116,7 @@ class Context:
         *tensors: Tensor | None,
         each: Sequence[Tensor | None] = (),
         keys: Collection[int] = (),
+        passes: bool = False,
         batch: int = 0,
         time: int = 2,
         heads: int = 1,
@@ -125,11 +126,14 @@ class Context:
         batch, time, heads: the dimensions of sequences, tokens and heads (or channels), which ``read`` takes in any number. each: what
         belongs to a head alone, heads first, or is one for all. keys: which of the tensors the tokens of others read, where these alone
         are read, by as many queries as there are, the last of the keys; () where a token's read is not told apart from what it is read by.
+        passes: what ``read`` knows of earlier tokens it has by `scans` alone.
         """
         documents = self.documents
         if (documents or self.cut) and (self.state is not None or self.valid is not None):
             what = "documents are read apart" if documents else "a sequence is cut"
             raise ValueError(f"{what} in training, without a decoding state and without padding")
+        if passes and (cut := self.passing) is not None:
+            return self.again(lambda *given: cut.side_by_side(read, given, each, Dims(batch, time, heads)), *tensors)
         if self.cut is not None:
             return self.cut.apart(read, tensors, each, keys, Dims(batch, time, heads), replace(self, cut=None))
 
@@ -139,6 +143,11 @@ class Context:
         if documents is None:
             return self.again(lambda *given: whole(self.valid, *given), *tensors)
         return self.again(lambda *given: documents.apart(whole, given, batch=batch, time=time, causal=self.causal), *tensors)
+
+    @property
+    def passing(self) -> Cut | None:
+        """The cut, where scans pass states from chunk to chunk."""
+        return self.cut if self.cut is not None and self.cut.states and self.documents is None else None
 
     def within(self, name: str) -> Context:
         """The same for a part of the layer, whose state lies under ``name``."""

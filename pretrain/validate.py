@@ -22,7 +22,7 @@ from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
-from pretrain.plan.memory import cut_kinds
+from pretrain.plan.memory import kinds_of_cut
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
@@ -251,7 +251,7 @@ def _check_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]
         what = f"2 x {size} chunks" if part == 2 else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
         yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
     try:
-        cut_kinds(config)
+        kinds_of_cut(config)
     except ValueError as error:
         possible = _possible(world_size, size, layout.model_parallel // size)
         nearest_size = _closest(range(1, world_size + 1), size, lambda count: possible(count) and _cuts(config, count))
@@ -260,7 +260,7 @@ def _check_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]
 
 def _cuts(config: RunConfig, size: int) -> bool:
     try:
-        cut_kinds(replace(config, parallel=replace(config.parallel, context_parallel_size=size)))
+        kinds_of_cut(replace(config, parallel=replace(config.parallel, context_parallel_size=size)))
     except ValueError:
         return False
     return True

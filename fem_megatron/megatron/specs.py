@@ -18,7 +18,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.cut import Cut
 from fem_megatron.megatron.context_parallel import ContextParallel
 from fem_megatron.megatron.tensor_parallel import TensorParallel
-from fem_megatron.shape import BlockShape, cut_kind
+from fem_megatron.shape import BlockShape, cut_kinds
 from fem_megatron.state import Context
 
 
@@ -44,8 +44,8 @@ class MegatronBlock(Block):
         self.cut = None
         if pg_collection.cp.size() > 1:
             context, tensor = pg_collection.cp, pg_collection.tp.size()
-            kind = cut_kind(shape.mixer, tensor=tensor, context=context.size(), asked=cut, whole=causal)
-            self.cut = Cut(ContextParallel(context), gathers=kind == "all_gather")
+            kinds = cut_kinds(shape.mixer, tensor=tensor, context=context.size(), asked=cut, causal=causal)
+            self.cut = Cut(ContextParallel(context), *kinds)
         self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
 
     def forward(  # type: ignore[override]
@@ -98,7 +98,7 @@ def layer_spec(mixer: str, model: ModelConfig, layer: int = 0) -> ModuleSpec:
 
 
 def block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None, cut: str | None = None) -> TransformerBlockSubmodules:
-    """The layers that this rank's model chunk holds, with our final norm; ``cut``: as `cut_kind` is asked where sequences are cut."""
+    """The layers that this rank's model chunk holds, with our final norm; ``cut``: as `cut_kinds` is asked where sequences are cut."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_spec(shape, model, cut) for shape in model.blocks()[first : first + count]]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from fem_megatron.scans import tokens_before
 from fem_megatron.state import Context
 
 
@@ -20,7 +21,7 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, context: C
     def read(valid: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _convolved(x, weight, bias, valid, context, name)
 
-    return context.apart(read, x, each=(weight, bias), batch=1, time=0, heads=2)
+    return context.apart(read, x, each=(weight, bias), passes=True, batch=1, time=0, heads=2)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | None, context: Context, name: str) -> Tensor:
@@ -29,7 +30,7 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | N
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0)
     past = context.recall(name)
-    before = x.new_zeros(taps - 1, *x.shape[1:]) if past is None else past.to(x.dtype).transpose(0, 1)
+    before = tokens_before(x, taps - 1, context) if past is None else past.to(x.dtype).transpose(0, 1)
     x = torch.cat((before, x))
     context.keep(name, x[length:].transpose(0, 1).clone(memory_format=torch.contiguous_format))
     y = x[:length] * weight[:, 0]

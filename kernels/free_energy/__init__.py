@@ -58,6 +58,7 @@ def free_energy_read(
     *,
     terms: int = 1,
     exact: bool = False,
+    span: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """Two-level gated read o = gate * ((1 - lam) * mu + lam * F), with mu and F under the prior p that ``read`` reads with.
@@ -69,7 +70,8 @@ def free_energy_read(
     log_weights(start, stop) -> log p_t(i) of those rows [b, h, stop - start, t], up to a constant a row, -inf where nothing is read;
     called block by block by the exact O(t^2) form, which runs where ``exact``, and, with one warning, where beta * (max v - min v) over the
     sequence passes 80 in a channel (to know that, each call with beta waits for the device, a GPU too: what lies beyond cannot be had
-    from [v | U]). terms: numbers it holds for one weight. implementation: one of OP's names; what comes before and after ``read``.
+    from [v | U]). terms: numbers it holds for one weight. span [b, h, 2, dv]: where v is a part of the sequence, each channel's least and
+    greatest value in all of it. implementation: one of OP's names; what comes before and after ``read``.
     Raises ValueError for shapes and implementations that do not fit.
     Equations: Free Energy Mixer, the two-level gated read; numerics in kernels/README.md.
     """
@@ -86,7 +88,7 @@ def free_energy_read(
     temperature = beta.to(wide)
     if not exact:
         fast = _triton_read if chosen == "triton" else _read
-        mixed, largest = fast(values, temperature, lam, gate, read)
+        mixed, largest = fast(values, temperature, lam, gate, read, values if span is None else span.to(wide))
         if mixed is not None:
             return mixed.to(v.dtype)
         OP.log.warning(
@@ -99,11 +101,16 @@ def free_energy_read(
     return mix_gap(mu, free_energy - mu, lam, gate).to(v.dtype)
 
 
+def within_range(span: Tensor, beta: Tensor) -> bool:
+    """Whether values of this ``span`` [b, h, 2, dv] (`free_energy_read`) need no exact form; waits for the device."""
+    return float(value_centre_and_range(span, beta)[1].max()) <= MAX_RANGE
+
+
 def _read(
-    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor]
+    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], span: Tensor
 ) -> tuple[Tensor | None, float]:
-    """(o, the largest beta * range), o None where that passes MAX_RANGE; v and beta in the type of sums."""
-    centre, spread = value_centre_and_range(v, beta)
+    """(o, the largest beta * range of ``span``), o None where that passes MAX_RANGE; v, beta and span in the type of sums."""
+    centre, spread = value_centre_and_range(span, beta)
     if not (largest := float(spread.max())) <= MAX_RANGE:
         return None, largest
     shifted = spread < SHIFT_BELOW
@@ -113,13 +120,13 @@ def _read(
 
 
 def _triton_read(
-    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor]
+    v: Tensor, beta: Tensor, lam: Tensor | None, gate: Tensor | None, read: Callable[[Tensor], Tensor], span: Tensor
 ) -> tuple[Tensor | None, float]:
     """The same by the kernels that `fem_attention` has around its engines."""
     from kernels.fem_attention.triton.epilogue import GatedRead
     from kernels.fem_attention.triton.prep import ValueStreams, value_constants
 
-    constants = value_constants(v, beta)
+    constants = value_constants(span, beta)
     if not (largest := float(constants.largest.max())) <= MAX_RANGE:
         return None, largest
     reads = read(ValueStreams.apply(v, beta, constants.centre, constants.shifted))

@@ -19,7 +19,7 @@ from kernels.arguments import check_first, check_others
 from kernels.implementations import Implementation, Op, lacks_fla, lacks_triton
 from kernels.registered import registered
 
-__all__ = ["OP", "linear_attention", "log_weights"]
+__all__ = ["OP", "end_state", "linear_attention", "log_weights"]
 
 
 CHUNK, CHUNK_PER_CHANNEL = 64, 16  # tokens whose pairs are made at once; with a decay for each channel a pair has dk exponents
@@ -270,13 +270,30 @@ def _from_start(q: Tensor, starts: Tensor, since: Tensor | None) -> Tensor:
 
 def _carry(k: Tensor, values: Tensor, a: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The states at the starts of the chunks [b, h, chunks, dk, n], and the last one."""
-    common, rest = _parted(pad(a.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)))
-    added = Damp.apply(k, rest).mT @ Damp.apply(values, common)
-    starts = []
+    added, starts = _added(k, values, a), []
     for total, new in zip(a.sum(-2)[..., None].unbind(2), added.unbind(2), strict=True):
         starts.append(state)
         state = Damp.apply(state, total) + new
     return torch.stack(starts, dim=2), state
+
+
+def _added(k: Tensor, values: Tensor, a: Tensor) -> Tensor:
+    """What the tokens of each chunk add to the state at its end: k, values and a [..., tokens, n] -> [..., dk, n]."""
+    common, rest = _parted(pad(a.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)))
+    return Damp.apply(k, rest).mT @ Damp.apply(values, common)
+
+
+def end_state(k: Tensor, v: Tensor, log_decay: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor | None]:
+    """The state that `linear_attention` returns for these without an initial one, by one product, and the log-decay that one would have.
+
+    Shapes and types as there. The log-decay is [b, h, 1 or dk, 1], of the state's type; None where there is none.
+    """
+    wide = torch.promote_types(k.dtype, torch.float32)
+    values = (torch.cat((v, torch.ones_like(v[..., :1])), dim=-1) if normalise else v).to(wide)
+    if log_decay is None:
+        return k.to(wide).mT @ values, None
+    decay = (log_decay if log_decay.dim() == 4 else log_decay[..., None]).to(wide)
+    return _added(k.to(wide), values, decay), decay.sum(2)[..., None]
 
 
 def _parted(a: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,11 @@ from fem_megatron.catalogue import BASELINE, mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
-from fem_megatron.shape import BlockShape, Weights, cut_kind
+from fem_megatron.shape import BlockShape, CutKinds, Shape, Weights, cut_kinds
 from pretrain.config import RunConfig
 from pretrain.plan import muon
 from pretrain.plan.devices import memory_gib
-from pretrain.plan.memory import StageMemory, cut_bytes, cut_kinds, is_estimated, stage_memory, zero_variants
+from pretrain.plan.memory import StageMemory, cut_bytes, is_estimated, kinds_of_cut, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
 from pretrain.schedule import Schedule
 
@@ -285,7 +285,7 @@ def _smallest_cut(plan: Plan, room: int) -> int | None:
             continue
         try:
             for block in config.model.blocks():
-                cut_kind(block.mixer, tensor=layout.tensor_model_parallel_size, context=size)
+                cut_kinds(block.mixer, tensor=layout.tensor_model_parallel_size, context=size)
         except ValueError:
             return None
         if make_plan(made, world, cuda=plan.cuda).peak_memory <= room:
@@ -365,11 +365,22 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
         f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {train.micro_batch_size} x "
         f"{plan.config.data.seq_length} tokens on each data-parallel rank, {train.precision}, recompute {train.recompute}"
     )
-    if kinds := cut_kinds(plan.config):
-        told = ", ".join(f"{name} by {kind}" for name, kind in kinds.items())
+    if kinds := kinds_of_cut(plan.config):
+        told = ", ".join(f"{name}: {_reads_told(block.mixer, kinds[name])}" for name, block in _layers(plan.config.model).items())
         sent = cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda)
         yield f"  each rank has {plan.config.data.seq_length // layout.context_parallel_size:,} tokens of a sequence ({told}),"
         yield f"  and sends the other {layout.context_parallel_size - 1} of its group {gib(int(sent))} a step"
+
+
+def _layers(model: ModelConfig) -> dict[str, BlockShape]:
+    return dict(zip(mixer_names(model), model.blocks(), strict=True))
+
+
+def _reads_told(mixer: Shape, kinds: CutKinds) -> str:
+    widths = mixer.cut_widths()
+    exchanges = widths.always or (widths.keyed and not kinds.gathers) or (widths.scanned and not kinds.states)
+    said = {"all_to_all": exchanges, "all_gather": widths.keyed and kinds.gathers, "states": widths.scanned and kinds.states}
+    return " and ".join(name for name, holds in said.items() if holds)
 
 
 def _split_words(config: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""Tensor, sequence and context parallelism of every mixer in float64 on two real ranks: output and gradients against the whole block."""
+"""Tensor, sequence and context parallelism of every mixer in float64 on real ranks: output and each gradient against the whole block."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ from torch import Tensor
 from fem_megatron.block import Block
 from fem_megatron.cut import Cut
 from fem_megatron.megatron import platform
-from fem_megatron.shape import Training, cut_kind
+from fem_megatron.shape import BlockShape, CutKinds, Training, cut_kinds
 from fem_megatron.state import Context
 from tests.fem_megatron import padding
-from tests.fem_megatron.test_catalogue import CASES, block_of, is_causal, shape_of, tokens
+from tests.fem_megatron.test_catalogue import CASES, block_of, filled, is_causal, model_of, shape_of, tokens
 from tests.ranks import answer
 
 PLACES = ("TP2", "TP2+SP")
-CUTS = ("CP2, all_to_all", "CP2, all_gather")  # the second where keys have names
+CUTS = ("CP2, all_to_all", "CP2, all_gather", "CP2, states")  # the second where keys have names, the third where scans pass states
+WIDE_RANGE = "CP2, states, beta beyond the range"
+
+
+def fused(case: str, **changes: Any) -> BlockShape:
+    """Of linear attention the form that is not the definition, which reads all tokens of a head."""
+    return model_of(case, attention_backend="fused", **changes).blocks()[0]
+
+
 # A case, or a vocabulary and whether it is tied; and the place.
-GATHERED = [(case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.keyed_widths()]
-MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED]
+GATHERED = [(case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.cut_widths().keyed]
+PASSED = [(case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned]  # the delta rules convolve
+MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED, *PASSED, ("fem_gla", WIDE_RANGE)]
+FOUR = [(case, "CP4, states") for case in ("fem_gla", "mamba2")]  # Mamba-2's convolution sees 3 tokens before a chunk, chunks have 2
+SENT = [(case, "sent") for case in ("fem_gla", "mamba2")]
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
 Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]  # the third: its weight
 Errors = dict[tuple[Any, ...], dict[str, float]]
@@ -36,7 +47,10 @@ Errors = dict[tuple[Any, ...], dict[str, float]]
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Errors:
     """The largest relative errors of every case that this session asks for."""
     asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    found: Errors = answer(2, compare_all, asked, output=tmp_path_factory.mktemp("ranks") / "rank", patience=560)
+    folder, found = tmp_path_factory.mktemp("ranks"), Errors()
+    for world, cases in ((2, [case for case in asked if case not in FOUR]), (4, [case for case in asked if case in FOUR])):
+        if cases:
+            found |= answer(world, compare_all, world, cases, output=folder / f"rank{world}", patience=560)
     return found
 
 
@@ -46,25 +60,42 @@ def test_two_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) 
     assert not {key: value for key, value in errors[case].items() if not value < 1e-10}
 
 
+@pytest.mark.parametrize("case", FOUR, ids=" ".join)
+def test_four_ranks_pass_states(errors: Errors, case: tuple[str, str]) -> None:
+    # 1e-10 as above.
+    assert not {key: value for key, value in errors[case].items() if not value < 1e-10}
+
+
+@pytest.mark.parametrize("case", SENT, ids=" ".join)
+def test_what_states_send_does_not_grow_with_the_length(errors: Errors, case: tuple[str, str]) -> None:
+    sent = errors[case]
+    assert sent["states, 12"] == sent["states, 48"] > 0
+    assert sent["all_to_all, 48"] == 4 * sent["all_to_all, 12"] > 0
+
+
 @pytest.mark.parametrize("case", [*EMBEDDINGS, *Z_LOSS], ids=str)
 def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tuple[Any, ...]) -> None:
     # 1e-6: Megatron's cross-entropy is in float32 whatever the model is; the padding's 28 rows of 128 would move the loss by 5e-2.
     assert not padding.wrong(errors[case], 1e-6)
 
 
-def compare_all(cases: list[tuple[Any, ...]]) -> Errors:
-    """On each of two ranks."""
+def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
+    """On each of ``world`` ranks."""
     platform.import_megatron()
     platform.initialize_distributed()
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     errors = {}
     for case in cases:
         sequence = case[-1] == "TP2+SP"
-        if case[-1] in CUTS:
-            found = compare_cut(case[0], case[-1].split()[-1])
+        if case in SENT:
+            found = {f"{kind}, {length}": count_sent(case[0], kind, length) for kind in ("states", "all_to_all") for length in (12, 48)}
+        elif case[-1] == WIDE_RANGE:
+            found = compare_cut(case[0], "states", beta=200.0) | compare_refused(case[0])
+        elif case[-1] in CUTS or case in FOUR:
+            found = compare_cut(case[0], case[-1].split()[-1], 12 if world == 2 else 16)
         elif case in MIXERS:
             found = compare(case[0], sequence)
         else:
@@ -100,52 +131,87 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
     return errors
 
 
-def compare_cut(name: str, kind: str) -> dict[str, float]:
-    """The same of a block whose sequences are cut: gradients of weights are the sums over the ranks, as the data-parallel reduction's."""
-    from megatron.core import parallel_state
+def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = None) -> dict[str, float]:
+    """The same of a block whose sequences are cut: gradients of weights are the sums over the ranks, as the data-parallel reduction's.
 
-    from fem_megatron.megatron.context_parallel import ContextParallel
-
-    group, causal = parallel_state.get_tensor_model_parallel_group(), is_causal(name)
-    found = cut_kind(shape_of(name).mixer, tensor=1, context=2, asked=kind, whole=causal)
-    cut = Cut(ContextParallel(group), gathers=found == "all_gather")
-    whole, split = block_of(name), block_of(name)
-    x, weight = tokens(12), tokens(12).flip(0)
-    wanted, wanted_x = run(whole, x, weight, causal)
-    mine = cut.positions(6, x.device)
-    context = Context(mine, causal=causal, cut=cut)
+    kind: all_to_all, all_gather or states. beta: of the FEM, before its softplus, in all channels.
+    """
+    cut, shape = cut_of(name, kind)
+    whole, split = filled(shape), filled(shape)
+    if beta is not None:
+        for block in (whole, split):
+            torch.nn.init.constant_(block.mixer.beta, beta)
+    x, weight = tokens(length), tokens(length).flip(0)
+    wanted, wanted_x = run(whole, x, weight, is_causal(name))
     with sent_by_this_rank() as sent:
-        y, x_grad = run(split, x[mine], weight[mine], causal, context)
+        mine, y, x_grad = run_cut(split, cut, x, weight, is_causal(name))
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
-    told = shape_of(name).mixer.cut_bytes(Training(8, 1, 1, 2, 12, cuda=False, ranks=2), found).sent(2, backward=True)
-    errors["bytes"] = abs(told * shape_of(name).recurrence * x[mine].shape[0] * x.shape[1] / sum(sent) - 1)
+    if beta is None:
+        training = Training(8, 1, 1, x.shape[1], length, cuda=False, ranks=cut.ranks.size)
+        told = shape.mixer.cut_bytes(training, CutKinds(cut.gathers, cut.states)).sent(training)
+        errors["bytes"] = abs(told * shape.recurrence / sum(sent) - 1)
     for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
         gradient = gradient_of(ours)
-        torch.distributed.all_reduce(gradient, group=group)
+        torch.distributed.all_reduce(gradient)
         errors[key] = error(gradient, gradient_of(theirs))
     return errors
 
 
+def compare_refused(name: str) -> dict[str, float]:
+    """0 where a single head, of which two ranks cannot make the exact form, is refused in a line that says so."""
+    cut, shape = cut_of(name, "states", num_attention_heads=1)
+    block = filled(shape)
+    torch.nn.init.constant_(block.mixer.beta, 200.0)
+    with pytest.raises(ValueError, match="parallel.context_parallel_size do not divide a rank's 1 heads"):
+        run_cut(block, cut, tokens(12), tokens(12), causal=True)
+    return {"refused": 0.0}
+
+
 @contextmanager
 def sent_by_this_rank() -> Iterator[list[int]]:
-    """The bytes that each collective of a cut sequence sends to the other of two ranks."""
+    """The bytes that each collective of a cut sequence sends to the others."""
     sent, exchange, gather = list[int](), torch.distributed.all_to_all_single, torch.distributed.all_gather_into_tensor
 
     def exchanged(made: Tensor, parts: Tensor, **given: Any) -> None:
-        sent.append(parts.nbytes // 2)
+        sent.append(parts.nbytes - parts.nbytes // len(parts))
         exchange(made, parts, **given)
 
     def gathered(whole: Tensor, own: Tensor, **given: Any) -> None:
-        sent.append(own.nbytes)
+        sent.append(whole.nbytes - own.nbytes)
         gather(whole, own, **given)
 
     with mock.patch.multiple(torch.distributed, all_to_all_single=exchanged, all_gather_into_tensor=gathered):
         yield sent
 
 
+def count_sent(name: str, kind: str, length: int) -> float:
+    cut, shape = cut_of(name, kind)
+    with sent_by_this_rank() as sent:
+        run_cut(filled(shape), cut, tokens(length), tokens(length), is_causal(name))
+    return sum(sent)
+
+
+def cut_of(name: str, kind: str, **changes: Any) -> tuple[Cut, BlockShape]:
+    """The cut over all ranks, and the block's shape."""
+    from megatron.core import parallel_state
+
+    from fem_megatron.megatron.context_parallel import ContextParallel
+
+    ranks = ContextParallel(parallel_state.get_tensor_model_parallel_group())
+    shape = fused(name, **changes) if kind == "states" else shape_of(name)
+    asked = None if kind == "states" else kind
+    return Cut(ranks, *cut_kinds(shape.mixer, tensor=1, context=ranks.size, asked=asked, causal=is_causal(name))), shape
+
+
+def run_cut(block: Block, cut: Cut, x: Tensor, weight: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens of x this rank has; what is made of them, and their gradient."""
+    mine = cut.positions(len(x) // cut.ranks.size, x.device)
+    return mine, *run(block, x[mine], weight[mine], causal, Context(mine, causal=causal, cut=cut))
+
+
 def largest(errors: dict[str, float]) -> dict[str, float]:
     """Over the ranks; what is no number is the largest."""
-    everyone: list[Any] = [None, None]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, errors)
     return {key: max((rank[key] for rank in everyone), key=lambda value: (math.isnan(value), value)) for key in errors}
 

@@ -113,7 +113,9 @@ def long(ranks: int) -> RunConfig:
     model = ModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512)
     train = TrainConfig(steps=2, micro_batch_size=1, global_batch_size=1, precision="fp32")
     layout = ParallelConfig(context_parallel_size=ranks)
-    return RunConfig(model=model, data=DataConfig(seq_length=1 << 14), train=train, optimizer=OptimizerConfig(warmup_steps=1), parallel=layout)
+    return RunConfig(
+        model=model, data=DataConfig(seq_length=1 << 14), train=train, optimizer=OptimizerConfig(warmup_steps=1), parallel=layout
+    )
 
 
 def measure_peak(config: RunConfig) -> int:

@@ -7,7 +7,22 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, OUTPUT, Crossing, Normal, Packing, Scaling, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import (
+    FIXED,
+    OUTPUT,
+    Crossing,
+    CutKinds,
+    CutWidths,
+    Normal,
+    Packing,
+    Scaling,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    head_width,
+    keys_seen,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -160,17 +175,14 @@ class CemAttentionShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
-    def cut_widths(self) -> dict[str, int]:
-        return {}
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(keyed=self.split_widths())
 
-    def keyed_widths(self) -> dict[str, int]:
-        return self.split_widths()
-
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """In each step keys, with a diagonal h too; or q, k and what was read, and the diagonal's u and h, which have no heads."""
         steps, e, diagonal = self.switches.steps_attention, training.element, self.switches.diagonal != "none"
         heads = e * self.heads * self.head / training.tensor_parallel
-        if kind == "all_gather":
+        if kinds.gathers:
             return Crossing(keys=steps * (heads + e * self.hidden * diagonal))
         return Crossing(steps * 3 * heads, steps * e * 2 * self.hidden * diagonal)
 

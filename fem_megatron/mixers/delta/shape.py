@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, Crossing, Normal, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, Crossing, CutKinds, Normal, Packing, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -114,11 +114,13 @@ class DeltaShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"the delta rule's heads, model.delta.heads": self.heads}
 
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
-        """The convolution's input and output; q, k, v, the rates in fp32, and what was read."""
-        e = training.element
-        head = e * (3 * self.mixed_width + self.value_head) + training.wide * (1 + self.gated)
-        return Crossing(self.heads * head / training.tensor_parallel)
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+        """The convolution's input and output, or a chunk's last tokens; q, k, v, the rates in fp32, and what was read."""
+        e, mixed, heads = training.element, self.mixed_width, self.heads / training.tensor_parallel
+        head = e * (mixed + self.value_head) + training.wide * (1 + self.gated)
+        if kinds.states:
+            return Crossing(heads * head, states=heads * training.tokens_before(self.conv - 1) * e * mixed)
+        return Crossing(heads * (head + 2 * e * mixed))
 
     def packing(self) -> dict[str, Packing]:
         return {"in_proj.weight": Packing(self.heads, self.slices)}

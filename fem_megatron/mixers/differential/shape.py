@@ -7,7 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_megatron.mup import score_scale
-from fem_megatron.shape import FIXED, Crossing, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
+from fem_megatron.shape import (
+    FIXED,
+    Crossing,
+    CutKinds,
+    CutWidths,
+    Normal,
+    Packing,
+    Shape,
+    Training,
+    Weight,
+    Weights,
+    keys_seen,
+    qk_norms,
+    qk_norms_keep,
+)
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -79,16 +93,13 @@ class DifferentialShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads}
 
-    def cut_widths(self) -> dict[str, int]:
-        return {}
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(keyed=self.split_widths())
 
-    def keyed_widths(self) -> dict[str, int]:
-        return self.split_widths()
-
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """Both keys and the value, as wide as they; or these, both queries, and what both read."""
         e = training.element * self.heads * 2 * self.head / training.tensor_parallel
-        return Crossing(keys=2 * e) if kind == "all_gather" else Crossing(5 * e)
+        return Crossing(keys=2 * e) if kinds.gathers else Crossing(5 * e)
 
     def rotary_size(self) -> int:
         return self.head if self.rope else 0

@@ -9,13 +9,13 @@ from torch.nn.functional import softplus
 from fem_megatron.mixers.fem.priors import Prior
 from fem_megatron.mixers.fem.shape import FemShape
 from fem_megatron.parallel import Parallel
+from fem_megatron.scans import fading_sum
 from fem_megatron.shape import located
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, head_norms, layer_norm, rotate, rotations
 from kernels.conditioner_features import conditioner_features
 from kernels.fem_projection import fem_projection
 from kernels.residual_norm import residual_norm
-from kernels.time_decay_scan import time_decay_scan
 
 BETA_OFFSET = 1.8
 
@@ -99,11 +99,9 @@ class TimeDecayConditioner(Layer):
             if valid is not None:
                 padding = ~valid.T[-len(a) :, :, None]
                 a, f = a.masked_fill(padding, -torch.inf), f.masked_fill(padding, 0.0)
-            if self.backward:
-                return time_decay_scan(a.flip(0), f.flip(0), softplus=True).flip(0)
-            return time_decay_scan(a, f, first, softplus=True)
+            return fading_sum(a, f, None if self.backward else first, context, backward=self.backward)
 
-        state = context.apart(scan, a, f, batch=1, time=0, heads=2)
+        state = context.apart(scan, a, f, passes=True, batch=1, time=0, heads=2)
         if not self.backward:
             context.keep("state", state[-1])
         if self.parallel.size > 1:

@@ -138,6 +138,10 @@ class ScanShape(PriorShape):
         streams = value * (2 if free_energy else 1)
         return (self.features * (streams + 1) + (2 * value if free_energy else 0)) * max(4, element)
 
+    def state_size(self, streams: int) -> int:
+        """Numbers of the state of ``streams`` channels of values, of the ones beside them and of how far a chunk fades it."""
+        return self.features * (streams + 1 + bool(self.decays))
+
     def cut_bytes(self, training: Training, *, gate: bool) -> float:
         """q and k as they are multiplied, log-decays in fp32."""
         return 2 * training.product * self.features + training.wide * self.decays

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, softplus
 
+from fem_megatron.cut import Cut
 from fem_megatron.mixers.fem.prior_shapes import AftShape, LinearShape, MambaShape, SoftmaxShape
 from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.scans import linear_scan
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, product_type, rms_norm
 from kernels.aft_read import aft_read
 from kernels.fem_attention import fem_attention
-from kernels.free_energy import ValueWindow
+from kernels.free_energy import MAX_RANGE, ValueWindow, free_energy_read, within_range
 from kernels.free_energy.linear import linear_read
 from kernels.linear_attention import linear_attention
 from kernels.ssm_read import ssm_read
@@ -55,6 +57,9 @@ class ScanPrior(Prior):
 
     def forward(self, parts: Parts, v: Tensor, beta: Tensor | None, lam: Tensor | None, gate: Tensor | None, context: Context) -> Tensor:
         q, k, decay = (None if t is None else t.permute(1, 2, 0, 3) for t in self.features(parts))
+        cut = context.passing if context.causal and self.shape.backend != "reference" else None
+        span = None if cut is None or beta is None else self._span(v, beta, cut)
+        passes = cut is not None and (beta is None or span is not None)
 
         def read(
             valid: Tensor | None,
@@ -76,9 +81,49 @@ class ScanPrior(Prior):
                 decay = decay.squeeze(-1)
             if context.state is not None:
                 return self._decode(q, k, decay, v, beta, lam, gate, context)
+            if passes:
+                return self._pass(q, k, decay, v, beta, lam, gate, span, context)
             return self._read(q, k, decay, v, beta, lam, gate, causal=context.causal)
 
-        return context.apart(read, q, k, decay, v, lam, gate, each=(beta,))
+        return context.apart(read, q, k, decay, v, lam, gate, each=(beta,), passes=passes)
+
+    def _span(self, v: Tensor, beta: Tensor, cut: Cut) -> Tensor | None:
+        """The least and the greatest value of each channel over the sequence, [b, h, 2, d_v]; None: the read needs the exact form.
+
+        All ranks decide alike. Raises ValueError where that form cannot be made, since it reads all tokens of a head.
+        """
+        span = cut.span(v, time=2)
+        if within_range(span, beta):
+            return span
+        if v.shape[1] % cut.ranks.size:
+            raise ValueError(
+                f"beta * (max v - min v) is over {MAX_RANGE:g}: the exact form reads whole heads, and the {cut.ranks.size} ranks of "
+                f"parallel.context_parallel_size do not divide a rank's {v.shape[1]} heads (model.num_attention_heads); take fewer ranks"
+            )
+        return None
+
+    def _pass(
+        self,
+        q: Tensor,
+        k: Tensor,
+        decay: Tensor | None,
+        v: Tensor,
+        beta: Tensor | None,
+        lam: Tensor | None,
+        gate: Tensor | None,
+        span: Tensor | None,
+        context: Context,
+    ) -> Tensor:
+        """The read of two chunks of each sequence, of which all have the values' ``span``."""
+        q, k = (t.to(product_type(v)) for t in (q, k))
+
+        def read(streams: Tensor) -> Tensor:
+            return linear_scan(q, k, streams.to(q.dtype), decay, None, context, normalise=True)[0].to(streams.dtype)
+
+        def weights(start: int, stop: int) -> Tensor:
+            raise AssertionError("the exact form needs the tokens of all ranks")
+
+        return free_energy_read(v, beta, lam, gate, read, weights, span=None if span is None else torch.cat((span, span)))
 
     def _read(
         self,

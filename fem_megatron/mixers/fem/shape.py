@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.mixers.fem.prior_shapes import PriorShape, SoftmaxShape
-from fem_megatron.shape import WIDE, Crossing, Packing, Shape, Training, Weight, Weights, qk_norms_keep
+from fem_megatron.mixers.fem.prior_shapes import PriorShape, ScanShape, SoftmaxShape
+from fem_megatron.shape import WIDE, Crossing, CutKinds, CutWidths, Packing, Shape, Training, Weight, Weights, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -218,22 +218,34 @@ class FemShape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"model.num_attention_heads": self.heads} | self._conditioner_width()
 
-    def cut_widths(self) -> dict[str, int]:
-        return self._conditioner_width() if isinstance(self.prior, SoftmaxShape) else self.split_widths()
+    @property
+    def passes(self) -> bool:
+        """Whether its read can pass states: a scan's, of which the exact form reads all tokens."""
+        return isinstance(self.prior, ScanShape) and self.causal and self.backend != "reference"
 
-    def keyed_widths(self) -> dict[str, int]:
-        return {"model.num_attention_heads": self.heads} if isinstance(self.prior, SoftmaxShape) else {}
+    def cut_widths(self) -> CutWidths:
+        heads, scanned = {"model.num_attention_heads": self.heads}, self._conditioner_width()
+        if isinstance(self.prior, SoftmaxShape):
+            return CutWidths(keyed=heads, scanned=scanned)
+        if self.passes:
+            return CutWidths(scanned=heads | scanned)
+        return CutWidths(always=heads, scanned=scanned)
 
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
-        """Keys and values, or all that a read takes and gives; the conditioner's decays, inputs and states."""
-        e, tensor = training.element, training.tensor_parallel
-        conditioners = sum(self.conditioners().values()) * (2 * e + training.wide)
-        if kind == "all_gather":
-            assert isinstance(self.prior, SoftmaxShape)
-            return Crossing(conditioners / tensor, keys=self.heads * e * (self.prior.qk_head + self.value_head) / tensor)
-        own = self.prior.cut_bytes(training, gate=self.gate)
-        values = e * self.value_head * (2 + self.temperature + self.gate)
-        return Crossing((conditioners + self.heads * (own + values)) / tensor)
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+        """Keys and values, or all that a read takes and gives, or a scan's state and the range of the values; the same of conditioners."""
+        e, tensor, channels = training.element, training.tensor_parallel, sum(self.conditioners().values())
+        states = channels * 2 * training.wide if kinds.states else 0.0
+        exchanged = 0.0 if kinds.states else channels * (2 * e + training.wide)
+        keys = span = 0.0
+        if kinds.gathers:
+            keys = self.heads * e * (self.prior.slices()["k"] + self.value_head)
+        elif kinds.states and self.passes and isinstance(self.prior, ScanShape):
+            states += self.heads * training.wide * self.prior.state_size(self.value_head * (1 + self.free_energy))
+            span = self.heads * e * 2 * self.value_head * self.free_energy
+        else:
+            values = e * self.value_head * (2 + self.temperature + self.gate)
+            exchanged += self.heads * (self.prior.cut_bytes(training, gate=self.gate) + values)
+        return Crossing(exchanged / tensor, keys=keys / tensor, states=states / tensor, span=span / tensor)
 
     def _conditioner_width(self) -> dict[str, int]:
         return {"the conditioner's width, model.fem.conditioner_size": self.conditioner} if self.conditioners() else {}

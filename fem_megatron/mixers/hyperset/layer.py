@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, linear
 
 from fem_megatron.mixers.hyperset.shape import HyperSetShape
 from fem_megatron.parallel import Parallel
+from fem_megatron.scans import squares_before
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, rms_norm, rotate
 from kernels.pairs import allowed_pairs
@@ -81,17 +82,17 @@ class HyperSet(Update):
 
             def read_linear(valid: Tensor | None, z: Tensor) -> Tensor:
                 now = None if valid is None else valid[:, -z.shape[2] :]
-                o, sums = symmetric_linear_attention(z, causal=context.causal, valid=now, state=context.recall("sums"))
+                first = squares_before(z, context.recall("sums"), context, torch.sigmoid)
+                o, sums = symmetric_linear_attention(z, causal=context.causal, valid=now, state=first)
                 context.keep("sums", sums)
                 return o
 
-            o = context.apart(read_linear, z)
+            o = context.apart(read_linear, z, passes=context.causal)
         else:
             read, keys = partial(symmetric_attention, kind=kind, causal=context.causal), context.extend("z", z, dim=2)
             one = keys is z and not (context.cut and context.cut.gathers)  # without a past they are one, which takes less
-            o = context.apart(
-                lambda valid, z, keys=None: read(z, keys, valid=valid), *((z,) if one else (z, keys)), keys=() if one else (1,)
-            )
+            given = (z,) if one else (z, keys)
+            o = context.apart(lambda valid, z, keys=None: read(z, keys, valid=valid), *given, keys=() if one else (1,))
         o = self._turn(o.permute(2, 0, 1, 3), context, forth=False)
         return self._project_back(o.flatten(2), "subspaces", context)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, OUTPUT, Crossing, Normal, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Crossing, CutKinds, CutWidths, Normal, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -181,17 +181,18 @@ class HyperSetShape(Shape):
         """Heads, and the feed-forward's width."""
         return {"model.num_attention_heads": self.heads, "the feed-forward's width, model.hyperset.multiplier * hidden_size": self.inner}
 
-    def cut_widths(self) -> dict[str, int]:
-        """Heads, but of pairs of tokens: softmax's."""
-        return {} if self.keyed_widths() else {"model.num_attention_heads": self.heads}
+    def cut_widths(self) -> CutWidths:
+        heads, kind = {"model.num_attention_heads": self.heads}, self.switches.attention
+        if kind == "bisoftmax" or (kind == "linear" and not self.causal):
+            return CutWidths(always=heads)
+        return CutWidths(scanned=heads) if kind == "linear" else CutWidths(keyed=heads)
 
-    def keyed_widths(self) -> dict[str, int]:
-        return {"model.num_attention_heads": self.heads} if self.switches.attention not in ("linear", "bisoftmax") else {}
-
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
-        """z, and what was read; keys change with each iteration."""
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+        """z, and what was read, or the sums of linear attention; keys change with each iteration."""
         e = training.element * self.hidden / training.tensor_parallel
-        return Crossing(keys=e) if kind == "all_gather" else Crossing(2 * e)
+        if kinds.states and self.switches.attention == "linear" and self.causal:
+            return Crossing(states=training.wide * self.hidden * self.head / training.tensor_parallel)
+        return Crossing(keys=e) if kinds.gathers else Crossing(2 * e)
 
     def rotary_size(self) -> int:
         """All of a head, with ``model.rope``."""

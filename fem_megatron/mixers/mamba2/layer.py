@@ -9,9 +9,9 @@ from torch.nn.functional import linear, silu
 from fem_megatron.mixers.mamba2.shape import Mamba2Shape
 from fem_megatron.mixers.recurrent import short_convolution, time_steps
 from fem_megatron.parallel import Parallel
+from fem_megatron.scans import linear_scan
 from fem_megatron.state import Context
 from fem_megatron.update import Update, normed, product_type
-from kernels.linear_attention import linear_attention
 
 RATES = (1.0, 16.0)
 
@@ -55,9 +55,9 @@ class Mamba2(Update):
 
         def read(_: Tensor | None, c: Tensor, b: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
             c, b = (t.expand(-1, v.shape[1], -1, -1) for t in (c, b))
-            y, state = linear_attention(c, b, v, log_decay, context.recall("matrix"))
+            y, state = linear_scan(c, b, v, log_decay, context.recall("matrix"), context)
             context.keep("matrix", state)
             return y
 
-        y = context.apart(read, c, b, v, log_decay.permute(1, 2, 0))
+        y = context.apart(read, c, b, v, log_decay.permute(1, 2, 0), passes=True)
         return y.permute(2, 0, 1, 3).to(u.dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.shape import FIXED, OUTPUT, Crossing, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Crossing, CutKinds, CutWidths, Packing, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -97,12 +97,15 @@ class Mamba2Shape(Shape):
     def split_widths(self) -> dict[str, int]:
         return {"Mamba-2's heads, model.mamba2.inner_size / head_size": self.heads}
 
-    def cut_widths(self) -> dict[str, int]:
-        return self.split_widths() | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state}
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(scanned=self.split_widths() | {"B's and C's channels, 2 * model.mamba2.state_size": 2 * self.state})
 
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
-        """The convolutions' inputs and outputs; v, the decays and what was read; B and C, which have no heads."""
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+        """The convolutions' inputs and outputs; v, the decays and what was read; B and C. Or states, and a chunk's last tokens."""
         e, p, tensor = training.element, training.product, training.tensor_parallel
+        if kinds.states:
+            matrices = self.heads * training.wide * self.state * (self.head + 1)
+            return Crossing(states=matrices / tensor + training.tokens_before(self.conv - 1) * e * (self.inner / tensor + 2 * self.state))
         scan = self.heads * training.wide + 2 * p * self.inner
         return Crossing((2 * e * self.inner + scan) / tensor + 2 * e * 2 * self.state, 2 * p * self.state)
 

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderShape
 from fem_megatron.parallel import Parallel
+from fem_megatron.scans import squares_before
 from fem_megatron.state import Context
 from fem_megatron.update import Update, normed, rms_norm, rotate
 from kernels.pairs import allowed_pairs
@@ -151,17 +152,21 @@ class EnergyLinearAttention(_EnergyHeads):
 
         def read(valid: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
             now = None if valid is None else valid[:, -k.shape[2] :]
-            o, sums = energy_linear_attention(q, k, causal=context.causal, valid=now, state=context.recall("sums"))
+            first = squares_before(k, context.recall("sums"), context)
+            o, sums = energy_linear_attention(q, k, causal=context.causal, valid=now, state=first)
             context.keep("sums", sums)
             mean = self.shape.switches.linear_read == "mean"
             return o / self.tokens_seen(valid, k, context)[:, None, :, None] if mean else o
 
-        o = context.apart(read, rotated(q.to(wide), turn), k.to(wide))
+        o = context.apart(read, rotated(q.to(wide), turn), k.to(wide), passes=context.causal)
         return self.back(rotated(o, turn, back=True).to(z.dtype))
 
     def tokens_seen(self, valid: Tensor | None, k: Tensor, context: Context) -> Tensor:
         """How many tokens each of k [b, h, s, d] reads, at least 1: [1 or b, s], k's type. valid [b, past + s]."""
         length = k.shape[2]
+        if context.passing is not None and context.causal:
+            assert context.positions is not None
+            return (context.positions + 1).view(2, length).repeat_interleave(k.shape[0] // 2, 0).to(k.dtype)
         if valid is None:
             valid = torch.ones(1, context.past + length, dtype=torch.bool, device=k.device)
         seen = valid.cumsum(1)[:, -length:] if context.causal else valid.sum(1, keepdim=True).expand(-1, length)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import Crossing, Packing, Shape, Training, Weight, Weights, head_width, keys_seen
+from fem_megatron.shape import Crossing, CutKinds, CutWidths, Packing, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -118,17 +118,14 @@ class SecondOrderShape(_Heads):
         """Keys alone: half of standard attention's cache."""
         return length * self.hidden * element
 
-    def cut_widths(self) -> dict[str, int]:
-        return {}
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(keyed=self.split_widths())
 
-    def keyed_widths(self) -> dict[str, int]:
-        return self.split_widths()
-
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """Keys; or q, k and what was read, and RoPE's angles, once for the sequences of a micro-batch."""
         e, tensor = training.element * self.hidden, training.tensor_parallel
         turn = training.wide * self.head / training.micro_batch if self.rope else 0.0
-        return Crossing(keys=e / tensor) if kind == "all_gather" else Crossing(3 * e / tensor, angles=turn)
+        return Crossing(keys=e / tensor) if kinds.gathers else Crossing(3 * e / tensor, angles=turn)
 
     def max_length(self) -> int | None:
         """What mha2nd is refused over; mha2nd1st takes any."""
@@ -156,12 +153,16 @@ class EnergyLinearShape(_Heads):
         inside = 4.0 * keys_seen(min(length, LINEAR_CHUNK), whole_square) if self.causal else 0.0
         return {"mixer projections": self.linear_flops(), "attention": self.hidden * (inside + 4.0 * self.head)}
 
-    def cut_bytes(self, training: Training, kind: str) -> Crossing:
-        """q, k and what was read, in fp32."""
-        return Crossing(3 * training.wide * self.hidden / training.tensor_parallel)
+    def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
+        """q, k and what was read, in fp32; or the sums of k k^T."""
+        own = training.wide * self.hidden / training.tensor_parallel
+        return Crossing(states=own * self.head) if kinds.states and self.causal else Crossing(3 * own)
 
     def reads(self) -> set[str]:
         return {"second_order.linear_read"}
+
+    def cut_widths(self) -> CutWidths:
+        return CutWidths(scanned=self.split_widths()) if self.causal else CutWidths(always=self.split_widths())
 
     def state_bytes(self, length: int, element: int) -> int:
         """A head's d_h x d_h sum of k k^T, whatever the length."""

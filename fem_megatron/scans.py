@@ -1,0 +1,61 @@
+"""Scans from token to token as a layer makes them: by a kernel, and where a sequence is cut, from what the chunks before leave behind.
+
+Each is called within a read that `Context.apart` makes with ``passes``; without a cut it is the kernel's call, with what was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
+
+from fem_megatron.state import Context
+from kernels.linear_attention import end_state, linear_attention
+from kernels.time_decay_scan import time_decay_scan
+
+
+def fading_sum(a: Tensor, f: Tensor, initial: Tensor | None, context: Context, *, backward: bool = False) -> Tensor:
+    """s_t = exp(-softplus(a_t)) s_{t-1} + f_t: a and f [s, b, n], initial [b, n] -> s [s, b, n]; ``backward``: from the last token on."""
+    if backward:
+        a, f = a.flip(0), f.flip(0)
+    made = time_decay_scan(a, f, initial, softplus=True)
+    if (cut := context.passing) is not None:
+        since = -softplus(a.to(made.dtype)).cumsum(0)
+        before = cut.states_before(made[-1, ..., None], since[-1, ..., None], reverse=backward)
+        made = made + before.squeeze(-1) * since.exp()
+    return made.flip(0) if backward else made
+
+
+def linear_scan(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial: Tensor | None, context: Context, *, normalise: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `linear_attention`, causal; of a chunk the state is that after the sequence's tokens up to its end."""
+    if (cut := context.passing) is not None:
+        # What the product keeps is wider than what it is given.
+        end, fading = checkpoint(end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False)
+        initial = cut.states_before(end, fading)
+    return linear_attention(q, k, v, log_decay, initial, normalise=normalise)
+
+
+def squares_before(
+    k: Tensor, initial: Tensor | None, context: Context, features: Callable[[Tensor], Tensor] | None = None
+) -> Tensor | None:
+    """Where causal the sum of f_i f_i^T, f = features(k), over the tokens before those of k [b, h, s, d], [b, h, d, d] fp32 or wider.
+
+    Without a cut, or not causal: ``initial``.
+    """
+    if (cut := context.passing) is None or not context.causal:
+        return initial
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    wide = wide if features is None else features(wide)
+    return cut.states_before(wide.mT @ wide, None)
+
+
+def tokens_before(x: Tensor, count: int, context: Context) -> Tensor:
+    """The ``count`` tokens before those of x [s, b, c], [count, b, c]; zeros where there are none."""
+    if (cut := context.passing) is None:
+        return x.new_zeros(count, *x.shape[1:])
+    return cut.tokens_before(x, count)
