@@ -92,8 +92,8 @@ def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: 
     short, demo, new = ("train.steps=4", *WSD[2:]), tmp_path / "demo", tmp_path / "new"
     file = tmp_path / "demo.yaml"
     file.write_text(dump_yaml(load_run(DEMO, [*pretrain.settings, *short, f"run_dir={demo}/mixers/{{mixer}}"])))
-    runs = ("old", []), ("fem", []), ("other", ["model.num_layers=1"]), ("mixers/named", ["name=another"])
-    for number, (run, more) in enumerate(runs):
+    runs = {"old": (), "fem": (), "other": ("model.num_layers=1",), "mixers/named": ("name=another",)}
+    for number, (run, more) in enumerate(runs.items()):
         assert pretrain(*short, *more, f"run_dir={demo / run}") == 0
         os.utime(step_of(demo / run, 4) / MANIFEST, (number, number))
     assert fork(pretrain, file, new, "train.steps=6") == 0, pretrain.err
