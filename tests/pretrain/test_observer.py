@@ -14,7 +14,7 @@ from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import finished, losses, records
 
 # Every family in one model; its pipeline stages hold different ones.
-MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, fem_softmax"
+MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, differential"
 HYBRID = [f"model.pattern=[{MIXERS}]", "model.num_layers=10", "train.steps=1", "optimizer.warmup_steps=0", "checkpoint.interval=0"]
 HYBRID += ["log.diagnostics_interval=1"]
 

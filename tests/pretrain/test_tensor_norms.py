@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ LAYOUTS: dict[str, list[str]] = {
 }
 
 
+NOTICED = ("DP2, overlapped", "TP2 + SP", "stage 0", "stage 2, offload", "stage 3", "muon, stage 1", "bf16, stage 1")
+
+
 @pytest.fixture(scope="module")
 def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Done], Path]:
     folder = tmp_path_factory.mktemp("norms")
@@ -54,6 +58,7 @@ def results(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     alone.append(job("plain", PLAIN))
     found = answer(1, run_jobs, alone, str(folder / "cache"), output=folder / "one", patience=300)
     several = [job(name, more) for name, more in LAYOUTS.items()]
+    several += [replace(job(name, LAYOUTS[name]), name=f"{name}, unseen", norms=False) for name in NOTICED]
     return found | answer(2, run_jobs, several, str(folder / "cache"), output=folder / "two", patience=600), folder
 
 
@@ -113,6 +118,14 @@ def test_every_layout_and_engine_tells_what_one_process_does(results: tuple[dict
     wanted = named(done["muon3" if "muon" in name else "adamw3"])
     for kind in KINDS:
         assert found[kind] == pytest.approx(wanted[kind], rel=1e-4), kind
+
+
+def test_training_does_not_notice(results: tuple[dict[str, Done], Path]) -> None:
+    """Losses and gradient norms of all steps, to the last bit."""
+    done, _ = results
+    for name in NOTICED:
+        unseen = done[f"{name}, unseen"]
+        assert unseen.steps == done[name].steps and not any(unseen.norms), name
 
 
 @pytest.mark.parametrize("engine", [[], PLAIN, deepspeed(2)], ids=["split", "plain", "deepspeed"])
