@@ -1,6 +1,6 @@
 """The run's configuration: one dataclass a section, every field with its text and its range; how a run's YAML becomes one. No torch.
 
-``pretrain.validate`` checks what no single field can know.
+``pretrain.validate`` checks what no single field can know. Long, because every key of a run stands here.
 """
 
 from __future__ import annotations

@@ -307,8 +307,10 @@ class Run:
         )
 
     def _watch(self, engine: Engine) -> Watch:
-        """What log.diagnostics names. Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank
-        has all tokens."""
+        """What log.diagnostics names.
+
+        Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank has all tokens.
+        """
         config, log = self.config, self.config.log
         intervals = {name: log.diagnostics_interval if name in log.diagnostics else 0 for name in ("layers", "tensors")}
         cut = "parallel.context_parallel_size > 1" if config.parallel.context_parallel_size > 1 else None

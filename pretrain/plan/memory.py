@@ -32,14 +32,18 @@ With train.offload_activations what the layers keep is on the host, but for one 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fem_common.text import gib
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training, cut_kind
 from pretrain.config import EngineConfig, RunConfig
 from pretrain.plan.muon import ROUND, TENSORS
 from pretrain.plan.zero_memory import variants, zero_memory
+
+RANKS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,17 @@ def _offloads(config: RunConfig, *, cuda: bool) -> bool:
 def _residual(config: RunConfig) -> float:
     """Bytes a token of the residual stream on one rank."""
     return _element(config) * config.model.hidden_size / _sequence_split(config)
+
+
+def beside_told(config: RunConfig, memory: Sequence[StageMemory], world_size: int, data_parallel: int, *, cuda: bool) -> Iterator[str]:
+    """What the table of all stages' memory leaves out, in lines: offloaded activations, and that a copy for tensors' norms is in it."""
+    ranks = min(world_size, RANKS_OF_A_NODE)
+    sizes = [offloaded_activations(config, stage.stage, data_parallel, cuda=cuda) for stage in memory]
+    if any(sizes):
+        node = f"{gib(ranks * max(sizes))} a node of {ranks} ranks"
+        yield f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory comes in powers of two, so up to twice that"
+    if size := copied_weights(config, max(stage.parameters for stage in memory), data_parallel):
+        yield f"  log.diagnostics has tensors: at those steps {gib(size)} more after the backward pass, a copy of what the rank updates"
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:

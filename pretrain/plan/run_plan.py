@@ -20,16 +20,7 @@ from fem_megatron.shape import BlockShape, Weights, cut_kind
 from pretrain.config import RunConfig
 from pretrain.plan import muon
 from pretrain.plan.devices import memory_gib
-from pretrain.plan.memory import (
-    StageMemory,
-    copied_weights,
-    cut_bytes,
-    cut_kinds,
-    is_estimated,
-    offloaded_activations,
-    stage_memory,
-    zero_variants,
-)
+from pretrain.plan.memory import StageMemory, beside_told, cut_bytes, cut_kinds, is_estimated, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
 from pretrain.schedule import Schedule
 
@@ -38,8 +29,6 @@ if TYPE_CHECKING:
     from pretrain.data.pieces import Pieces
 
 COMPONENTS = ("embedding", "mixer", "conditioner", "MLP", "norms", "output layer")
-
-RANKS_OF_A_NODE = 8
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -397,7 +386,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:
         yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + _sizes(stage)
-    yield from _host_lines(plan)
+    yield from beside_told(plan.config, plan.memory, plan.world_size, plan.data_parallel, cuda=plan.cuda)
     if plan.config.engine.name == "deepspeed":
         yield from _zero_lines(plan)
     if excess := memory_excess(plan):
@@ -408,17 +397,6 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     speed = checkpoint.gb_per_second
     took = f"in {plan.checkpoint_bytes / speed / 1e9:.3g} s at {speed:g} GB/s" if speed else "(checkpoint.gb_per_second tells in how long)"
     yield f"  written {took} {meanwhile}, from up to {gib(plan.save_memory)} of host memory a rank"
-
-
-def _host_lines(plan: Plan) -> Iterator[str]:
-    """What is beside the table: offloaded activations, and the copy for tensors' norms that is in it."""
-    config, ranks = plan.config, min(plan.world_size, RANKS_OF_A_NODE)
-    sizes = [offloaded_activations(config, stage.stage, plan.data_parallel, cuda=plan.cuda) for stage in plan.memory]
-    if any(sizes):
-        node = f"{gib(ranks * max(sizes))} a node of {ranks} ranks"
-        yield f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory comes in powers of two, so up to twice that"
-    if size := copied_weights(config, max(stage.parameters for stage in plan.memory), plan.data_parallel):
-        yield f"  log.diagnostics has tensors: at those steps {gib(size)} more after the backward pass, a copy of what the rank updates"
 
 
 def _zero_lines(plan: Plan) -> Iterator[str]:

@@ -126,7 +126,9 @@ def long(ranks: int) -> RunConfig:
     model = ModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, ffn_hidden_size=512, vocab_size=512)
     train = TrainConfig(steps=2, micro_batch_size=1, global_batch_size=1, precision="fp32")
     layout = ParallelConfig(context_parallel_size=ranks)
-    return RunConfig(model=model, data=DataConfig(seq_length=1 << 14), train=train, optimizer=OptimizerConfig(warmup_steps=1), parallel=layout)
+    return RunConfig(
+        model=model, data=DataConfig(seq_length=1 << 14), train=train, optimizer=OptimizerConfig(warmup_steps=1), parallel=layout
+    )
 
 
 def measure_peak(config: RunConfig) -> int:
@@ -213,6 +215,7 @@ def test_offloaded_activations_change_no_bit(tiny_data: Path, tmp_path: Path) ->
         "TP2": [*split, "train.recompute=selective", "train.precision=bf16"],
         "TP2, full": [*split, "train.recompute=full"],
         "PP2": ["parallel.pipeline_model_parallel_size=2"],
+        "CP2": ["parallel.context_parallel_size=2"],
         "ZeRO-2": ["engine.name=deepspeed", "engine.zero_stage=2", "engine.offload_optimizer=true"],
     }
     jobs = [

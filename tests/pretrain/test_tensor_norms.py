@@ -27,6 +27,7 @@ LAYOUTS: dict[str, list[str]] = {
     "TP2 + SP": [*TP2, "parallel.sequence_parallel=true"],
     "PP2": PP2,
     "PP2 interleaved": [*PP2, "parallel.virtual_pipeline_model_parallel_size=2"],
+    "CP2": ["parallel.context_parallel_size=2"],
     "DP2, overlapped": ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
     **{f"stage {stage}": deepspeed(stage) for stage in range(4)},
     "stage 3, TP2": [*deepspeed(3), *TP2],
