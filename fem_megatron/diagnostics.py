@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fem_megatron.block import Block
+from fem_megatron.parallel import Parallel
 from fem_megatron.shape import located
 from fem_megatron.state import Context
 from fem_megatron.update import Update
@@ -42,7 +43,8 @@ def observing(blocks: Mapping[int, Block], tokens: int = TOKENS) -> Iterator[dic
 
     blocks: by the layer's number in the whole model; all of a tensor-parallel group must do this together. The dictionary is filled when
     the context ends: ``layer_03/mixer/step_norm`` (of a block with recurrence ``layer_03/iteration_01/mixer/step_norm``) -> value.
-    ``step_norm`` is the mean of |x' - x| / |x|, ``activation_max`` the largest |x'| of a channel; energies and entropies (nats) are means
+    ``step_norm`` is the mean of |x' - x| / |x|, ``activation_max`` the largest |x'| of a channel, ``logit_max`` the largest number that a
+    softmax or a sigmoid over tokens is taken of, where there is one (scans have none); energies and entropies (nats) are means
     over the sample, energy_rose a share of tokens.
     """
     found: Quantities = {}
@@ -114,6 +116,12 @@ def energies(name: str, before: Tensor, after: Tensor) -> Quantities:
     """Means of an energy of each token before and after the update, and the share of tokens whose energy rose."""
     rose = (after > before).to(before.dtype).mean()
     return {f"{name}_before": before.mean(), f"{name}_after": after.mean(), f"{name}_rose": rose}
+
+
+def largest_logit(scores: Tensor, seen: Tensor | None, parallel: Parallel) -> Quantities:
+    """What goes into a softmax or a sigmoid: the largest of scores [b, local heads, n, keys] among ``seen`` (None: all), of all heads."""
+    found = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).amax((0, 2, 3))
+    return {"logit_max": parallel.gather(found).max()}
 
 
 def quantiles(name: str, values: Tensor) -> Quantities:

@@ -24,7 +24,7 @@ from pretrain import signals
 from pretrain.config import RunConfig, load_run
 from pretrain.plan.run_plan import Plan, make_plan, memory_excess, render
 from pretrain.reference_page import section_text
-from pretrain.run_directory import resolved, run_directory
+from pretrain.run_directory import newest_run, resolved, run_directory
 from pretrain.stages import Part, facts_of, parts_of, render_stages
 from pretrain.validate import Prepared, check_before_data, prepare
 
@@ -92,8 +92,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--fork",
         metavar="NEW_RUN",
-        help="a run directory to go on in from the newest checkpoint of CONFIG.yaml's run (a run directory or a step_NNNNNNNN may stand in "
-        "its place): weights, moments, step; settings may be others, such as data, batch and schedule",
+        help="a run directory to go on in from the newest checkpoint of CONFIG.yaml's run, wherever near its run_dir that was trained (a "
+        "run directory or a step_NNNNNNNN may stand in its place): weights, moments, step; settings may be others, such as data, batch and "
+        "schedule",
     )
     parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="print this, or the keys of SECTION, and stop")
     parser.add_argument("--list-mixers", action=_ListMixers, nargs=0, help="print the names that model.mixer may take, and stop")
@@ -162,6 +163,11 @@ def _forked(options: argparse.Namespace) -> RunConfig:
     folder = given.parent.parent if given.is_dir() and not (given / "config.yaml").is_file() else given  # a step's: its run's
     config = load_run(folder / "config.yaml" if given.is_dir() else given, options.overrides)
     parent = given if given.is_dir() else run_directory(config)
+    chosen = given.is_dir() or any(text.startswith("run_dir=") for text in options.overrides)
+    if not chosen and not any(parent.glob("checkpoints/step_*")) and (other := newest_run(config, new)):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"--fork: {parent} has no checkpoint; the newest run of {config.name} with this model is {other}", file=sys.stderr)
+        parent = other
     if new.resolve() in (folder.resolve(), parent.resolve()):
         raise ConfigError(f"--fork {new} is the parent's run directory: choose another one")
     name = config.name if any(text.startswith("name=") for text in options.overrides) else new.resolve().name

@@ -1,6 +1,6 @@
 """The run's configuration: one dataclass a section, every field with its text and its range; how a run's YAML becomes one. No torch.
 
-``pretrain.validate`` checks what no single field can know.
+``pretrain.validate`` checks what no single field can know. Long, because every key of a run stands here.
 """
 
 from __future__ import annotations
@@ -152,6 +152,10 @@ class TrainConfig:
         "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",
         ("none", "selective", "full"),
     )
+    offload_activations: bool = setting(
+        False,
+        "What the backward pass needs of the layers' forward passes waits in the host's memory: no bit changes, and the copies take time.",
+    )
     z_loss: float = setting(
         0.0,
         "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
@@ -276,10 +280,12 @@ class LogConfig:
     interval: int = setting(10, "Steps between lines on the console; JSON lines are written for every step.", least=1)
     tensorboard: bool = setting(False, "Write TensorBoard events to the run directory.")
     wandb: WandbConfig = setting(WandbConfig, "Weights & Biases.")
-    diagnostics_interval: int = setting(
-        100,
-        "Steps between looks at every layer's energies, entropies and step norm, on 256 tokens; to the loss's loggers; 0: never.",
-        least=0,
+    diagnostics_interval: int = setting(100, "Steps between looks at what ``diagnostics`` names; to the loss's loggers; 0: never.", least=0)
+    diagnostics: tuple[str, ...] = setting(
+        ("layers",),
+        "layers: every layer's energies, entropies, largest logit and step norm, on 256 tokens; tensors: the norms of every parameter's "
+        "weight, gradient, update and moments.",
+        ("layers", "tensors"),
     )
     straggler_interval: int = setting(
         100,

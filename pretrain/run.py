@@ -33,12 +33,13 @@ from pretrain.plan.devices import peak_tflops
 from pretrain.plan.run_plan import make_plan
 from pretrain.ranks import from_rank_0
 from pretrain.report.evaluations import Evaluations, check_suite
-from pretrain.report.loggers import Callback, Console, Say, kernels_told, make_callbacks
+from pretrain.report.loggers import Callback, Console, Say, Watch, kernels_told, make_callbacks
 from pretrain.report.metrics import Meter
-from pretrain.report.observer import Observer
+from pretrain.report.observer import Observer, together
 from pretrain.report.profile import Profiler
 from pretrain.report.progress_file import ProgressFile, read_progress
 from pretrain.report.stragglers import Stragglers
+from pretrain.report.tensor_norms import TensorNorms
 from pretrain.run_directory import claimed, describe, record_fork, run_directory
 from pretrain.schedule import Schedule
 from pretrain.signals import Received
@@ -298,23 +299,26 @@ class Run:
             meter=meter,
             progress=start.progress,
             content_key=self.contents.key,
-            watch=Observer(engine.models, self._diagnostics_interval()),
+            watch=self._watch(engine),
             profiler=Profiler(config.log.profile, self.folder, self.received),
             stragglers=Stragglers(config.log.straggler_interval, config.log.straggler_ratio, self.file.folder),
             progress_file=self.file,
             received=self.received,
         )
 
-    def _diagnostics_interval(self) -> int:
-        """Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank has all tokens."""
-        engine, interval = self.config.engine, self.config.log.diagnostics_interval
-        if interval and self.config.parallel.context_parallel_size > 1:
-            self.say("parallel.context_parallel_size > 1: no layer diagnostics (log.diagnostics_interval)")
-            return 0
-        if interval and engine.name == "deepspeed" and engine.zero_stage == 3:
-            self.say("engine.zero_stage = 3: no layer diagnostics (log.diagnostics_interval)")
-            return 0
-        return interval
+    def _watch(self, engine: Engine) -> Watch:
+        """What log.diagnostics names.
+
+        Under ZeRO-3 a layer's weights are gone again when it could be looked at; of a cut sequence no rank has all tokens.
+        """
+        config, log = self.config, self.config.log
+        intervals = {name: log.diagnostics_interval if name in log.diagnostics else 0 for name in ("layers", "tensors")}
+        cut = "parallel.context_parallel_size > 1" if config.parallel.context_parallel_size > 1 else None
+        split = "engine.zero_stage = 3" if config.engine.name == "deepspeed" and config.engine.zero_stage == 3 else None
+        if intervals["layers"] and (cut or split):
+            self.say(f"{cut or split}: no layer diagnostics (log.diagnostics)")
+            intervals["layers"] = 0
+        return together(Observer(engine.models, intervals["layers"]), TensorNorms(engine, intervals["tensors"]))
 
     def _callbacks(self, checkpoints: Checkpoints, step: int) -> list[Callback]:
         loggers = make_callbacks(self.whole, self.folder, self.schedule.last_step)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,7 @@ from fem_common.config import dump_yaml
 from fem_common.errors import ConfigError, InUse
 from fem_common.files import locked, write_whole
 from fem_common.stores import folder_of
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, load_run
 
 FORK = "fork.json"
 PACKAGES = ("torch", "megatron-core", "numpy", "triton", "flash-attn", "transformers", "tokenizers")
@@ -31,6 +31,24 @@ def run_directory(config: RunConfig) -> Path:
     if not config.run_dir:
         return Path("runs") / config.name
     return Path(config.run_dir.replace("{mixer}", "-".join(config.model.pattern or (config.model.mixer,))))
+
+
+def newest_run(config: RunConfig, but: Path) -> Path | None:
+    """Of runs of this name and model near its run directory, ``but`` one folder's, the one that saved last; None: none has a checkpoint.
+
+    Near: up to two folders below the one that bears the run's name, and where none of its parents does, beside it.
+    """
+    own = run_directory(config)
+    folder, found = next((folder for folder in own.parents if folder.name == config.name), own.parent), dict[Path, float]()
+    for file in (*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")):
+        saved = [manifest.stat().st_mtime for manifest in file.parent.glob("checkpoints/step_*/manifest.json")]
+        if saved and file.parent.resolve() != but.resolve():
+            with suppress(ConfigError):  # of another version
+                other = load_run(file)
+                vocabulary = config.model.vocab_size or other.model.vocab_size
+                if (other.name, other.model) == (config.name, replace(config.model, vocab_size=vocabulary)):
+                    found[file.parent] = max(saved)
+    return max(found, key=lambda run: found[run]) if found else None
 
 
 def resolved(config: RunConfig) -> RunConfig:

@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fusions, platform
 from fem_megatron.megatron.loss import add_z_loss
+from fem_megatron.megatron.offload import offload
 from fem_megatron.megatron.specs import block_spec
 from fem_megatron.mup import outer_weights, starts_from
 from fem_megatron.shape import Normal
@@ -33,6 +34,7 @@ class Layout:
     params_dtype: torch.dtype = torch.float32
     recompute: str = "none"  # or "selective", "full"
     z_loss: float = 0.0
+    offload_activations: bool = False
 
     @property
     def overlap_p2p(self) -> bool:
@@ -108,6 +110,8 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
             leave_out_padding(chunk.output_layer, model.vocab_size)
             if layout.z_loss:
                 add_z_loss(chunk, layout.z_loss)
+        if layout.offload_activations:
+            offload(chunk.decoder)
         chunks.append(chunk)
     return chunks
 

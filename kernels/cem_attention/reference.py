@@ -133,13 +133,30 @@ def interaction_energy(
     = W_Q u, is minus what the read adds to x; the diagonal's own part, d sum_j p_j h_j, is left out of the step by Algorithm 1.
     Source: Causal Energy Minimization, equation 1 and appendix B.
     """
+    scores = interaction_scores(q, k, slopes, self_bias, cross_bias, diagonal, own=own, scale=scale, causal=causal, valid=valid)
+    return -scores.logsumexp(-1).sum(1) / scale
+
+
+def interaction_scores(
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor,
+    self_bias: Tensor,
+    cross_bias: Tensor,
+    diagonal: Diagonal | None = None,
+    *,
+    own: Tensor,
+    scale: float,
+    causal: bool = True,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """a_ij of `interaction_energy`'s arguments, [b, heads, n, tk], float32 or wider; -inf where a token does not see the key."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, self_bias, cross_bias = (t.to(wide) for t in (q, k, self_bias, cross_bias))
     parts = None
     if diagonal is not None:
         u, h, d = (t.to(wide) for t in diagonal)
         parts = (u[:, None] * d[:, None], h)
-    scores = pair_scores(q, k, own, slopes.to(wide), (self_bias - cross_bias).sum(), parts, scale)
+    scores = pair_scores(q, k, own, slopes.to(wide), (self_bias - cross_bias).sum(), parts, scale) + cross_bias.sum()
     seen = allowed_pairs(own, k.shape[2], causal, valid)
-    terms = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).logsumexp(-1) + cross_bias.sum()
-    return -terms.sum(1) / scale
+    return scores if seen is None else scores.masked_fill(~seen, -torch.inf)

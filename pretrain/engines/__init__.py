@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # the configuration's checks are here too, and need no torch
     from pretrain.data.datasets import Batch
+    from pretrain.engines.sharding import Held
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,24 @@ class StepTimes:
 Beside = Callable[[], Iterable[float]]
 Unwanted = Callable[[float, float], bool]
 """A step's loss and gradient norm, both finite -> whether it is to update nothing; the same on every rank."""
+AroundUpdate = Callable[[Callable[[], "Iterable[Held]"]], AbstractContextManager[None]]
+"""What an engine puts around an update of what it can be asked for: this rank's parts of the parameters, in the same order every time."""
+
+
+@contextmanager
+def unobserved(parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
+    """An `AroundUpdate` that does nothing."""
+    yield
 
 
 class Engine(Protocol):
-    """A model, its optimizer and its layout."""
+    """A model, its optimizer and its layout.
+
+    around_update: put around every update, the gradients of all ranks summed (`unobserved`: nothing is). DeepSpeed updates one group of
+    parameters after another, each an update of its own here, and nothing where the gradient is not finite.
+    """
+
+    around_update: AroundUpdate
 
     def train_step(
         self,

@@ -65,6 +65,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         recompute=config.train.recompute,
         z_loss=config.train.z_loss,
+        offload_activations=config.train.offload_activations,
     )
 
 

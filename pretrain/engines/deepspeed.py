@@ -10,6 +10,8 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from fem_megatron.megatron import platform
 from fem_megatron.update import Update
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import Beside, StepResult, StepTimes, Unwanted
+from pretrain.engines import AroundUpdate, Beside, StepResult, StepTimes, Unwanted, unobserved
 from pretrain.engines.building import LearningRates, group_overrides, mean_loss, model_layout, optimizer_settings, poisoned, summed_loss
 from pretrain.engines.deepspeed_ops import prepare_environment
 from pretrain.engines.deepspeed_settings import deepspeed_config
@@ -64,6 +66,7 @@ class DeepSpeedEngine:
         import deepspeed
 
         self.config = config
+        self.around_update: AroundUpdate = unobserved
         self.data_parallel = MegatronGroups.get_data_parallel_world_size()
         replicas = parallel_state.get_data_parallel_world_size()
         self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
@@ -115,7 +118,8 @@ class DeepSpeedEngine:
             times = self._times(started) if started is not None else times
             reports.append(torch.stack([total.detach(), tokens]))
             self.engine.backward(poisoned(total) * scale)
-            self.engine.step()
+            with self._updates_looked_at():
+                self.engine.step()
         grad_norm = self._grad_norm()
         loss, sums = mean_loss(reports, beside())
         return StepResult(loss, grad_norm, lr, skipped=not math.isfinite(grad_norm), times=times, beside=sums)
@@ -178,6 +182,31 @@ class DeepSpeedEngine:
         if self.engine.optimizer.overflow:
             return math.nan
         return float(self.engine.get_global_grad_norm())
+
+    @contextmanager
+    def _updates_looked_at(self) -> Iterator[None]:
+        """Puts ``around_update`` around each step of the optimizer inside DeepSpeed's, which has clipped the gradients by then."""
+        if self.around_update is unobserved:
+            yield
+            return
+        adam: Any = self.state.adam
+        step = adam.step
+
+        def looked_at(*given: Any, **named: Any) -> Any:
+            with self.around_update(partial(self.state.updating, self._clipped())):
+                return step(*given, **named)
+
+        adam.step = looked_at
+        try:
+            yield
+        finally:
+            del adam.step
+
+    def _clipped(self) -> float:
+        """What DeepSpeed has multiplied this step's gradients by."""
+        limit = self.engine.gradient_clipping()
+        norm = self.norm if self.config.engine.zero_stage == 0 else float(self.engine.optimizer._global_grad_norm)
+        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
     def _clip(self) -> None:
         """Stage 0: DeepSpeed clips there without telling the norm. A step that is not finite has no gradient left to update by."""

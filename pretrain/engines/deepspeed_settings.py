@@ -93,6 +93,8 @@ def check_engine(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "optimizer.name = muon has no update on the CPU; set engine.offload_optimizer=false, or optimizer.name=adamw"
     if external and stage == 3:
         yield f"model.mixer: {external}'s own layers were not tried under engine.zero_stage = 3; set engine.zero_stage=2"
+    if stage == 3 and config.train.offload_activations:
+        yield "train.offload_activations = true would keep gathered parameters, which engine.zero_stage = 3 frees; set engine.zero_stage=2"
     read_file(config)
 
 

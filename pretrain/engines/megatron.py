@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
@@ -18,7 +20,7 @@ from fem_megatron.megatron import model as fem_model
 from fem_megatron.megatron import platform
 from pretrain.config import RunConfig
 from pretrain.data.datasets import Batch
-from pretrain.engines import Beside, StepResult, StepTimes, Unwanted
+from pretrain.engines import AroundUpdate, Beside, StepResult, StepTimes, Unwanted, unobserved
 from pretrain.engines.building import (
     LearningRates,
     group_overrides,
@@ -30,7 +32,7 @@ from pretrain.engines.building import (
     summed_loss,
 )
 from pretrain.engines.muon import Muon, Part
-from pretrain.engines.sharding import SHARDING, STATE, Held, Read, only_here, optimizer_state, places, read_optimizer
+from pretrain.engines.sharding import MOMENTS, SHARDING, STATE, Held, Read, only_here, optimizer_state, places, read_optimizer
 from pretrain.schedule import Schedule
 
 _STATE = ("params", "step")  # what of an optimizer's group is no setting
@@ -41,6 +43,7 @@ class MegatronEngine:
 
     def __init__(self, config: RunConfig, schedule: Schedule) -> None:
         self.config = config
+        self.around_update: AroundUpdate = unobserved
         data_parallel = parallel_state.get_data_parallel_world_size()
         self.micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
         bare = fem_model.build(config.model, model_layout(config), config.data.seq_length, config.train.seed)
@@ -81,9 +84,10 @@ class MegatronEngine:
         update = math.isfinite(grad_norm)  # and the loss (`poisoned`)
         if update and known and unwanted:
             update = not unwanted(known[0], grad_norm)
-        if update:
-            self._clip(grad_norm)
-            self.optimizer.step_with_ready_grads()
+        with self.around_update(self.split.parts if self.split else self._whole_parts):
+            if update:
+                self._clip(grad_norm)
+                self.optimizer.step_with_ready_grads()
         loss, sums = known or mean_loss(reports, beside())
         return StepResult(loss, grad_norm, lr, skipped=not update, times=times, beside=sums)
 
@@ -126,6 +130,20 @@ class MegatronEngine:
     def close(self) -> None:
         """Takes this engine out of the model's configuration: DDP's hooks hold that from C++, where no collector sees the circle."""
         self.settings.finalize_model_grads_func = None
+
+    @cached_property
+    def _places(self) -> dict[torch.nn.Parameter, ShardedTensor]:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return {parameter: place for model in self.models for parameter, place in places(model, group).items()}
+
+    def _whole_parts(self) -> Iterator[Held]:
+        """Of the optimizer that is not split: every parameter of this rank, with its gradient."""
+        (optimizer,) = self.optimizer.chained_optimizers
+        for parameter, place in self._places.items():
+            main = getattr(parameter, "main_param", parameter)
+            state = {"param": main, **{name: one for name, one in optimizer.optimizer.state[main].items() if name in MOMENTS}}
+            gradient = None if main.grad is None else main.grad.view(-1)
+            yield Held(place, 0, main.numel(), {name: one.detach().view(-1) for name, one in state.items()}, gradient)
 
     def _model_state(self) -> dict[str, Any]:
         if self.config.parallel.overlap_param_gather:
@@ -243,11 +261,19 @@ class _SplitState:
     def held(self) -> Iterator[Held]:
         """This rank's parts of the parameters, of a fresh optimizer too."""
         self._prepare()
+        return (part for part, _ in self._parts())
+
+    def parts(self) -> Iterator[Held]:
+        """As `held`, with their gradients; a fresh optimizer's have no moments."""
+        return (replace(part, gradient=main.grad) for part, main in self._parts())
+
+    def _parts(self) -> Iterator[tuple[Held, torch.Tensor]]:
         for parameter, place in self.places.items():
             if parameter in self.optimizer.model_param_gbuf_map:  # which knows those of which a part is here
                 state = self.optimizer._get_main_param_and_optimizer_states(parameter)
                 elements = self.optimizer._get_model_param_range_map(parameter)["param"]
-                yield Held(place, elements.start, len(elements), {name: state[name].detach().view(-1) for name in STATE if name in state})
+                tensors = {name: state[name].detach().view(-1) for name in STATE if name in state}
+                yield Held(place, elements.start, len(elements), tensors), state["param"]
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups without their parameters, with their step."""

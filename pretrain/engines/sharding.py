@@ -34,13 +34,16 @@ class Held:
     """What this rank holds of a parameter: ``numel`` elements of it, flattened, from ``start`` on.
 
     place: of the parameter in the checkpoint, with the replica id of what is held. tensors: by those of STATE's names that the optimizer
-    keeps of it, flat, fp32, at least ``numel`` long, views into the optimizer's own.
+    keeps of it, flat, fp32, at least ``numel`` long, views into the optimizer's own. gradient: likewise, while an update has it, times
+    ``clipped``.
     """
 
     place: ShardedTensor
     start: int
     numel: int
     tensors: Mapping[str, torch.Tensor]
+    gradient: torch.Tensor | None = None
+    clipped: float = 1.0
 
 
 def places(model: GPTModel, group: torch.distributed.ProcessGroup) -> dict[torch.nn.Parameter, ShardedTensor]:

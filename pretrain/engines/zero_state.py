@@ -142,9 +142,18 @@ class ZeroState:
         if part is None:
             return None
         flat, start, numel, offset = part
-        state = {"param": flat, **{name: self.adam.state[flat][name] for name in self._moments(flat)}}
+        state = {"param": flat, **{name: one for name, one in self.adam.state[flat].items() if name in MOMENTS}}
         tensors = {name: tensor.detach().view(-1).narrow(0, offset, numel) for name, tensor in state.items()}
-        return Held(only_here(place) if self.stage else place, start, numel, tensors)
+        gradient = None if flat.grad is None else flat.grad.view(-1).narrow(0, offset, numel)
+        return Held(only_here(place) if self.stage else place, start, numel, tensors, gradient)
+
+    def updating(self, clipped: float) -> Iterator[Held]:
+        """This rank's parts of what the optimizer has been given to update: DeepSpeed gives it a group at a time, its gradients clipped."""
+        given = {id(flat) for group in self.adam.param_groups for flat in group["params"]}
+        for parameter in self.weights:
+            part = self._part(parameter)
+            if part and id(part[0]) in given and (held := self.held(parameter)):
+                yield replace(held, clipped=clipped)
 
     def _part(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int, int, int] | None:
         """The optimizer's tensor that holds this rank's part of a parameter, where the part starts in this, its size, where in that."""

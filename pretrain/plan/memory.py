@@ -27,18 +27,23 @@ Numbers marked 4 are fp32 in either precision.
 The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``). Every other
 mixer is estimated from what it was seen to keep for each channel of its width (``Shape.kept``), and the plan says so. With
 train.recompute = selective an MLP keeps its input, a read what it is given; an estimate stays what it is without, which is more.
+With train.offload_activations what the layers keep is on the host, but for one layer's; on a CPU that is the same memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fem_common.text import gib
 from fem_megatron.catalogue import mixer_names
 from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, CutKinds, Training, cut_kinds
 from pretrain.config import EngineConfig, RunConfig
 from pretrain.plan.muon import ROUND, TENSORS
 from pretrain.plan.zero_memory import variants, zero_memory
+
+RANKS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class StageMemory:
     optimizer: int
     activations: int
     workspace: int
-    host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads
+    host: int = 0  # of the machine's memory, beside the device's: what DeepSpeed offloads, and what the layers keep
     apart: int = 0  # of these, what is gone when others come: DeepSpeed's gradients follow the activations
     muons: int = 0  # of the parameters, those of which the optimizer keeps one moment alone
 
@@ -74,7 +79,7 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
     # When the activations are gone: torch's multi-tensor Adam makes one fp32 temporary of all it updates (GPU); gloo reduces and scatters
     # a copy of all gradients, which lives until the weights are gathered (CPU).
     step = WIDE * (sharded - single if cuda else parameters if layout.use_distributed_optimizer else 0)
-    step = max(step, TENSORS * _element(config) * min(ROUND, single))
+    step = max(step, TENSORS * _element(config) * min(ROUND, single)) + copied_weights(config, parameters, data_parallel)
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -83,14 +88,26 @@ def stage_memory(config: RunConfig, stage: int, parameters: int, data_parallel: 
         optimizer=sharded * (12 if bf16 else 8) - WIDE * single,
         activations=activations,
         workspace=max(backward_workspace(config, stage, cuda=cuda), step - activations),
+        host=offloaded_activations(config, stage, data_parallel, cuda=cuda),
         muons=muons,
     )
+
+
+def copied_weights(config: RunConfig, parameters: int, data_parallel: int) -> int:
+    """Bytes of the copy that `TensorNorms` makes of the fp32 weights that a rank updates, at the steps that it looks at."""
+    if not config.log.diagnostics_interval or "tensors" not in config.log.diagnostics:
+        return 0
+    split = config.engine.zero_stage > 0 if config.engine.name == "deepspeed" else config.parallel.use_distributed_optimizer
+    return WIDE * (-(-parameters // (data_parallel * config.parallel.context_parallel_size)) if split else parameters)
 
 
 def _zero_stage_memory(
     config: RunConfig, engine: EngineConfig, parameters: int, data_parallel: int, *, cuda: bool, muons: int
 ) -> StageMemory:
     kept = zero_memory(config, engine, parameters, data_parallel, cuda=cuda, muons=muons)
+    copy = copied_weights(replace(config, engine=engine), parameters, data_parallel)
+    there = "host" if engine.offload_optimizer and cuda else "reduction"
+    kept = replace(kept, **{there: getattr(kept, there) + copy})
     activations, workspace = stage_activations(config, 0, data_parallel, cuda=cuda), backward_workspace(config, 0, cuda=cuda)
     sizes = (kept.weights, kept.gradients, kept.optimizer, activations, workspace + kept.workspace)
     return StageMemory(
@@ -101,7 +118,7 @@ def _zero_stage_memory(
         optimizer=kept.optimizer,
         activations=activations,
         workspace=workspace + kept.workspace,
-        host=kept.host,
+        host=kept.host + offloaded_activations(config, 0, data_parallel, cuda=cuda),
         apart=sum(sizes) - kept.peak(activations + workspace),
         muons=muons,
     )
@@ -193,17 +210,50 @@ def chunks_in_flight(config: RunConfig, stage: int, data_parallel: int) -> int:
 
 def stage_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
     """Bytes kept on a rank of ``stage`` at the peak: its layers' for every micro-batch in flight, and on the last stage the loss's."""
-    layout, train = config.parallel, config.train
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
-    residual = _element(config) * config.model.hidden_size / _sequence_split(config)
-    layers = 0.0
-    for block in config.model.blocks():
-        layers += residual if train.recompute == "full" else sum(layer_activations(config, block, cuda=cuda).values())
-    in_flight = chunks_in_flight(config, stage, data_parallel)
-    per_token = in_flight * (layers / (stages * chunks) + (residual if stages > 1 else 0))
+    stages = config.parallel.pipeline_model_parallel_size
+    per_token = 0.0 if _offloads(config, cuda=cuda) else _layers_activations(config, stage, data_parallel, cuda=cuda)
+    if stages > 1:
+        per_token += chunks_in_flight(config, stage, data_parallel) * _residual(config)
     if stage == stages - 1:
         per_token += sum(head_activations(config, cuda=cuda).values())
-    return int(per_token * train.micro_batch_size * _own_length(config))
+    return int(per_token * config.train.micro_batch_size * _own_length(config))
+
+
+def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> int:
+    """Bytes that a rank of ``stage`` keeps on the host at the peak (train.offload_activations): what its layers would keep."""
+    per_token = _layers_activations(config, stage, data_parallel, cuda=cuda) if _offloads(config, cuda=cuda) else 0.0
+    return int(per_token * config.train.micro_batch_size * _own_length(config))
+
+
+def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
+    """Bytes a token of a rank's layers, for every micro-batch in flight."""
+    layout, layers = config.parallel, 0.0
+    for block in config.model.blocks():
+        again = config.train.recompute == "full"
+        layers += _residual(config) if again else sum(layer_activations(config, block, cuda=cuda).values())
+    parts = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
+    return chunks_in_flight(config, stage, data_parallel) * layers / parts
+
+
+def _offloads(config: RunConfig, *, cuda: bool) -> bool:
+    """On a CPU the host's memory is the device's."""
+    return config.train.offload_activations and cuda
+
+
+def _residual(config: RunConfig) -> float:
+    """Bytes a token of the residual stream on one rank."""
+    return _element(config) * config.model.hidden_size / _sequence_split(config)
+
+
+def beside_told(config: RunConfig, memory: Sequence[StageMemory], world_size: int, data_parallel: int, *, cuda: bool) -> Iterator[str]:
+    """What the table of all stages' memory leaves out, in lines: offloaded activations, and that a copy for tensors' norms is in it."""
+    ranks = min(world_size, RANKS_OF_A_NODE)
+    sizes = [offloaded_activations(config, stage.stage, data_parallel, cuda=cuda) for stage in memory]
+    if any(sizes):
+        node = f"{gib(ranks * max(sizes))} a node of {ranks} ranks"
+        yield f"  activations on the host: {gib(max(sizes))} a rank, {node}; page-locked memory comes in powers of two, so up to twice that"
+    if size := copied_weights(config, max(stage.parameters for stage in memory), data_parallel):
+        yield f"  log.diagnostics has tensors: at those steps {gib(size)} more after the backward pass, a copy of what the rank updates"
 
 
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
@@ -225,7 +275,7 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
         "selective": min(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks()),
         "full": 0.0,
     }
-    per_token += whole - kept[train.recompute] + (e < WIDE) * whole
+    per_token += whole - (0.0 if _offloads(config, cuda=cuda) else kept[train.recompute]) + (e < WIDE) * whole
     layer = per_token * tokens + e * 2 * inner * model.hidden_size
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)

@@ -20,7 +20,7 @@ from fem_megatron.shape import BlockShape, CutKinds, Shape, Weights, cut_kinds
 from pretrain.config import RunConfig
 from pretrain.plan import muon
 from pretrain.plan.devices import memory_gib
-from pretrain.plan.memory import StageMemory, cut_bytes, is_estimated, kinds_of_cut, stage_memory, zero_variants
+from pretrain.plan.memory import StageMemory, beside_told, cut_bytes, is_estimated, kinds_of_cut, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
 from pretrain.schedule import Schedule
 
@@ -397,6 +397,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)
     for stage in plan.memory:
         yield "  " + str(stage.stage).ljust(6) + f"{stage.parameters:>14,}" + _sizes(stage)
+    yield from beside_told(plan.config, plan.memory, plan.world_size, plan.data_parallel, cuda=plan.cuda)
     if plan.config.engine.name == "deepspeed":
         yield from _zero_lines(plan)
     if excess := memory_excess(plan):

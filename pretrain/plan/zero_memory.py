@@ -113,6 +113,8 @@ def variants(config: RunConfig) -> list[tuple[str, EngineConfig]]:
                 continue
             if config.optimizer.name == "muon" and (optimizer or stage == 3):
                 continue
+            if config.train.offload_activations and stage == 3:
+                continue
             engine = EngineConfig("deepspeed", stage, optimizer, weights, config.engine.deepspeed)
             found.append((zero_name(engine), engine))
     return found

@@ -118,6 +118,8 @@ def rehearse(config: RunConfig, world_size: int, device: str) -> Rehearsal:
 
     Raises ConfigError for DeepSpeed's engine, whose own start wants a real device.
     """
+    if config.train.offload_activations:
+        raise ConfigError("train.offload_activations = true cannot be rehearsed, whose memory is the device's alone; set it to false")
     if config.engine.name == "deepspeed":
         raise ConfigError("engine.name = deepspeed cannot be rehearsed: DeepSpeed looks for a real device; set engine.name=megatron")
     plan = make_plan(config, world_size, cuda=device != "cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from megatron.core import parallel_state
@@ -12,6 +12,7 @@ from torch import nn
 from fem_megatron.block import Block
 from fem_megatron.diagnostics import observing
 from fem_megatron.megatron.specs import MegatronBlock
+from pretrain.report.loggers import Watch
 
 PREFIX = "diagnostics/"
 
@@ -40,6 +41,21 @@ class Observer:
         with observing(self.blocks) as found:
             yield values
         values |= {PREFIX + name: value for name, value in _from_every_stage(found).items()}
+
+
+def together(*watches: Watch) -> Watch:
+    """All of them around a step, their values in one dictionary."""
+
+    @contextmanager
+    def watch(step: int) -> Iterator[dict[str, float]]:
+        values: dict[str, float] = {}
+        with ExitStack() as stack:
+            seen = [stack.enter_context(one(step)) for one in watches]
+            yield values
+        for found in seen:
+            values |= found
+
+    return watch
 
 
 def _from_every_stage(found: dict[str, float]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fem_megatron import catalogue
 from fem_megatron.block import Block
@@ -241,6 +242,25 @@ def test_short_and_broken_samples(name: str) -> None:
     assert set(found) == {"step_norm", "activation_max"} and found["step_norm"].isnan()
     half = block(name).to(torch.bfloat16)
     assert all(math.isfinite(value) for value in seen(half, tokens(5).bfloat16()).values())
+
+
+@pytest.mark.parametrize("name", ["transformer", "differential", "mha2nd1st", "cem", "hyperset", "fem_softmax"])
+def test_the_largest_logit_is_what_the_read_s_softmax_is_taken_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition's own softmax is listened to, mask and all, in a forward pass of one sequence."""
+    made, x, given = block(name, cem=CemConfig(steps_attention=1)), tokens(batch=1), list[Tensor]()
+
+    class Softmaxes(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+            if function in (Tensor.softmax, Tensor.log_softmax):
+                given.append(arguments[0])
+            return function(*arguments, **(named or {}))
+
+    found = own(seen(made, x))["logit_max"]
+    monkeypatch.setenv("FEM_KERNELS", "fem_attention=reference,symmetric_attention=reference")
+    with torch.no_grad(), Softmaxes():
+        made.mixer(x, Context(origin=x, memory={}))
+    left_out = float(made.mixer.cross_bias.detach()) if name == "cem" else 0.0  # common to all scores
+    assert found == pytest.approx(max(float(scores.max()) for scores in given) + left_out, **ROUNDING)
 
 
 @pytest.mark.parametrize("query", ["after", "inside"])

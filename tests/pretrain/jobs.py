@@ -21,21 +21,26 @@ from tests.pretrain.conftest import DEMO
 
 @dataclass(frozen=True)
 class Job:
-    """Some steps of a run. save_after: of these steps, then it goes on; load: start from the checkpoint in this folder."""
+    """Some steps of a run. save_after: of these steps, then it goes on; load: start from the checkpoint in this folder.
+
+    norms: those of all tensors are taken in every step, by `TensorNorms`.
+    """
 
     name: str
     overrides: list[str]
     steps: int = 3
     save_after: int | None = None
     load: str | None = None
+    norms: bool = False
 
 
 @dataclass
 class Done:
-    """(loss, grad norm) of each step; name in the whole model -> digest of the fresh weight."""
+    """(loss, grad norm) of each step; name in the whole model -> digest of the fresh weight; what `TensorNorms` told of each step."""
 
     steps: list[tuple[float, float]] = field(default_factory=list)
     initial: dict[str, str] = field(default_factory=dict)
+    norms: list[dict[str, float]] = field(default_factory=list)
 
 
 def run_jobs(jobs: list[Job], cache: str) -> dict[str, Done]:
@@ -58,6 +63,7 @@ def _run(job: Job, cache: Path) -> Done:
     from pretrain.data.facts import check_contents
     from pretrain.data.store_reader import StoreReader
     from pretrain.engines.building import destroy_model_parallel, initialize_model_parallel
+    from pretrain.report.tensor_norms import TensorNorms
     from pretrain.run import make_engine
     from pretrain.run_directory import run_directory
     from pretrain.schedule import Schedule
@@ -88,13 +94,16 @@ def _run(job: Job, cache: Path) -> Done:
         reader=StoreReader(config),
     )
     stream = batches(data.train, progress.consumed_samples, config.train.micro_batch_size, platform.device(), ends=data.ends)
+    norms = TensorNorms(engine, int(job.norms))
     for number in range(job.steps + 1):
         if number == job.save_after:
             checkpoints.save(engine, progress, contents.key)
         if number == job.steps:
             break
         consumed = progress.consumed_samples + schedule.batch_samples
-        result = engine.train_step(stream, consumed)
+        with norms(number) as told:
+            result = engine.train_step(stream, consumed)
+        done.norms.append(told)
         assert not result.skipped
         progress = Progress(progress.step + 1, consumed, progress.order_samples)
         done.steps.append((result.loss, result.grad_norm))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fem_common.config import dump_yaml
 from fem_common.files import sha256
 from pretrain.checkpoint.folder import MANIFEST, find
+from pretrain.config import load_run
 from pretrain.run_directory import FORK
 from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import losses
@@ -82,6 +85,22 @@ def test_a_fork_of_other_data_length_batch_and_schedule(pretrain: Command, tmp_p
     )  # a fork's fork
     assert find(last).progress.step == 12 + -(-(4000 - 512 - 8 * 6 * 64) // (6 * 64))
     assert losses(last)[13] != losses(new)[12] and find(last).progress.order_begin == 8
+
+
+def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: Path) -> None:
+    """The demo trains into runs/demo/fem, where its file names runs/demo/mixers/{mixer}; of another model or name it is not the run."""
+    short, demo, new = ("train.steps=4", *WSD[2:]), tmp_path / "demo", tmp_path / "new"
+    file = tmp_path / "demo.yaml"
+    file.write_text(dump_yaml(load_run(DEMO, [*pretrain.settings, *short, f"run_dir={demo}/mixers/{{mixer}}"])))
+    runs = {"old": (), "fem": (), "other": ("model.num_layers=1",), "mixers/named": ("name=another",)}
+    for number, (run, more) in enumerate(runs.items()):
+        assert pretrain(*short, *more, f"run_dir={demo / run}") == 0
+        os.utime(step_of(demo / run, 4) / MANIFEST, (number, number))
+    assert fork(pretrain, file, new, "train.steps=6") == 0, pretrain.err
+    assert f"forked from {step_of(demo / 'fem', 4)} at step 4" in pretrain.out and "the newest run of demo" in pretrain.err
+    assert pretrain(config=str(file)) == 0
+    assert fork(pretrain, file, tmp_path / "newer", "train.steps=6") == 0
+    assert f"forked from {step_of(demo / 'mixers/fem_softmax', 4)}" in pretrain.out
 
 
 def test_what_is_no_fork_is_refused(pretrain: Command, tmp_path: Path, wording: Wording) -> None:

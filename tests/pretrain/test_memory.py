@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 from dataclasses import replace
@@ -17,6 +18,8 @@ from fem_megatron.mixers.fem.shape import FemConfig
 from pretrain.config import DataConfig, EngineConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from pretrain.plan.memory import head_activations, layer_activations
 from pretrain.plan.run_plan import make_plan
+from tests.pretrain.conftest import SMALL
+from tests.pretrain.jobs import Job, run_jobs
 from tests.ranks import answer
 
 SEQUENCES, LENGTH = 2, 64
@@ -38,6 +41,8 @@ CASES = {
     "no gate": ModelConfig(fem=FemConfig(gate=False)),
     "budget ii": ModelConfig(fem=FemConfig(budget="ii")),
     "selective": ModelConfig(),
+    "offloaded": ModelConfig(),
+    "grouped, offloaded, selective": ModelConfig(mixer="transformer", num_query_groups=2),
     "grouped, normed, selective": ModelConfig(mixer="transformer", num_query_groups=2, qk_norm=True),
 } | {name: ModelConfig(mixer=name.partition(",")[0], qk_norm="," in name) for name in ESTIMATED}
 ENGINES = {
@@ -52,15 +57,20 @@ ENGINES = {
 def case(name: str, layers: int, precision: str) -> RunConfig:
     model = replace(CASES[name], hidden_size=384, num_layers=layers, num_attention_heads=4, ffn_hidden_size=640, vocab_size=1000)
     recompute = "selective" if "selective" in name else "none"
-    train = TrainConfig(precision=precision, micro_batch_size=SEQUENCES, recompute=recompute)
+    train = TrainConfig(precision=precision, micro_batch_size=SEQUENCES, recompute=recompute, offload_activations="offloaded" in name)
     return RunConfig(model=model, data=DataConfig(seq_length=LENGTH), train=train)
 
 
+def head_bytes(config: RunConfig) -> float:
+    return sum(head_activations(config, cuda=False).values())
+
+
 def kept_bytes(config: RunConfig) -> float:
-    """Bytes a token of all tensors that a forward pass leaves to the backward pass, parameters aside."""
+    """Bytes a token of all tensors that a forward pass leaves to the backward pass, parameters aside, wherever they wait."""
     import torch
 
     from fem_megatron.megatron import model as fem_model
+    from fem_megatron.megatron.offload import Sent
     from pretrain.engines.building import model_layout
 
     class Kept:
@@ -80,7 +90,10 @@ def kept_bytes(config: RunConfig) -> float:
         loss = model(tokens, torch.arange(LENGTH).expand_as(tokens), None, labels=tokens)
     storages = {storage.data_ptr(): storage.nbytes() for storage in (held.tensor.untyped_storage() for held in kept)}
     assert loss.requires_grad
-    return sum(size for pointer, size in storages.items() if pointer not in own) / tokens.numel()
+    sent = sum(one.host.nbytes for one in gc.get_objects() if isinstance(one, Sent))
+    here = sum(size for pointer, size in storages.items() if pointer not in own)
+    assert bool(sent) == config.train.offload_activations and (not sent or here < head_bytes(config) * tokens.numel() * 1.01)
+    return (sent + here) / tokens.numel()
 
 
 def measure() -> dict[str, list[float]]:
@@ -182,9 +195,34 @@ def test_the_table_of_kept_activations_is_what_autograd_keeps_on_a_cpu(tmp_path:
             # What the table leaves out: row statistics of the norms, masks, beta (per channel, not per token), token ids; at this width
             # about 60 of 20,000 bytes a token of a layer, and 30 of 8,000 of the rest.
             assert abs(sum(layer_activations(config, config.model.blocks()[0], cuda=False).values()) / layer - 1) < 0.01, (name, precision)
-            assert abs(sum(head_activations(config, cuda=False).values()) / rest - 1) < 0.01, (name, precision)
+            assert abs(head_bytes(config) / rest - 1) < 0.01, (name, precision)
     for name in ESTIMATED:
         for precision in ("fp32", "bf16"):
             config = case(name, 1, precision)
             estimate = sum(layer_activations(config, config.model.blocks()[0], cuda=False).values())
             assert abs(estimate / found[f"{name} {precision}"][0] - 1) < 0.25, (name, precision)  # as the plan says
+
+
+FAMILIES = "model.pattern=[fem_softmax, cem, mha2nd1st, hyperset, differential, mamba2, fem_mamba, gated_deltanet]"
+
+
+def test_offloaded_activations_change_no_bit(tiny_data: Path, tmp_path: Path) -> None:
+    """Losses and gradient norms of three steps, in every kind of recomputation, of tensor and pipeline parallelism, under ZeRO."""
+    data = [f"data.train.0.prefix={tiny_data / 'train'}", "data.valid=[]", "data.test=[]"]
+    base = [*data, *SMALL, FAMILIES, "model.num_layers=8", "model.mlp=swiglu", "data.seq_length=16"]
+    split = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    layouts = {
+        "TP2": [*split, "train.recompute=selective", "train.precision=bf16"],
+        "TP2, full": [*split, "train.recompute=full"],
+        "PP2": ["parallel.pipeline_model_parallel_size=2"],
+        "CP2": ["parallel.context_parallel_size=2"],
+        "ZeRO-2": ["engine.name=deepspeed", "engine.zero_stage=2", "engine.offload_optimizer=true"],
+    }
+    jobs = [
+        Job(f"{name} {offload}", [*base, *more, f"train.offload_activations={offload}", f"run_dir={tmp_path / 'run'}"])
+        for name, more in layouts.items()
+        for offload in ("false", "true")
+    ]
+    done = answer(2, run_jobs, jobs, str(tmp_path / "cache"), output=tmp_path / "ranks", patience=300)
+    for name in layouts:
+        assert done[f"{name} true"].steps == done[f"{name} false"].steps, name

@@ -14,7 +14,7 @@ from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import finished, losses, records
 
 # Every family in one model; its pipeline stages hold different ones.
-MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, fem_softmax"
+MIXERS = "fem_softmax, cem, mha2nd1st, hyperset, transformer, energy_linear, fem_aft, fem_mamba, fem_gla, differential"
 HYBRID = [f"model.pattern=[{MIXERS}]", "model.num_layers=10", "train.steps=1", "optimizer.warmup_steps=0", "checkpoint.interval=0"]
 HYBRID += ["log.diagnostics_interval=1"]
 
@@ -27,7 +27,8 @@ def looks(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_path: Path) -> None:
     short = ("train.steps=4", "train.recompute=full")
-    assert pretrain(*short, "log.diagnostics_interval=2", "log.tensorboard=true", "log.interval=1", "log.profile.steps=[2,3]") == 0
+    looked = ("log.diagnostics_interval=2", "log.diagnostics=[layers, tensors]")
+    assert pretrain(*short, *looked, "log.tensorboard=true", "log.interval=1", "log.profile.steps=[2,3]") == 0
     traces = sorted((pretrain.run_dir / "profile").iterdir())
     assert [trace.name for trace in traces] == [f"step_{step:08}_rank_00000.json.gz" for step in (2, 3)]
     assert all("aten::mm" in {event["name"] for event in json.loads(gzip.decompress(t.read_bytes()))["traceEvents"]} for t in traces)
@@ -39,12 +40,16 @@ def test_at_the_interval_and_training_does_not_notice(pretrain: Command, tmp_pat
     assert {name.split("/")[1] for name in names} == {f"layer_{number:02}" for number in range(2)}
     assert {"diagnostics/layer_01/mixer/free_energy_gap", "diagnostics/layer_00/mlp/step_norm"} <= names
     assert all(math.isfinite(value) for look in seen.values() for value in look.values())
-    assert "diagnostics" not in pretrain.out
+    assert "diagnostics" not in pretrain.out and "tensors/" not in pretrain.out
+    norm = "tensors/decoder.layers.1.mixer.in_proj.weight/update"
+    norms = {line["step"]: line[norm] for line in records(pretrain.run_dir) if norm in line}
+    assert list(norms) == [2, 4] and min(norms.values()) > 0
     events = EventAccumulator(str(pretrain.run_dir / "tensorboard"))
     events.Reload()
     # TensorBoard stores float32.
     for name, wanted in (
         ("diagnostics/layer_01/mixer/free_energy_gap", [look["diagnostics/layer_01/mixer/free_energy_gap"] for look in seen.values()]),
+        (norm, list(norms.values())),
         ("loss", [loss for loss, _ in losses(pretrain.run_dir).values()]),
     ):
         assert [event.value for event in events.Scalars(name)] == pytest.approx(wanted, rel=1e-6)

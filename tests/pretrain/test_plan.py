@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fem_common.text import gib
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.prior_shapes import SoftmaxShape
 from fem_megatron.mixers.fem.shape import FemConfig, FemShape
@@ -333,3 +334,23 @@ def test_the_papers_recipes_fit_their_gpus() -> None:
     for name in (LARGE, "transformer_1.3b_100bt.yaml", "fem_sm_340m_15bt.yaml", "transformer_340m_15bt.yaml"):
         # An H100 has 80 GB; a tenth stays for the CUDA context, NCCL and fragmentation.
         assert make_plan(run(name), 8).peak_memory < 0.9 * 80e9
+
+
+@pytest.mark.parametrize("words", [["train.recompute=full"], ["parallel.pipeline_model_parallel_size=2"], ["engine.name=deepspeed"]])
+def test_offloaded_activations_move_to_the_host(words: list[str]) -> None:
+    """To the byte, but for a layer's that are back in the backward pass; on a CPU, whose memory is the host's, nothing moves."""
+    for cuda in (True, False):
+        kept, sent = (make_plan(small(*words, *more), 2, cuda=cuda) for more in ([], ["train.offload_activations=true"]))
+        for before, after in zip(kept.memory, sent.memory, strict=True):
+            assert before.activations == pytest.approx(after.activations + after.host - before.host, abs=1)
+            assert before.workspace <= after.workspace and (after.host > before.host) == cuda
+        assert ("activations on the host" in render(sent)) == cuda
+
+
+def test_the_norms_of_tensors_take_a_copy_of_what_a_rank_updates() -> None:
+    looked = ["log.diagnostics=[tensors]"]
+    for words, updated in (([], 1 / 2), (["parallel.use_distributed_optimizer=false"], 1), (["engine.name=deepspeed"], 1 / 2)):
+        plan, never = (make_plan(small(*words, *looked, *more), 2) for more in ([], ["log.diagnostics_interval=0"]))
+        size = f"{gib(round(4 * plan.total_parameters * updated))} more"
+        assert size in render(plan) and "log.diagnostics" not in render(never)
+        assert plan.peak_memory >= never.peak_memory

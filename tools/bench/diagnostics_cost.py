@@ -1,6 +1,7 @@
 """``python -m tools.bench.diagnostics_cost``: what a look at every layer costs, beside the training step that it is part of.
 
-Steps with and without a look alternate in one process, on random tokens. The cost of an interval is the look's share divided by it.
+Steps with and without a look alternate in one process, on random tokens. The cost of an interval is the look's share divided by it. What
+is looked at is the run's: with ``log.diagnostics=[tensors]`` the norms of all tensors.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ VOCABULARY = 4096
 def seconds(config: RunConfig, pairs: int) -> tuple[float, float]:
     """Median seconds of a plain step, and by how much a step with a look is longer (median over ``pairs`` of both)."""
     from pretrain.engines.megatron import MegatronEngine
-    from pretrain.report.observer import Observer
+    from pretrain.report.loggers import Watch
+    from pretrain.report.observer import Observer, together
+    from pretrain.report.tensor_norms import TensorNorms
     from pretrain.schedule import Schedule
     from tools.bench.engines.rank import random_batches
 
     engine = MegatronEngine(config, Schedule.of(config))
-    look, stream = Observer(engine.models, 1), random_batches(config)
+    named: dict[str, Watch] = {"layers": Observer(engine.models, 1), "tensors": TensorNorms(engine, 1)}
+    look, stream = together(*(named[name] for name in config.log.diagnostics)), random_batches(config)
     plain, longer = [], []
     for number in range(pairs + 1):
         took = []

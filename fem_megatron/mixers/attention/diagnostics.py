@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fem_megatron.diagnostics import Quantities, Sample, entropy, wide
+from fem_megatron.diagnostics import Quantities, Sample, entropy, largest_logit, wide
 from fem_megatron.mixers.attention.layer import Attention
 from fem_megatron.update import rms_norm
 from kernels.pairs import allowed_pairs
@@ -20,6 +20,6 @@ def observe(layer: Attention, sample: Sample) -> Quantities:
     seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)
     if shape.window is not None and seen is not None:
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) > sample.tokens[:, None] - shape.window)
-    scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
-    gather = layer.parallel.gather
-    return {"prior_entropy": gather(entropy(scores.softmax(-1)).mean(-1)).mean(), "logit_max": gather(scores.amax((0, 2, 3))).max()}
+    weights = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1)
+    prior_entropy = layer.parallel.gather(entropy(weights).mean(-1)).mean()
+    return {"prior_entropy": prior_entropy} | largest_logit(scores, seen, layer.parallel)

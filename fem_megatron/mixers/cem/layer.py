@@ -19,7 +19,7 @@ from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, rms_norm
 from kernels.cem_attention import Diagonal, cem_attention
-from kernels.cem_attention.reference import interaction_energy
+from kernels.cem_attention.reference import interaction_scores
 
 # B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..; log(1 + y) is at most log 2, the next term under 1e-18.
 DILOGARITHM: tuple[float, ...] = (
@@ -114,21 +114,23 @@ class CemAttention(Update):
     def diagnose(self, x: Tensor, context: Context, tokens: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
         """The energy of a sample ``tokens`` [n] of positions before and after this update of x [s, b, D], h held where it is.
 
-        after: what forward(x) gave, where it is known. Returns energy_before, energy_after and step_norm [n, b], and
-        smallest_eigenvalue [local heads], of P_k. The context must be one without a state.
+        after: what forward(x) gave, where it is known. Returns energy_before, energy_after and step_norm [n, b], and [local heads]
+        smallest_eigenvalue, of P_k, and largest_score, of the a_ij before. The context must be one without a state.
         """
         h = rms_norm(x, self.norm.weight, self.shape.norm_eps)
         start = h if self.shape.switches.residual == "normalised" else x
         after = self.descend(h, start, context) if after is None else after
         k, seen = self.remember(self.parallel.enter(h), context)
-        energies = []
+        energies, largest = [], []
         for end in (start, after):
             q, diagonal = self.look(self.parallel.enter(self._norm(end))[tokens], seen)
-            energy = interaction_energy(
+            scores = interaction_scores(
                 q, k, *self.biases(q), diagonal, own=tokens, scale=self.shape.scale, causal=context.causal, valid=context.valid
             )
-            energies.append(self.parallel.total(energy).T)
-        return _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
+            largest.append(scores.amax((0, 2, 3)))
+            energies.append(self.parallel.total(-scores.logsumexp(-1).sum(1) / self.shape.scale).T)
+        measures = _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
+        return measures | {"largest_score": largest[0]}
 
     def _norm(self, x: Tensor) -> Tensor:
         return rms_norm(x, None, self.shape.norm_eps)

@@ -19,20 +19,16 @@ class DifferentialAttention(Update):
     the heads. ``in_proj`` packs head after head. The decoding state is a KV-cache of both keys (after RoPE) and the value.
     """
 
+    diagnostics = "fem_megatron.mixers.differential.diagnostics:observe"
+
     def __init__(self, shape: DifferentialShape, parallel: Parallel) -> None:
         self.shape = shape
         super().__init__(shape, parallel)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        shape, d = self.shape, self.shape.head
+        shape = self.shape
         x, h = normed(x, self.norm.weight, shape.norm_eps)
-        h = self.parallel.enter(h)
-        q, k, v = self.in_proj(h).unflatten(-1, (-1, shape.head_width)).split([2 * d, 2 * d, 2 * d], dim=-1)
-        q, k = (t.unflatten(-1, (2, d)).flatten(2, 3) for t in (q, k))
-        if shape.qk_norm:
-            q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
-        if shape.rope:
-            q, k = (rotate(t, context, shape.rope_base, self.parallel) for t in (q, k))
+        q, k, v = self.project(self.parallel.enter(h), context)
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
 
         def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,6 +40,17 @@ class DifferentialAttention(Update):
         o = first - self.lam_now() * second
         o = rms_norm(o, self.parallel.share(self.head_norm.weight).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)
         return x + self.parallel.leave(self.out_proj(o.to(x.dtype).permute(2, 0, 1, 3).flatten(2)))
+
+    def project(self, h: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k [s, b, 2 local heads, d], both maps of a head side by side, and v [s, b, local heads, 2 d] of the normed tokens h."""
+        shape, d = self.shape, self.shape.head
+        q, k, v = self.in_proj(h).unflatten(-1, (-1, shape.head_width)).split([2 * d, 2 * d, 2 * d], dim=-1)
+        q, k = (t.unflatten(-1, (2, d)).flatten(2, 3) for t in (q, k))
+        if shape.qk_norm:
+            q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
+        if shape.rope:
+            q, k = (rotate(t, context, shape.rope_base, self.parallel) for t in (q, k))
+        return q, k, v
 
     def lam_now(self) -> Tensor:
         """lambda, a number, fp32 or wider."""

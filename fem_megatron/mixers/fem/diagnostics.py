@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fem_megatron.diagnostics import Quantities, Sample, entropy, quantiles, wide
+from fem_megatron.diagnostics import Quantities, Sample, entropy, largest_logit, quantiles, wide
 from fem_megatron.mixers.fem.layer import FemMixer
 from fem_megatron.mixers.fem.prior_shapes import AftShape, MambaShape, PriorShape, SoftmaxShape
 from fem_megatron.state import Context
@@ -64,8 +64,7 @@ def _largest_logit(mixer: FemMixer, parts: dict[str, Tensor], sample: Sample) ->
     q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if prior.scale is None else prior.scale)
     seen = allowed_pairs(sample.tokens, len(sample.tokens), sample.context.causal, sample.context.valid)
-    scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
-    return {"logit_max": mixer.parallel.gather(scores.amax((0, 2, 3))).max()}
+    return largest_logit(scores, seen, mixer.parallel)
 
 
 def _given_to_prior(mixer: FemMixer, sample: Sample) -> tuple[dict[str, Tensor], Tensor, Tensor | None, Tensor | None, Context]:

@@ -122,20 +122,25 @@ class HyperSet(Update):
 
         Returns attention_energy and feed_forward_energy [n, b], of each sampled token among all tokens (the sum over all tokens is
         E_attn, E_ff; where causal a token's own energy among what it sees), and effective_rank and mean_angle (radians) of each of this
-        rank's heads' z of the sampled tokens, [b, local heads]. The context must be one without a state.
+        rank's heads' z of the sampled tokens, [b, local heads]; where the read has scores largest_score, [local heads], too. The context
+        must be one without a state.
         """
         z = self.project_heads(x, context)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         turned, seen = self._turn(z, context, forth=True).permute(1, 2, 0, 3), allowed_pairs(tokens, len(z), context.causal, context.valid)
         kind, share = self.shape.switches.attention, 1.0 if context.causal else 0.5
         energy = pair_energy(turned[:, :, tokens], turned, seen, kind=kind, share=share)
-        sample = z[tokens].permute(1, 2, 0, 3)
+        sample, largest = z[tokens].permute(1, 2, 0, 3), {}
+        if kind != "linear":
+            scores = turned[:, :, tokens] @ turned.mT * self.shape.head**-0.5
+            largest["largest_score"] = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).amax((0, 2, 3))
         u = self.parallel.gather(self.project_directions(x, context)[tokens])
         return {
             "attention_energy": self.parallel.total(energy.sum(1)).T,
             "feed_forward_energy": feed_forward_energy(u, kind=self.shape.switches.feed_forward),
             "effective_rank": effective_rank(sample),
             "mean_angle": mean_angle(sample),
+            **largest,
         }
 
     def _log_sum_exp(self, u: Tensor) -> Tensor:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from fem_megatron.diagnostics import Quantities, Sample, energies, wide
+from fem_megatron.diagnostics import Quantities, Sample, energies, largest_logit, wide
 from fem_megatron.mixers.second_order.layer import EnergyLinearAttention, SecondOrderAttention
 from fem_megatron.update import rms_norm
 from kernels.pairs import allowed_pairs
-from kernels.second_order_attention.reference import quadratic_energy, rotated
+from kernels.second_order_attention.reference import log_weights, quadratic_energy, rotated
 
 
 def observe(layer: SecondOrderAttention, sample: Sample) -> Quantities:
-    """The free energy, the mean over heads, before and after the update."""
-    found = layer.diagnose(sample.x, sample.context, sample.tokens)
-    return energies("energy", found["free_energy_before"], found["free_energy_after"])
+    """The free energy, the mean over heads, before and after the update; the largest of the logits (q.k - |k|^2 / 2) / T."""
+    found, context = layer.diagnose(sample.x, sample.context, sample.tokens), sample.context
+    z = layer.parallel.enter(rms_norm(sample.x, layer.norm.weight, layer.shape.norm_eps))
+    q, k = layer.project(z, context)
+    scores = log_weights(rotated(wide(q), layer.turn(z, context)), wide(k), layer.temperatures()[0], None)
+    seen = allowed_pairs(sample.tokens, len(sample.tokens), context.causal, context.valid)
+    return energies("energy", found["free_energy_before"], found["free_energy_after"]) | largest_logit(scores, seen, layer.parallel)
 
 
 def observe_linear(layer: EnergyLinearAttention, sample: Sample) -> Quantities:

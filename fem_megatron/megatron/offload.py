@@ -1,0 +1,94 @@
+"""What autograd keeps of a forward pass in the host's memory until the backward pass needs it, as ``torch.autograd.graph.save_on_cpu``.
+
+That one also sends the weights, and a tensor as often as it is kept, and brings it back with other strides. Here weights stay, a storage
+is sent once and comes back once, and what is a view of it is one again: every operation of the backward pass has the operands that it would
+have had, to the bit. Copies are in the order of the compute stream, so none overlaps with the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Sent:
+    """A storage's bytes on the host, page-locked where they come from a GPU; ``views``: of it, that are to be asked for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device, self.views = tensor.device, 0
+        self.back: Tensor | None = None
+        there = _bytes(tensor)
+        self.host = torch.empty(there.shape, dtype=torch.uint8, pin_memory=there.is_cuda)
+        self.host.copy_(there, non_blocking=there.is_cuda)
+
+    def again(self) -> Tensor:
+        """The bytes on the device, the same tensor until the last view has been asked for."""
+        found = self.host.to(self.device, non_blocking=True) if self.back is None else self.back
+        self.views -= 1
+        self.back = found if self.views > 0 else None
+        return found
+
+
+class View(NamedTuple):
+    """Where a kept tensor lies in what was sent."""
+
+    sent: Sent
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def offload(module: nn.Module) -> None:
+    """Have every forward pass of a module keep its activations on the host."""
+    forward = module.forward
+
+    @wraps(forward)
+    def offloaded(*given: Any, **named: Any) -> Any:
+        with _kept_on_host(module):
+            return forward(*given, **named)
+
+    module.forward = offloaded
+
+
+@contextmanager
+def _kept_on_host(module: nn.Module) -> Iterator[None]:
+    weights = {StorageWeakRef(weight.untyped_storage()).cdata for weight in module.parameters()}
+    # A storage that is gone leaves its number to no other while somebody refers to it weakly.
+    sent: dict[tuple[int, int], tuple[StorageWeakRef, Sent]] = {}
+
+    def pack(tensor: Tensor) -> Tensor | View:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        if reference.cdata in weights:
+            return tensor
+        key = (reference.cdata, tensor._version)
+        if key not in sent:
+            sent[key] = (reference, Sent(tensor))
+        one = sent[key][1]
+        one.views += 1
+        return View(one, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(kept: Tensor | View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        flat = kept.sent.again()
+        whole = flat[: len(flat) // kept.dtype.itemsize * kept.dtype.itemsize].view(kept.dtype)
+        return whole.as_strided(kept.size, kept.stride, kept.offset)
+
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        sent.clear()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

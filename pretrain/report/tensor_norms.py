@@ -1,0 +1,107 @@
+"""The norms of every parameter's weight, gradient, update and moments at an interval, over all ranks. The engine tells what is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from torch import Tensor
+
+from fem_megatron.megatron import platform
+from fem_megatron.megatron.model import global_name
+from pretrain.engines import Engine, unobserved
+from pretrain.engines.sharding import MOMENTS, Held
+
+PREFIX = "tensors/"
+KINDS = ("weight", "gradient", "update", *MOMENTS)
+
+
+class TensorNorms:
+    """A `pretrain.report.loggers.Watch` of every ``interval``-th step (0: of none): ``tensors/<name of the parameter>/<one of KINDS>``.
+
+    A step's gradient, the mean over its tokens before clipping, and what the step leaves: the weight, the update |w_after - w_before| of
+    the weight that the optimizer has (fp32), the moments that it keeps. Meanwhile a rank holds a copy of the weights that it updates. A
+    part's squares are fp32: numbers below 1e-19 count as zero.
+    """
+
+    def __init__(self, engine: Engine, interval: int) -> None:
+        self.engine, self.interval = engine, interval
+        self.rows: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[dict[str, float]]:
+        values: dict[str, float] = {}
+        if not self.interval or step % self.interval:
+            yield values
+            return
+        self.rows = self.rows or _rows(self.engine)
+        sums = _Sums(self.rows)
+        self.engine.around_update = sums
+        try:
+            yield values
+        finally:
+            self.engine.around_update = unobserved
+        values |= {PREFIX + name: value for name, value in sums.norms().items()}
+
+
+class _Sums:
+    """Sums of squares of tensors' elements, of each element on one rank alone, until all ranks' are added up. An `AroundUpdate`."""
+
+    def __init__(self, rows: dict[str, int]) -> None:
+        self.rows = rows
+        # Beside each sum how many elements it is of: none of a moment that is not kept.
+        self.sums = torch.zeros(len(rows), len(KINDS), 2, dtype=torch.float64, device=platform.device())
+
+    @contextmanager
+    def __call__(self, parts: Callable[[], Iterable[Held]]) -> Iterator[None]:
+        mine = _spoken_for(parts())
+        before = [_param(one).clone() for one in mine]
+        self._add("gradient", {one.place.key: (one.gradient, one.clipped) for one in mine if one.gradient is not None})
+        yield
+        mine = _spoken_for(parts())
+        self._add("weight", {one.place.key: (_param(one), 1.0) for one in mine})
+        for old, one in zip(before, mine, strict=True):
+            old.sub_(_param(one))
+        self._add("update", {one.place.key: (old, 1.0) for old, one in zip(before, mine, strict=True)})
+        for name in MOMENTS:
+            self._add(name, {one.place.key: (one.tensors[name][: one.numel], 1.0) for one in mine if name in one.tensors})
+
+    def norms(self) -> dict[str, float]:
+        """``<name>/<kind>`` -> norm, on rank 0, where the host reads them all at once; collective."""
+        torch.distributed.all_reduce(self.sums)
+        if torch.distributed.get_rank():
+            return {}
+        told = zip(self.rows, self.sums.tolist(), strict=True)
+        return {f"{name}/{kind}": square**0.5 for name, row in told for kind, (square, count) in zip(KINDS, row, strict=True) if count}
+
+    @torch.no_grad()
+    def _add(self, kind: str, found: dict[str, tuple[Tensor, float]]) -> None:
+        """Name -> (flat tensor, a factor that is to be taken out of its norm)."""
+        if not found:
+            return
+        device, tensors = self.sums.device, [tensor for tensor, _ in found.values()]
+        norms = torch.stack(torch._foreach_norm(tensors)).to(device, torch.float64)
+        facts = [(self.rows[name], factor, tensor.numel()) for name, (tensor, factor) in found.items()]
+        rows, factors, counts = torch.tensor(facts, dtype=torch.float64, device=device).unbind(1)
+        self.sums[:, KINDS.index(kind)].index_add_(0, rows.long(), torch.stack(((norms / factors).square(), counts), dim=1))
+
+
+def _spoken_for(parts: Iterable[Held]) -> list[Held]:
+    """The parts that this rank tells: one rank's of what several hold."""
+    return [one for one in parts if is_main_replica(one.place.replica_id)]
+
+
+def _param(held: Held) -> Tensor:
+    return held.tensors["param"][: held.numel]
+
+
+def _rows(engine: Engine) -> dict[str, int]:
+    """The names of all of the model's parameters, numbered alike on every rank; collective over the pipeline."""
+    mine = [global_name(chunk, name) for chunk in engine.models for name, _ in chunk.named_parameters()]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[list[str]] = [[]] * group.size()
+    torch.distributed.all_gather_object(stages, mine, group=group)
+    return {name: number for number, name in enumerate(dict.fromkeys(name for stage in stages for name in stage))}
