@@ -10,6 +10,8 @@ from typing import Any
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError
+from fem_common.settings import moved
+from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 
 FREE = "free"  # changes no number of the training: recorded, not printed
@@ -93,7 +95,8 @@ def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
     A key that the manifest does not know, being older, counts as at today's default, which is what the field does when unset.
     """
-    old, new = (dict(_leaves(values)) for values in (_completed(written, _plain(RunConfig())), _plain(config)))
+    known = {**written, "model": moved(written["model"], ModelConfig.moved)} if "model" in written else written
+    old, new = (dict(_leaves(values)) for values in (_completed(known, _plain(RunConfig())), _plain(config)))
     keys = [*new, *(key for key in old if key not in new)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 

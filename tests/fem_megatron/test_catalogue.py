@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields, is_dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.parallel import OneProcess
+from fem_megatron.rope import RopeScaling
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
 from pretrain.config import load_run
@@ -41,12 +43,17 @@ LENGTH = 13
 # The mixers whose future-proofness rests on a kernel of torch that rounds several rows together: equal within rounding, not bit for bit.
 ROUNDED = 1e-12
 
-SWITCHED = AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5, rope_scaling="llama3", rope_factor=4.0, rope_original_length=400)
+SWITCHED: dict[str, Any] = {
+    "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5),
+    "rope_scaling": RopeScaling("llama3", 4.0, 400),
+}
+
+YARN = RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5)
 
 # Names, and what differs from SMALL besides: each mixer as it is, and the switches that change what tensor parallelism has to do.
 CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "grouped": {"mixer": "transformer", "num_query_groups": 2},
-    "switched": {"mixer": "transformer", "num_query_groups": 2, "attention": SWITCHED},
+    "switched": {"mixer": "transformer", "num_query_groups": 2, **SWITCHED},
     "normed": {"mixer": "transformer", "num_query_groups": 2, "qk_norm": True},
     "fem normed": {"mixer": "fem_softmax", "qk_norm": True},
     "differential normed": {"mixer": "differential", "qk_norm": True},
@@ -84,6 +91,9 @@ CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
         "delta": DeltaConfig(heads=2, key_size=8, value_size=12, conv_size=1, negative_eigenvalues=True),
     },
     "hyperset both ways": {"mixer": "hyperset", "causal": False, "hyperset": HyperSetConfig(attention="bisoftmax")},
+    "fem yarn": {"mixer": "fem_softmax", "rope_scaling": YARN},
+    "second order yarn": {"mixer": "mha2nd1st", "rope_scaling": YARN},
+    "hyperset yarn": {"mixer": "hyperset", "recurrence": 2, "rope_scaling": YARN},
 }
 
 
@@ -293,13 +303,51 @@ def test_what_is_heard_unseen_is_refused_elsewhere(key: str) -> None:
 
 
 def test_a_pattern_repeats_and_survives_its_dictionary() -> None:
-    model = replace(SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"), attention=SWITCHED)
+    model = replace(SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"), **SWITCHED)
     assert catalogue.mixer_names(model) == ["fem_softmax", "transformer", "transformer"] * 2
     assert ModelConfig.from_dict(asdict(model)) == model
     with_bias = ["in_proj.bias" in block.mixer.weights() for block in model.blocks()]
     assert with_bias == [False, True, True] * 2, "a hybrid takes the section for its transformer layers"
     with pytest.raises(ValueError, match=r"model.pattern has 3 layers, which does not divide model.num_layers=4"):
         replace(model, num_layers=4).blocks()
+
+
+TURNING = [name for name in NAMES if shape_of(name).mixer.rotary_size()]
+
+
+@pytest.mark.parametrize("name", TURNING)
+def test_every_mixer_that_turns_stretches(name: str) -> None:
+    """linear: positions closer by its factor; abf: another base; yarn and llama3: no position stays, and yarn's factor is for scores."""
+    x, close = tokens(), {"rtol": 1e-10, "atol": 1e-10}  # float64: the same angles, made by another product
+    positions = torch.arange(LENGTH, dtype=x.dtype)
+
+    def out(context: Context | None = None, **changes: Any) -> Tensor:
+        return block_of(name, **changes)(x, context or Context())
+
+    plain = out()
+    torch.testing.assert_close(out(rope_scaling=RopeScaling("linear", 4.0)), out(Context(positions=positions / 4.0)), **close)
+    assert torch.equal(out(rope_scaling=RopeScaling("abf", 50.0)), out(rope_base=500_000))
+    others = [out(rope_scaling=scaling) for scaling in (RopeScaling("llama3", 4.0, 24), YARN, replace(YARN, attention_factor=1.0))]
+    assert not any(torch.allclose(first, second) for first, second in combinations([plain, *others[:2]], 2))
+    scoreless = ("fem_linear", "fem_gla", "energy_linear")
+    assert torch.equal(others[1], others[2]) == (name in scoreless)
+
+
+def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
+    """In files, on the command line, and in a model's saved fields; beside the new name an older one is no key."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim: 8}}\n")
+    model = load_run(path, ["model.attention.rope_original_length=99"]).model
+    assert (model.rope_scaling, model.attention.head_dim) == (RopeScaling("llama3", 4.0, 99), 8)
+    assert load_run(path, ["model.rope_scaling.factor=2", "model.attention={rope_scaling: linear}"]).model.rope_scaling.kind == "linear"
+    assert load_run(path, ["model.rope_scaling.factor=2"]).model.rope_scaling == RopeScaling("llama3", 2.0)
+    fields = asdict(model)
+    new, fields["attention"]["rope_scaling"] = fields.pop("rope_scaling"), "llama3"
+    fields["attention"] |= {f"rope_{key}": new[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_length")}
+    assert ModelConfig.from_dict(fields) == model
+    path.write_text("model: {attention: {rope_factor: 4}, rope_scaling: {factor: 2}}\n")
+    with pytest.raises(ConfigError, match=r"unknown key model.attention.rope_factor; did you mean model.rope_scaling.factor\?"):
+        load_run(path)
 
 
 REFUSED: list[str] = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ class DifferentialAttention(Update):
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
         if shape.rope:
-            q, k = (rotate(t, context, shape.rope_base, self.parallel) for t in (q, k))
+            q, k = (rotate(t, context, shape.rope, self.parallel) for t in (q, k))
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
 
         def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
