@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ TOLD = "told"  # may change: printed and recorded
 
 _ANEW = "{keys}; restore it, or start a new run (another run_dir) from the weights alone with checkpoint.load={checkpoint}"
 _ORDER = "drew the order of its samples from it: " + _ANEW
+_WEIGHTS = re.compile(r"model\.(?!rope_scaling\.)")
 _OPTIMIZER = (
     "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine {engine}{plain} --out ANOTHER_RUN_DIR"
 )
@@ -30,6 +32,7 @@ RULES: dict[str, str] = {
     "run_dir": FREE,
     "model": "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load",
     "model.attention_backend": TOLD,
+    "model.rope_scaling": "was trained with another RoPE: {keys}; restore it, or go on in another folder with --fork",
     "data.train.prefix": TOLD,  # where the data lies; what it holds is compared apart
     "data.train.weight": _ORDER,
     "data.valid": TOLD,
@@ -119,8 +122,8 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """As `check`, of the model alone: what taking over weights asks for."""
-    check(checkpoint, [change for change in changes(written, config) if change.key.startswith("model.")], config)
+    """As `check`, of the model alone, its RoPE's scaling aside: what taking over weights asks for."""
+    check(checkpoint, [change for change in changes(written, config) if _WEIGHTS.match(change.key)], config)
 
 
 def shown(value: Any) -> str:

@@ -49,6 +49,8 @@ COMBINED: dict[str, dict[str, Any]] = {
         "rope_base": 500_000,
         "rope_scaling": RopeScaling("llama3", 4.0, 16),
     },
+    "stretched": {"pattern": ("fem_softmax", "mha2nd1st"), "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25)},
+    "stretched_llama": {"mixer": "transformer", "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25)},
 }
 # Layers of the package fla run on a GPU alone.
 NAMES = [*(name for name in catalogue.MIXERS if not name.startswith("fla.")), *COMBINED]
