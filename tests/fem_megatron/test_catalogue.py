@@ -43,12 +43,8 @@ LENGTH = 13
 # The mixers whose future-proofness rests on a kernel of torch that rounds several rows together: equal within rounding, not bit for bit.
 ROUNDED = 1e-12
 
-SWITCHED: dict[str, Any] = {
-    "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5),
-    "rope_scaling": RopeScaling("llama3", 4.0, 400),
-}
-
-YARN = RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5)
+LLAMA3, YARN = RopeScaling("llama3", 4.0, 400), RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5)
+SWITCHED: dict[str, Any] = {"attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5), "rope_scaling": LLAMA3}
 
 # Names, and what differs from SMALL besides: each mixer as it is, and the switches that change what tensor parallelism has to do.
 CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
@@ -324,30 +320,11 @@ def test_every_mixer_that_turns_stretches(name: str) -> None:
     def out(context: Context | None = None, **changes: Any) -> Tensor:
         return block_of(name, **changes)(x, context or Context())
 
-    plain = out()
     torch.testing.assert_close(out(rope_scaling=RopeScaling("linear", 4.0)), out(Context(positions=positions / 4.0)), **close)
     assert torch.equal(out(rope_scaling=RopeScaling("abf", 50.0)), out(rope_base=500_000))
-    others = [out(rope_scaling=scaling) for scaling in (RopeScaling("llama3", 4.0, 24), YARN, replace(YARN, attention_factor=1.0))]
-    assert not any(torch.allclose(first, second) for first, second in combinations([plain, *others[:2]], 2))
-    scoreless = ("fem_linear", "fem_gla", "energy_linear")
-    assert torch.equal(others[1], others[2]) == (name in scoreless)
-
-
-def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
-    """In files, on the command line, and in a model's saved fields; beside the new name an older one is no key."""
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim: 8}}\n")
-    model = load_run(path, ["model.attention.rope_original_length=99"]).model
-    assert (model.rope_scaling, model.attention.head_dim) == (RopeScaling("llama3", 4.0, 99), 8)
-    assert load_run(path, ["model.rope_scaling.factor=2", "model.attention={rope_scaling: linear}"]).model.rope_scaling.kind == "linear"
-    assert load_run(path, ["model.rope_scaling.factor=2"]).model.rope_scaling == RopeScaling("llama3", 2.0)
-    fields = asdict(model)
-    new, fields["attention"]["rope_scaling"] = fields.pop("rope_scaling"), "llama3"
-    fields["attention"] |= {f"rope_{key}": new[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_length")}
-    assert ModelConfig.from_dict(fields) == model
-    path.write_text("model: {attention: {rope_factor: 4}, rope_scaling: {factor: 2}}\n")
-    with pytest.raises(ConfigError, match=r"unknown key model.attention.rope_factor; did you mean model.rope_scaling.factor\?"):
-        load_run(path)
+    plain, slowed, yarn, flat = (out(rope_scaling=each) for each in (RopeScaling(), LLAMA3, YARN, replace(YARN, attention_factor=1.0)))
+    assert not any(torch.allclose(first, second) for first, second in combinations([plain, slowed, yarn], 2))
+    assert torch.equal(yarn, flat) == (name in ("fem_linear", "fem_gla", "energy_linear"))
 
 
 REFUSED: list[str] = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
