@@ -61,15 +61,17 @@ def read_rope(parameters: Mapping[str, Any], length: int) -> dict[str, Any]:
     if missing := [name for name in ("factor", *ROPE_NAMES.values()) if name not in given and (name == "factor" or kind != "linear")]:
         raise ValueError(f"{missing[0]} is missing, which rope_type {kind} needs")
     read = {name: given[ROPE_NAMES.get(name, name)] for name in KINDS[kind] if ROPE_NAMES.get(name, name) in given}
-    numbers = {name: int(value) if name == "original_length" else float(value) for name, value in read.items()}
+    numbers: dict[str, Any] = {name: int(value) if name == "original_length" else float(value) for name, value in read.items()}
     return {"rope_base": int(base), "rope_scaling": RopeScaling(kind, **numbers)}
 
 
-def stretched(model: ModelConfig, parameters: Any, theta: float | None, scaling: Any, length: int) -> ModelConfig:
+def stretched(
+    model: ModelConfig, length: int, rope_parameters: Any = None, rope_theta: float | None = None, rope_scaling: Any = None
+) -> ModelConfig:
     """``model`` with its RoPE as the first says that says something else: the older names, then ``rope_parameters``."""
-    told, rest = named_rope(model), dict(scaling or {})
-    older = {"rope_type": rest.pop("type", "default"), "rope_theta": theta, **rest}
-    for given in (None if theta is None and scaling is None else older, parameters):
+    told, rest = named_rope(model), dict(rope_scaling or {})
+    older = {"rope_type": rest.pop("type", "default"), "rope_theta": rope_theta, **rest}
+    for given in (None if rope_theta is None and rope_scaling is None else older, rope_parameters):
         whole = told if given is None else {**given, "rope_theta": given.get("rope_theta") or told["rope_theta"]}
         if whole != told:
             return replace(model, **read_rope(whole, length))
@@ -142,7 +144,7 @@ class FemLMConfig(PretrainedConfig):
         fields = {**(architecture or {}), **{key: value for key, value in given.items() if value is not None}}
         if fields.get("vocab_size") is None:
             fields["vocab_size"] = DEFAULT_VOCABULARY
-        model = stretched(ModelConfig.from_dict(fields), rope_parameters, rope_theta, rope_scaling, max_position_embeddings)
+        model = stretched(ModelConfig.from_dict(fields), max_position_embeddings, rope_parameters, rope_theta, rope_scaling)
         if any(block.mixer.rotary_size() for block in model.blocks()):
             self._name_rope(model)
         self.architecture = json.loads(json.dumps(asdict(model)))
@@ -165,9 +167,9 @@ class FemLMConfig(PretrainedConfig):
     def model_fields(self) -> dict[str, Any]:
         """``architecture`` with what was changed since under transformers' names (a resized vocabulary, a stretched RoPE)."""
         fields = {**self.architecture, **{ours: getattr(self, theirs) for theirs, ours in self.training_names.items()}}
-        names = ("rope_parameters", None, None) if ROPE_PARAMETERS else (None, "rope_theta", "rope_scaling")
-        told = [getattr(self, name, None) if name else None for name in names]
-        model = stretched(ModelConfig.from_dict(fields), *told, self.max_position_embeddings)
+        names = ("rope_parameters",) if ROPE_PARAMETERS else ("rope_theta", "rope_scaling")
+        told = {name: getattr(self, name, None) for name in names}
+        model = stretched(ModelConfig.from_dict(fields), self.max_position_embeddings, **told)
         return fields | {"rope_base": model.rope_base, "rope_scaling": asdict(model.rope_scaling)}
 
     def model(self) -> ModelConfig:
