@@ -302,6 +302,41 @@ def _merged(under: Node, over: Node) -> Node:
     return replace(over, value=values)
 
 
+def _moved(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Older names of keys -> theirs now, by what ``moved`` says in a configuration class and in its sections'."""
+    for old, new in getattr(cls, "moved", {}).items():
+        yield (*path, *old.split(".")), (*path, *new.split("."))
+    hints = typing.get_type_hints(cls)
+    for item in fields(cls):
+        if is_dataclass(kind := hints[item.name]):
+            yield from _moved(typing.cast(type, kind), (*path, item.name))
+
+
+def _under(names: Mapping[tuple[str, ...], tuple[str, ...]], keys: Sequence[str]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The names of what is moved within the section ``keys``, from there."""
+    here, n = tuple(keys), len(keys)
+    return {old[n:]: new[n:] for old, new in names.items() if old[:n] == new[:n] == here}
+
+
+def _renamed(node: Node, names: Mapping[tuple[str, ...], tuple[str, ...]]) -> Node:
+    """The tree of one file with keys under their new names; one whose new name is there too stays."""
+    for old, new in names.items():
+        found, rest = _taken(node, old)
+        if found is not None and _taken(node, new)[0] is None:
+            node = _assigned(rest, new, found)
+    return node
+
+
+def _taken(node: Node, keys: Sequence[str]) -> tuple[Node | None, Node]:
+    """What stands under ``keys``, and the tree without it."""
+    if not isinstance(node.value, dict) or keys[0] not in node.value:
+        return None, node
+    if len(keys) == 1:
+        return node.value[keys[0]], replace(node, value={key: entry for key, entry in node.value.items() if key != keys[0]})
+    found, rest = _taken(node.value[keys[0]], keys[1:])
+    return found, replace(node, value={**node.value, keys[0]: rest})
+
+
 def _assignment(text: str) -> tuple[list[str], Node]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip() or key.startswith("-"):
@@ -339,13 +374,14 @@ class _Reader:
         hints = typing.get_type_hints(cls)
         self.known = set(hints)
         self.sections = {item.name for item in fields(cls) if is_dataclass(hints[item.name])} if parts else set()
+        self.moved = dict(_moved(cls))
         self.mistakes: list[Mistake] = []
 
     def noted(self, section: str) -> Any:
         return noted(self.mistakes, section if section in self.known else "")
 
     def read(self, tree: Node, overrides: Sequence[str]) -> Any:
-        tree = self.composed(tree, overrides)
+        tree = self.composed(_renamed(tree, self.moved), overrides)
         config = None
         with self.noted(""):
             config = self.build(self.cls, tree, ())
@@ -368,13 +404,25 @@ class _Reader:
         assignments = []
         for text in overrides:
             with self.noted(text.partition("=")[0].partition(".")[0]):
-                assignments.append(_assignment(text))
+                keys, value = _assignment(text)
+                assignments += self.renamed(keys, value)
         for whole in (True, False):
             for keys, value in assignments:
                 if (len(keys) == 1 and keys[0] in self.sections) is whole:
                     with self.noted(keys[0]):
                         tree = _assigned(tree, keys, self.over_base(value, keys[0], Path()) if whole else value)
         return tree
+
+    def renamed(self, keys: list[str], value: Node) -> list[tuple[list[str], Node]]:
+        """An assignment, and one for each key in it that has moved."""
+        found = []
+        for old, new in self.moved.items():
+            if list(old) == keys:
+                return [(list(new), value)]
+            if list(old[: len(keys)]) == keys:
+                moved, value = _taken(value, old[len(keys) :])
+                found += [] if moved is None else [(list(new), moved)]
+        return [(keys, value), *found]
 
     def over_base(self, node: Node, section: str, here: Path, chain: tuple[str, ...] = ()) -> Node:
         """A section's mapping, or the file's, with its base laid under it, which may have a base of its own.
@@ -404,7 +452,8 @@ class _Reader:
         if not file.is_file():
             named = f"{section or 'base'} names the {'file' if by_path else 'part' if section else 'file'} '{name}'"
             raise ConfigError(f"{base.where}: {named}, but there is no file {file}{_hint(name, places, by_path, here)}")
-        return _merged(self.over_base(_file(file), section, file.parent, (*chain, os.path.abspath(file))), own)
+        under = _renamed(_file(file), _under(self.moved, [section]) if section else self.moved)
+        return _merged(self.over_base(under, section, file.parent, (*chain, os.path.abspath(file))), own)
 
     def build(self, cls: Any, node: Node, path: tuple[str, ...]) -> Any:
         if not isinstance(node.value, dict):

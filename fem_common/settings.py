@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field
 from typing import Any
 
@@ -59,3 +59,13 @@ def spec(item: Field[Any]) -> Spec:
     said = item.metadata.get("spec", Spec())
     assert isinstance(said, Spec)
     return said
+
+
+def moved(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Plain ``values`` with keys under their new names: "section.key" -> "section.key"; one whose new name is there too stays."""
+    given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    for old, new in names.items():
+        (section, key), (place, name) = old.split("."), new.split(".")
+        if isinstance(given.get(section), dict) and key in given[section] and name not in given.setdefault(place, {}):
+            given[place][name] = given[section].pop(key)
+    return given

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from fem_megatron import mup
+from fem_megatron import mup, rope
 from fem_megatron.mixers.attention.shape import AttentionShape
 from fem_megatron.mixers.cem.shape import CemAttentionShape, CemMlpShape
 from fem_megatron.mixers.delta.shape import DeltaShape
@@ -27,7 +27,7 @@ EVERY_LAYOUT = "TP SP PP VPP DP"
 # one without positions is as it is under rope=false. muP's base is checked by muP itself.
 EVERYONES = frozenset(
     "mixer pattern mlp recurrence hidden_size num_layers num_attention_heads ffn_hidden_size vocab_size make_vocab_size_divisible_by "
-    "tie_embeddings causal rope rope_base norm_eps init_std parametrization mup".split()
+    "tie_embeddings causal rope rope_base rope_scaling norm_eps init_std parametrization mup".split()
 )
 
 
@@ -130,6 +130,7 @@ def blocks(model: ModelConfig) -> list[BlockShape]:
     """Every layer's shape. Raises ValueError, with the key, where sizes do not fit or a key is set that no layer reads."""
     names = mixer_names(model)
     mup.check_model(model)
+    rope.check(model)
     made = [block(model, name, layer) for layer, name in enumerate(names)]
     for name, each in zip(names, made, strict=True):
         mup.check_mixer(model, name, each.mixer)

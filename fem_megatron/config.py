@@ -6,9 +6,9 @@ Every field carries its text and its range (`fem_common.settings`); the reader a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from fem_common.settings import setting
+from fem_common.settings import moved, setting
 from fem_megatron import catalogue
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mixers.cem.shape import CemConfig
@@ -19,6 +19,7 @@ from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from fem_megatron.mixers.mamba2.shape import Mamba2Config
 from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.mup import PARAMETRIZATIONS, MupConfig
+from fem_megatron.rope import MOVED, RopeScaling
 from fem_megatron.shape import BlockShape
 
 MIXERS = tuple(catalogue.MIXERS)
@@ -27,6 +28,8 @@ MIXERS = tuple(catalogue.MIXERS)
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language model."""
+
+    moved: ClassVar[dict[str, str]] = MOVED  # older names of keys
 
     mixer: str = setting("fem_softmax", "The token mixer of every layer (`python -m pretrain --list-mixers`).", MIXERS)
     pattern: tuple[str, ...] | None = setting(
@@ -57,6 +60,7 @@ class ModelConfig:
     )
     rope: bool = setting(True, "Rotary position embedding on queries and keys, of the mixers that have them.")
     rope_base: int = setting(10000, "Base of the rotary frequencies.", least=1)
+    rope_scaling: RopeScaling = setting(RopeScaling, "Rotary frequencies for longer texts (docs/long_context.md), of the mixers that turn.")
     qk_norm: bool = setting(
         False,
         "RMS norm, with weights, of each head's queries and keys before RoPE (Qwen3): transformer, differential, fem_softmax; what the "
@@ -103,8 +107,8 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
-        """The configuration that ``dataclasses.asdict`` gave; keys of another version raise TypeError."""
-        given = dict(fields)
+        """The configuration that ``dataclasses.asdict`` gave, older names too; other keys of another version raise TypeError."""
+        given = moved(fields, cls.moved)
         for key, default in vars(cls()).items():
             if isinstance(given.get(key), dict):
                 given[key] = type(default)(**given[key])

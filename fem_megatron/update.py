@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fem_megatron.mixers.attention.shape import RopeScaling
 from fem_megatron.parallel import Parallel, add_weights
+from fem_megatron.rope import Rope
 from fem_megatron.shape import Shape
 from fem_megatron.state import Context
 from kernels.fem_projection import turned
@@ -49,37 +49,47 @@ class Update(Layer):
         return x
 
 
-def rotate(x: Tensor, context: Context, base: float, parallel: Parallel | None = None, scaling: RopeScaling | None = None) -> Tensor:
+def rotate(x: Tensor, context: Context, rope: Rope, parallel: Parallel | None = None) -> Tensor:
     """RoPE over the whole last dimension, halves paired: x [s, b, heads, d]; positions are the context's. d = 0 stays as it is.
 
-    parallel: whose fused product is used, where it has one. scaling: of the frequencies.
+    parallel: whose fused product is used, where it has one.
     """
     if x.shape[-1] == 0:
         return x
-    cos, sin = (t.to(x.dtype) for t in rotations(x, x.shape[-1], context, base, scaling))
+    cos, sin = (t.to(x.dtype) for t in rotations(x, x.shape[-1], context, rope))
     return turned(x, cos, sin) if parallel is None else parallel.turn(x, cos, sin)
 
 
-def rotations(x: Tensor, size: int, context: Context, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of RoPE's angles over ``size`` channels for x [s, b, ...], [s, 1 or b, 1, size / 2], float32 or wider."""
+def rotations(x: Tensor, size: int, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of RoPE's angles over ``size`` channels for x [s, b, ...], times its factor: [s, 1 or b, 1, size / 2], float32 up."""
     positions = context.positions
     if positions is None:
         positions = torch.arange(context.past, context.past + x.shape[0], device=x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
-    frequencies = 1.0 / (base ** (torch.arange(0, size, 2, dtype=wide, device=x.device) / size))
-    if scaling is not None:
-        frequencies = scaled(frequencies, scaling)
-    angles = (positions.to(wide)[..., None] * frequencies).view(x.shape[0], -1, 1, size // 2)
-    return angles.cos(), angles.sin()
+    angles = (positions.to(wide)[..., None] * frequencies(rope, size, wide, x.device)).view(x.shape[0], -1, 1, size // 2)
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if rope.factor == 1.0 else (cos * rope.factor, sin * rope.factor)
 
 
-def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """RoPE's frequencies made slower (see ``RopeScaling``), in radians a token."""
+def frequencies(rope: Rope, size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+    """RoPE's frequencies f over ``size`` channels, made slower as ``rope.scaling`` says, in radians a token: [size / 2].
+
+    f_i = base^(-2i / size), becomes (1 - s_i) f_i / factor + s_i f_i. linear: s = 0. llama3 (Llama 3.1's published code): s = (original f /
+    2 pi - low) / (high - low). yarn (arXiv 2309.00071, 3.2): s = 1 - (i - first) / (last - first), `Rope.ramp`. Both within [0, 1].
+    """
+    scaling = rope.scaling
+    plain = 1.0 / (rope.first_base() ** (torch.arange(0, size, 2, dtype=dtype, device=device) / size))
+    if scaling.kind in (None, "abf"):
+        return plain
     if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    turns = scaling.original * frequencies / (2 * torch.pi)
-    smooth = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        turns = scaling.original_length * plain / (2 * torch.pi)
+        smooth = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    else:
+        first, last = rope.ramp(size)
+        smooth = 1 - ((torch.arange(size // 2, dtype=dtype, device=device) - first) / (last - first)).clamp(0, 1)
+    return (1 - smooth) * plain / scaling.factor + smooth * plain
 
 
 def product_type(x: Tensor) -> torch.dtype:

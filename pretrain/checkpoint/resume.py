@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from fem_common.config import plain
 from fem_common.errors import ConfigError
+from fem_common.settings import moved
+from fem_megatron.config import ModelConfig
 from pretrain.config import RunConfig
 
 FREE = "free"  # changes no number of the training: recorded, not printed
@@ -17,6 +20,7 @@ TOLD = "told"  # may change: printed and recorded
 
 _ANEW = "{keys}; restore it, or start a new run (another run_dir) from the weights alone with checkpoint.load={checkpoint}"
 _ORDER = "drew the order of its samples from it: " + _ANEW
+_WEIGHTS = re.compile(r"model\.(?!rope_scaling\.)")
 _OPTIMIZER = (
     "{keys}; restore it, or convert: python -m tools.checkpoint convert {checkpoint} --engine {engine}{plain} --out ANOTHER_RUN_DIR"
 )
@@ -28,6 +32,7 @@ RULES: dict[str, str] = {
     "run_dir": FREE,
     "model": "is of another model: {keys}; restore it, or choose another run_dir or checkpoint.load",
     "model.attention_backend": TOLD,
+    "model.rope_scaling": "was trained with another RoPE: {keys}; restore it, or go on in another folder with --fork",
     "data.train.prefix": TOLD,  # where the data lies; what it holds is compared apart
     "data.train.weight": _ORDER,
     "data.valid": TOLD,
@@ -93,7 +98,8 @@ def changes(written: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
     A key that the manifest does not know, being older, counts as at today's default, which is what the field does when unset.
     """
-    old, new = (dict(_leaves(values)) for values in (_completed(written, _plain(RunConfig())), _plain(config)))
+    known = {**written, "model": moved(written["model"], ModelConfig.moved)} if "model" in written else written
+    old, new = (dict(_leaves(values)) for values in (_completed(known, _plain(RunConfig())), _plain(config)))
     keys = [*new, *(key for key in old if key not in new)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
@@ -116,8 +122,8 @@ def check(checkpoint: Path, found: list[Change], config: RunConfig) -> None:
 
 
 def check_model(checkpoint: Path, written: Mapping[str, Any], config: RunConfig) -> None:
-    """As `check`, of the model alone: what taking over weights asks for."""
-    check(checkpoint, [change for change in changes(written, config) if change.key.startswith("model.")], config)
+    """As `check`, of the model alone, its RoPE's scaling aside: what taking over weights asks for."""
+    check(checkpoint, [change for change in changes(written, config) if _WEIGHTS.match(change.key)], config)
 
 
 def shown(value: Any) -> str:

@@ -16,6 +16,7 @@ from fem_megatron.catalogue import BASELINE, mixer_names
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
+from fem_megatron.rope import RopeScaling
 from fem_megatron.shape import BlockShape, CutKinds, Shape, Weights, cut_kinds
 from pretrain.config import RunConfig
 from pretrain.plan import muon
@@ -205,7 +206,7 @@ def make_plan(config: RunConfig, world_size: int, facts: DataFacts | None = None
     parameters = count_by_component(config.model)
     # Of the same width; its parameters do not depend on its heads, and one head fits any width.
     twin = replace(config.model, mixer=BASELINE, pattern=None, mlp=None, recurrence=1)
-    twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False, attention=AttentionConfig())
+    twin = replace(twin, num_attention_heads=1, num_query_groups=None, rope=False, rope_scaling=RopeScaling(), attention=AttentionConfig())
     counts = zip(stage_parameters(config), stage_parameters(config, muons=True), strict=True)
     pieces = None
     if facts is not None and config.data.documents == "separate":

@@ -14,7 +14,7 @@ from torch.nn.functional import silu, softplus
 
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.layer import Attention
-from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape, RopeScaling
+from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 from fem_megatron.mixers.delta.layer import DeltaNet
 from fem_megatron.mixers.delta.shape import DeltaConfig, DeltaShape
 from fem_megatron.mixers.differential.layer import DifferentialAttention
@@ -24,6 +24,7 @@ from fem_megatron.mixers.mamba2.layer import Mamba2
 from fem_megatron.mixers.mamba2.shape import Mamba2Config, Mamba2Shape
 from fem_megatron.mixers.recurrent import time_steps
 from fem_megatron.parallel import OneProcess
+from fem_megatron.rope import Rope, RopeScaling
 from fem_megatron.shape import Shape
 from fem_megatron.state import Context, State
 from fem_megatron.update import Update, rotate
@@ -51,12 +52,15 @@ def model(**changed: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, "norm_eps": EPS, "attention_backend": "auto", **sections, **changed})
 
 
-SWITCHED = AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5, rope_scaling="llama3", rope_factor=4.0, rope_original_length=400)
+SWITCHED: dict[str, Any] = {
+    "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5),
+    "rope_scaling": RopeScaling("llama3", 4.0, 400),
+}
 SHAPES: dict[str, Callable[..., Shape]] = {
     "attention": lambda **k: AttentionShape.of(model(**k)),
     "grouped": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, **k})),
     # Every switch, heads wider than the stream's share; 5 tokens: under the tests' lengths, over some of their pieces.
-    "switched": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, "attention": SWITCHED, **k})),
+    "switched": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, **SWITCHED, **k})),
     "normed": lambda **k: AttentionShape.of(model(**{"num_attention_heads": 4, "num_query_groups": 2, "qk_norm": True, **k})),
     "differential": lambda **k: DifferentialShape.of(model(**k), 3),
     "differential normed": lambda **k: DifferentialShape.of(model(**{"qk_norm": True, **k}), 3),
@@ -94,19 +98,19 @@ def softmax_read(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> 
 
 
 def turned(x: Tensor) -> Tensor:
-    return rotate(x[:, None, None], Context(), 10000)[:, 0, 0]
+    return rotate(x[:, None, None], Context(), Rope(10000))[:, 0, 0]
 
 
 def turned_slowly(x: Tensor, scaling: RopeScaling) -> Tensor:
     """llama3's rule as its authors state it, case by case; every pair of channels a complex number."""
-    half, turned_pairs = x.shape[-1] // 2, []
+    half, low, turned_pairs = x.shape[-1] // 2, scaling.low_freq_factor, []
     for pair in range(half):
         frequency = 10000.0 ** (-pair / half)
         wave = 2 * math.pi / frequency
-        if wave > scaling.original / scaling.low:
+        if wave > scaling.original_length / scaling.low_freq_factor:
             frequency /= scaling.factor
-        elif wave >= scaling.original / scaling.high:
-            smooth = (scaling.original / wave - scaling.low) / (scaling.high - scaling.low)
+        elif wave >= scaling.original_length / scaling.high_freq_factor:
+            smooth = (scaling.original_length / wave - low) / (scaling.high_freq_factor - low)
             frequency *= (1 - smooth) / scaling.factor + smooth
         angle = torch.arange(len(x), dtype=x.dtype) * frequency
         turned_pairs.append(torch.complex(x[:, pair], x[:, pair + half]) * torch.polar(torch.ones_like(angle), angle))
@@ -121,7 +125,7 @@ def normed(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def attention(layer: Any, h: Tensor) -> Tensor:
     shape, each = layer.shape, layer.shape.heads // layer.shape.groups
     outputs, bias = [], layer.in_proj.bias if shape.bias else torch.zeros(shape.groups * shape.group_width, dtype=h.dtype)
-    turn = turned if shape.scaling is None else partial(turned_slowly, scaling=shape.scaling)
+    turn = turned if shape.rope.scaling.kind is None else partial(turned_slowly, scaling=shape.rope.scaling)
     for rows, offsets in zip(layer.in_proj.weight.chunk(shape.groups), bias.chunk(shape.groups), strict=True):
         *qs, k, v = (h @ part.T + offset for part, offset in zip(rows.split(shape.head), offsets.split(shape.head), strict=True))
         pairs = [normed(layer, q, k) for q in qs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields, is_dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fem_megatron.mixers.fem.shape import FemConfig
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.parallel import OneProcess
+from fem_megatron.rope import RopeScaling
 from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
 from pretrain.config import load_run
@@ -41,12 +43,13 @@ LENGTH = 13
 # The mixers whose future-proofness rests on a kernel of torch that rounds several rows together: equal within rounding, not bit for bit.
 ROUNDED = 1e-12
 
-SWITCHED = AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5, rope_scaling="llama3", rope_factor=4.0, rope_original_length=400)
+LLAMA3, YARN = RopeScaling("llama3", 4.0, 400), RopeScaling("yarn", 4.0, 24, beta_fast=4.0, beta_slow=0.5)
+SWITCHED: dict[str, Any] = {"attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5), "rope_scaling": LLAMA3}
 
 # Names, and what differs from SMALL besides: each mixer as it is, and the switches that change what tensor parallelism has to do.
 CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
     "grouped": {"mixer": "transformer", "num_query_groups": 2},
-    "switched": {"mixer": "transformer", "num_query_groups": 2, "attention": SWITCHED},
+    "switched": {"mixer": "transformer", "num_query_groups": 2, **SWITCHED},
     "normed": {"mixer": "transformer", "num_query_groups": 2, "qk_norm": True},
     "fem normed": {"mixer": "fem_softmax", "qk_norm": True},
     "differential normed": {"mixer": "differential", "qk_norm": True},
@@ -84,6 +87,9 @@ CASES: dict[str, dict[str, Any]] = {name: {"mixer": name} for name in NAMES} | {
         "delta": DeltaConfig(heads=2, key_size=8, value_size=12, conv_size=1, negative_eigenvalues=True),
     },
     "hyperset both ways": {"mixer": "hyperset", "causal": False, "hyperset": HyperSetConfig(attention="bisoftmax")},
+    "fem yarn": {"mixer": "fem_softmax", "rope_scaling": YARN},
+    "second order yarn": {"mixer": "mha2nd1st", "rope_scaling": YARN},
+    "hyperset yarn": {"mixer": "hyperset", "recurrence": 2, "rope_scaling": YARN},
 }
 
 
@@ -293,13 +299,32 @@ def test_what_is_heard_unseen_is_refused_elsewhere(key: str) -> None:
 
 
 def test_a_pattern_repeats_and_survives_its_dictionary() -> None:
-    model = replace(SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"), attention=SWITCHED)
+    model = replace(SMALL, num_layers=6, pattern=("fem_softmax", "transformer", "transformer"), **SWITCHED)
     assert catalogue.mixer_names(model) == ["fem_softmax", "transformer", "transformer"] * 2
     assert ModelConfig.from_dict(asdict(model)) == model
     with_bias = ["in_proj.bias" in block.mixer.weights() for block in model.blocks()]
     assert with_bias == [False, True, True] * 2, "a hybrid takes the section for its transformer layers"
     with pytest.raises(ValueError, match=r"model.pattern has 3 layers, which does not divide model.num_layers=4"):
         replace(model, num_layers=4).blocks()
+
+
+TURNING = [name for name in NAMES if shape_of(name).mixer.rotary_size()]
+
+
+@pytest.mark.parametrize("name", TURNING)
+def test_every_mixer_that_turns_stretches(name: str) -> None:
+    """linear: positions closer by its factor; abf: another base; yarn and llama3: no position stays, and yarn's factor is for scores."""
+    x, close = tokens(), dict[str, Any](rtol=1e-10, atol=1e-10)  # float64: the same angles, made by another product
+    positions = torch.arange(LENGTH, dtype=x.dtype)
+
+    def out(context: Context | None = None, **changes: Any) -> Tensor:
+        return block_of(name, **changes)(x, context or Context())
+
+    torch.testing.assert_close(out(rope_scaling=RopeScaling("linear", 4.0)), out(Context(positions=positions / 4.0)), **close)
+    assert torch.equal(out(rope_scaling=RopeScaling("abf", 50.0)), out(rope_base=500_000))
+    plain, slowed, yarn, flat = (out(rope_scaling=each) for each in (RopeScaling(), LLAMA3, YARN, replace(YARN, attention_factor=1.0)))
+    assert not any(torch.allclose(first, second) for first, second in combinations([plain, slowed, yarn], 2))
+    assert torch.equal(yarn, flat) == (name in ("fem_linear", "fem_gla", "energy_linear"))
 
 
 REFUSED: list[str] = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))

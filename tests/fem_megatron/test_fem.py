@@ -30,6 +30,7 @@ from fem_megatron.mixers.fem.prior_shapes import (
 from fem_megatron.mixers.fem.priors import AftPrior, MambaPrior
 from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from fem_megatron.parallel import OneProcess
+from fem_megatron.rope import Rope
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
 from kernels import fem_projection
@@ -184,7 +185,7 @@ def test_queries_and_keys_are_normed_between_the_conditioner_and_rope() -> None:
             weight.copy_(torch.arange(len(weight)) / 4 + 0.5)
     got, flat = given(normed, Context()), given(plain, Context(positions=torch.zeros(9)))
     for part, weight in weights.items():
-        wanted = rotate(rms_norm(flat[part], weight, 1e-30), Context(), 10000)
+        wanted = rotate(rms_norm(flat[part], weight, 1e-30), Context(), Rope(10000))
         torch.testing.assert_close(got[part], wanted, rtol=0, atol=1e-12)
 
 
@@ -287,7 +288,7 @@ def test_with_all_switches_off_it_is_the_plain_prior(name: str, backend: str, ca
     x = tokens(11, hidden=32)
     parts = by_head(mixer, x)
     one = torch.ones(11, 2, 2, 1, dtype=torch.float64)
-    q, k = (relu(rotate(parts[n], Context(), 10000)) + 1e-6 if n in parts else one for n in "qk")
+    q, k = (relu(rotate(parts[n], Context(), Rope(10000))) + 1e-6 if n in parts else one for n in "qk")
     decay = torch.zeros_like(q)
     if name != "linear":
         decay = decay - (softplus(parts["decay"]) if name == "lrnn_decay" else relu(parts["decay"]) + 1e-6)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fem_megatron.config import ModelConfig
 from fem_megatron.megatron import fusions, platform
 from fem_megatron.parallel import OneProcess
+from fem_megatron.rope import Rope
 from fem_megatron.state import Context
 from fem_megatron.update import rotate
 
@@ -71,8 +72,8 @@ def test_rope_by_the_kernel_that_megatron_calls(dtype: torch.dtype, monkeypatch:
         turn = staticmethod(fusions.megatron_turn)
 
     x = draw(6, 2, 3, 8, dtype=dtype)
-    wanted = rotate(x, Context(), 10000)
-    torch.testing.assert_close(rotate(x, Context(), 10000, Turning()), wanted)
+    wanted = rotate(x, Context(), Rope(10000))
+    torch.testing.assert_close(rotate(x, Context(), Rope(10000), Turning()), wanted)
     assert not torch.equal(wanted, x)
 
 
@@ -84,9 +85,9 @@ def test_positions_of_their_own_are_turned_plainly(monkeypatch: pytest.MonkeyPat
         turn = staticmethod(fusions.turn)
 
     x, own = draw(6, 2, 3, 8), torch.arange(12).view(6, 2)
-    assert torch.equal(rotate(x, Context(positions=own), 10000, Turning()), rotate(x, Context(positions=own), 10000))
-    assert not rotate(x, Context(), 10000, Turning()).any()
-    assert rotate(x.double(), Context(), 10000, Turning()).any()
+    assert torch.equal(rotate(x, Context(positions=own), Rope(10000), Turning()), rotate(x, Context(positions=own), Rope(10000)))
+    assert not rotate(x, Context(), Rope(10000), Turning()).any()
+    assert rotate(x.double(), Context(), Rope(10000), Turning()).any()
 
 
 def test_a_cpu_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.hyperset.layer import HyperSet, sinusoidal
 from fem_megatron.mixers.hyperset.shape import HyperSetConfig, HyperSetShape
 from fem_megatron.parallel import OneProcess
+from fem_megatron.rope import RopeScaling
 from fem_megatron.state import Context
 from kernels.symmetric_attention.reference import attention_energy, feed_forward_energy
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
@@ -24,7 +25,7 @@ UPDATES = ("gradient", "momentum", "rmsprop", "adam")
 
 
 def shape(*, hidden: int = 16, heads: int = 2, causal: bool = True, recurrence: int = 3, **switches: Any) -> HyperSetShape:
-    sizes = {key: switches.pop(key) for key in ("norm_eps", "rope") if key in switches}
+    sizes = {key: switches.pop(key) for key in ("norm_eps", "rope", "rope_scaling") if key in switches}
     chosen = {"multiplier": 2, "time_size": 8, "attention": "softmax" if causal else "bisoftmax", **switches}
     model = ModelConfig(
         hidden_size=hidden, num_attention_heads=heads, causal=causal, recurrence=recurrence, hyperset=HyperSetConfig(**chosen), **sizes
@@ -74,17 +75,24 @@ def turned(layer: HyperSet, z: Tensor) -> Tensor:
     return layer._turn(z, Context(), forth=True).permute(1, 2, 0, 3)
 
 
-@pytest.mark.parametrize("rope", [True, False])
+YARN = RopeScaling("yarn", 4.0, 24, attention_factor=1.5)
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope": False}, {"rope_scaling": YARN}], ids=["turned", "not", "yarn"])
 @pytest.mark.parametrize(("attention", "causal"), [(kind, True) for kind in CAUSAL] + [(kind, False) for kind in WHOLE])
-def test_the_attention_step_is_the_gradient_of_its_energy(attention: str, causal: bool, rope: bool) -> None:
-    layer = build(causal=causal, attention=attention, rope=rope)
+def test_the_attention_step_is_the_gradient_of_its_energy(attention: str, causal: bool, rope: dict[str, Any]) -> None:
+    """yarn's factor 1.5 makes scores 2.25 times as sharp, and the energy stays the sharp scores' own: theirs over 2.25."""
+    layer = build(causal=causal, attention=attention, **rope)
     context = Context(causal=causal)
     z = layer.project_heads(tokens(7), context).detach().requires_grad_()
     keys = turned(layer, z.detach()) if causal else None
     energy = attention_energy(turned(layer, z), keys, kind=attention, causal=causal)
+    energy = energy / (1.5**2 if "rope_scaling" in rope and attention != "linear" else 1.0)
     # On the sphere z = W^T x, so dE/dx = W dE/dz (the paper's equation 7, the norm being the constraint).
     expected = torch.autograd.grad(energy.sum(), z)[0].flatten(2) @ layer.subspaces.weight
     torch.testing.assert_close(layer.attention_gradient(z, context), expected, **ROUNDING)
+    diagnosed = layer.diagnose(tokens(7), context, torch.arange(7))["attention_energy"]
+    torch.testing.assert_close(diagnosed.T, energy.sum(1), **ROUNDING)
 
 
 @pytest.mark.parametrize("kind", FEED_FORWARDS)

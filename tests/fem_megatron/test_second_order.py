@@ -12,6 +12,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.second_order.layer import EnergyLinearAttention, SecondOrderAttention
 from fem_megatron.mixers.second_order.shape import EnergyLinearShape, SecondOrderConfig, SecondOrderShape
 from fem_megatron.parallel import OneProcess
+from fem_megatron.rope import Rope, RopeScaling
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm, rotate
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
@@ -32,7 +33,15 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def shape(kind: str, **changes: Any) -> Any:
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "rope": True, "rope_base": 10000, "norm_eps": 1e-6, "causal": True}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "rope": True,
+        "rope_base": 10000,
+        "norm_eps": 1e-6,
+        "causal": True,
+    }
+    sizes["rope_scaling"] = RopeScaling()
     given = {key: changes.pop(key) for key in list(changes) if key in sizes}
     model = ModelConfig(**{**sizes, **given}, second_order=SecondOrderConfig(**changes))
     return EnergyLinearShape.of(model) if kind == "energy_linear" else SecondOrderShape.of(model, exact=kind == "mha2nd")
@@ -79,7 +88,7 @@ def test_single_tokens_by_the_definition(kind: str, rope: bool) -> None:
         for h in range(2):
             w_q, w_k = layer.in_proj.weight.unflatten(0, (2, 2, 8))[h]
             q, k = w_q @ z[t, 0], (z[: t + 1] @ w_k.mT)[:, :, None]
-            k = (rotate(k, Context(positions=torch.arange(t + 1) - t), 10000) if rope else k)[:, 0, 0]
+            k = (rotate(k, Context(positions=torch.arange(t + 1) - t), Rope(10000)) if rope else k)[:, 0, 0]
             if kind == "energy_linear":
                 step = (k @ q) @ k
             else:
@@ -95,8 +104,22 @@ def test_single_tokens_by_the_definition(kind: str, rope: bool) -> None:
 
 
 @EVERY_KIND
-def test_only_differences_of_positions_count(kind: str) -> None:
-    layer, x = build(kind), tokens(9)
+def test_yarn_s_factor_is_a_lower_temperature_of_the_same_energy(kind: str) -> None:
+    """The rotation stays one: with a factor m the layer is that of m = 1 at T / m^2 and T' / m^2; linear attention has none."""
+    hot, cold = (build(kind, rope_scaling=RopeScaling("yarn", 4.0, 24, attention_factor=m)) for m in (1.0, 1.5))
+    x = tokens(9)
+    if kind != "energy_linear":
+        assert not torch.allclose(hot(x, Context()), cold(x, Context()))
+        with torch.no_grad():
+            hot.temperature /= 1.5**2
+            hot.newton_temperature /= 1.5**2
+    torch.testing.assert_close(hot(x, Context()), cold(x, Context()), **ROUNDING)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("scaling", [RopeScaling(), RopeScaling("yarn", 4.0, 24)], ids=["plain", "yarn"])
+def test_only_differences_of_positions_count(kind: str, scaling: RopeScaling) -> None:
+    layer, x = build(kind, rope_scaling=scaling), tokens(9)
     near, far = (layer(x, Context(positions=torch.arange(9) + start)) for start in (0, 1000))
     torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)  # float64 angles of up to 1000 radians
     assert not torch.allclose(near, layer(x, Context(positions=2 * torch.arange(9))))
@@ -145,7 +168,7 @@ def test_diagnose_is_the_mean_over_heads_of_the_definition() -> None:
     layer, x = build("mha2nd1st"), tokens(6)
     z = rms_norm(x, layer.norm.weight, 1e-6)
     q, k = torch.nn.functional.linear(z, layer.in_proj.weight).unflatten(-1, (2, 2, 8)).unbind(3)
-    q, k = (rotate(part, Context(), 10000).permute(1, 2, 0, 3) for part in (q, k))
+    q, k = (rotate(part, Context(), Rope(10000)).permute(1, 2, 0, 3) for part in (q, k))
     scores = (-torch.cdist(q, k).square() / (2 * layer.temperature[:, None, None])).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)
     expected = (-layer.temperature[:, None] * scores.logsumexp(-1)).mean(1).T
     found = layer.diagnose(x, Context(), torch.arange(6))

@@ -113,6 +113,6 @@ def test_the_state_stops_growing() -> None:
 
 
 def test_a_hybrid_takes_the_section_for_its_transformer_layers() -> None:
-    model = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, pattern=("transformer", "fem_softmax"), attention=SWITCHED)
+    model = ModelConfig(hidden_size=32, num_layers=2, num_attention_heads=4, pattern=("transformer", "fem_softmax"), **SWITCHED)
     switched, other = (block.mixer for block in model.blocks())
     assert "in_proj.bias" in switched.weights() and "in_proj.bias" not in other.weights()

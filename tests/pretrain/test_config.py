@@ -18,6 +18,8 @@ from fem_common.errors import ConfigError
 from fem_common.exits import Exit
 from fem_common.settings import spec
 from fem_megatron.catalogue import MIXERS
+from fem_megatron.config import ModelConfig
+from fem_megatron.rope import RopeScaling
 from pretrain import reference_page
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, Source, load_run
@@ -306,3 +308,20 @@ def test_what_prints_and_what_refuses_imports_nothing_heavy_and_needs_no_data(wo
     done = subprocess.run([sys.executable, "-c", check, *words, *more], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if more else (0, 0)), done.stderr
     assert "1.3b" not in words[0] or "1,384,820,224" in done.stdout
+
+
+def test_older_names_of_keys_are_read(tmp_path: Path) -> None:
+    """In files, on the command line, and in a model's saved fields; beside the new name an older one is no key."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {mixer: transformer, attention: {rope_scaling: llama3, rope_factor: 4, head_dim: 8}}\n")
+    model = load_run(path, ["model.attention.rope_original_length=99"]).model
+    assert (model.rope_scaling, model.attention.head_dim) == (RopeScaling("llama3", 4.0, 99), 8)
+    assert load_run(path, ["model.rope_scaling.factor=2", "model.attention={rope_scaling: linear}"]).model.rope_scaling.kind == "linear"
+    assert load_run(path, ["model.rope_scaling.factor=2"]).model.rope_scaling == RopeScaling("llama3", 2.0)
+    fields = dataclasses.asdict(model)
+    new, fields["attention"]["rope_scaling"] = fields.pop("rope_scaling"), "llama3"
+    fields["attention"] |= {f"rope_{key}": new[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_length")}
+    assert ModelConfig.from_dict(fields) == model
+    path.write_text("model: {attention: {rope_factor: 4}, rope_scaling: {factor: 2}}\n")
+    with pytest.raises(ConfigError, match=r"unknown key model.attention.rope_factor; did you mean model.rope_scaling.factor\?"):
+        load_run(path)

@@ -103,6 +103,23 @@ def test_a_configuration_stands_for_its_newest_run(pretrain: Command, tmp_path: 
     assert f"forked from {step_of(demo / 'mixers/fem_softmax', 4)}" in pretrain.out
 
 
+def test_a_fork_stretches_rope(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
+    """Its scaling alone of the model, and longer sequences; weights and moments go on. So does a run from the weights alone."""
+    assert pretrain("train.steps=4", *WSD[2:]) == 0
+    long = ("data.seq_length=64", "train.steps=6", "optimizer.warmup_steps=0", *WSD[2:])
+    yarn = "model.rope_scaling={kind: yarn, factor: 2, original_length: 32}"
+    new, loaded, plain = tmp_path / "new", tmp_path / "loaded", tmp_path / "plain"
+    assert fork(pretrain, pretrain.run_dir, new, *long, yarn) == 0, pretrain.err
+    wording("\n".join(line for line in pretrain.out.splitlines() if line.startswith("other than")))
+    assert fork(pretrain, pretrain.run_dir, plain, *long) == 0
+    assert pretrain(*long, "train.steps=1", yarn, f"run_dir={loaded}", f"checkpoint.load={pretrain.run_dir}") == 0
+    assert losses(new)[5][0] == losses(loaded)[1][0] != losses(plain)[5][0]
+    assert fork(pretrain, pretrain.run_dir, tmp_path / "base", *long, "model.rope_base=500000") == 2
+    wording(pretrain.err.strip().splitlines()[-1])
+    assert pretrain(*long, yarn, "train.steps=8", "data.seq_length=32") == 2  # which is no fork
+    wording(pretrain.err.strip().splitlines()[-1])
+
+
 def test_what_is_no_fork_is_refused(pretrain: Command, tmp_path: Path, wording: Wording) -> None:
     assert pretrain("train.steps=4", *WSD[2:]) == 0
     run, new, merged = pretrain.run_dir, tmp_path / "new", tmp_path / "merged"

@@ -75,7 +75,8 @@ MIXERS: dict[str, list[str]] = {name: [TIED, f"model.mixer={name}"] for name in 
         "model.mixer=transformer",
         "model.num_query_groups=2",
         "model.qk_norm=true",
-        "model.attention={head_dim: 12, qkv_bias: true, sliding_window: 9, rope_scaling: linear}",
+        "model.attention={head_dim: 12, qkv_bias: true, sliding_window: 9}",
+        "model.rope_scaling={kind: linear}",
         "model.make_vocab_size_divisible_by=1024",
     ],
 }

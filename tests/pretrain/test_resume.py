@@ -129,12 +129,13 @@ REFUSED = {
     "parallel.use_distributed_optimizer=false": "tools.checkpoint convert {checkpoint} --engine megatron --plain-optimizer --out",
     "optimizer.name=muon": "checkpoint.load=",
     "model.hidden_size=48": "choose another run_dir",
+    "model.rope_scaling.kind=linear": "go on in another folder with --fork",
 }
 
 
 def test_refusals_name_the_key_and_the_way_out(pretrain: Command) -> None:
     """Each by itself and all together; nothing of the run directory is rewritten by an attempt that was refused."""
-    assert {key.split("=")[0].replace(".0.", ".") for key in REFUSED} == {
+    assert {key.split("=")[0].replace(".0.", ".").removesuffix(".kind") for key in REFUSED} == {
         key if RULES[key] != RULES["model"] else "model.hidden_size" for key in RULES if RULES[key] not in (FREE, TOLD)
     }
     assert pretrain("train.steps=4") == 0
@@ -158,6 +159,10 @@ def test_a_field_added_since_counts_as_its_default() -> None:
     written = json.loads(json.dumps(plain(here)))
     del written["model"]["attention"], written["model"]["fem"]["aft_query"], written["evaluate"]
     assert changes(written, here) == []
+    del written["model"]["rope_scaling"]  # whose keys had other names
+    written["model"]["attention"] = {"rope_scaling": None, "rope_factor": 4.0}
+    assert [str(change) for change in changes(written, here)] == ["model.rope_scaling.factor 4.0 → 8.0"]
+    del written["model"]["attention"]
     others: dict[str, Any] = {
         "attention.qkv_bias": AttentionConfig(qkv_bias=True),
         "fem.aft_query": FemConfig(aft_query="inside"),

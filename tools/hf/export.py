@@ -40,11 +40,11 @@ from pretrain.data.facts import Manifest
 from pretrain.plan.run_plan import parameter_shapes
 
 from .bundle import bundle, packages
-from .configuration_fem import FemLMConfig
+from .configuration_fem import FemLMConfig, named_rope, older_names
 from .folder import CONFIG, TRAINING, byte_count, is_folder, write_shards
 from .model_card import data_manifests, heldout_loss, model_card, run_config, training_card, training_record
 from .recipes import VOCABULARY, Tensors, first_of, to_fem
-from .stock import older_names, stock_config, to_stock, why_not_stock
+from .stock import stock_config, to_stock, why_not_stock
 from .tokenizer import NAME_A_TOKENIZER, SPECIAL_IDS, Tokenizer, special_ids, tokenizers_of_checkpoint
 
 AUTO_MAP = {
@@ -160,9 +160,12 @@ def _config_values(config: PretrainedConfig) -> dict[str, Any]:
     """What config.json holds: of ours every field, and of transformers' own those that are not at their defaults."""
     changed = config.to_diff_dict()
     if not isinstance(config, FemLMConfig):
-        return changed | older_names(config)
+        return changed | older_names(config.rope_parameters)
     ours = inspect.signature(FemLMConfig.__init__).parameters
-    return {key: value for key, value in config.to_dict().items() if key in ours or key in changed}
+    values = {key: value for key, value in config.to_dict().items() if key in ours or key in changed}
+    if "rope_parameters" in values or "rope_theta" in values:  # both, since an export is for every version
+        values |= {"rope_parameters": named_rope(config.model())} | older_names(named_rope(config.model()))
+    return values
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

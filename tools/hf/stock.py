@@ -35,6 +35,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
 from pretrain.plan.run_plan import parameter_shapes
 
+from .configuration_fem import named_rope, read_rope
 from .recipes import VOCABULARY, Recipe, Recipes, hf_name, padded
 
 FAMILIES: dict[str, type[PretrainedConfig]] = {
@@ -116,7 +117,7 @@ def stock_config(
         initializer_range=model.init_std,
         rms_norm_eps=model.norm_eps,
         tie_word_embeddings=model.tie_embeddings,
-        rope_parameters=_rope_parameters(model),
+        rope_parameters=named_rope(model),
         bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
@@ -191,7 +192,6 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
         raise StockError(f"config.json: hidden_act is {stock.hidden_act!r}; the MLP here is SwiGLU, silu alone")
     heads, groups = stock.num_attention_heads, stock.num_key_value_heads
     head = getattr(stock, "head_dim", None) or stock.hidden_size // heads
-    base, scaling = _rope_of(stock)
     model = ModelConfig(
         mixer="transformer",
         qk_norm=family == "qwen3",
@@ -202,14 +202,13 @@ def model_of(config: dict[str, Any]) -> ModelConfig:
         ffn_hidden_size=stock.intermediate_size,
         vocab_size=stock.vocab_size,
         tie_embeddings=bool(stock.tie_word_embeddings),
-        rope_base=base,
+        **_rope_of(stock),
         norm_eps=stock.rms_norm_eps,
         init_std=stock.initializer_range,
         attention=AttentionConfig(
             head_dim=None if head * heads == stock.hidden_size else head,
             qkv_bias=family == "qwen2",
             sliding_window=_window_of(stock, family),
-            **scaling,
         ),
     )
     try:
@@ -232,48 +231,12 @@ def _family(model: ModelConfig) -> str:
     return "mistral" if model.attention.sliding_window is not None or model.hidden_size % model.num_attention_heads else "llama"
 
 
-def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
-    given = model.attention
-    parameters: dict[str, Any] = {"rope_type": given.rope_scaling or "default", "rope_theta": float(model.rope_base)}
-    if given.rope_scaling is not None:
-        parameters["factor"] = given.rope_factor
-    if given.rope_scaling == "llama3":
-        parameters["low_freq_factor"] = given.rope_low_freq_factor
-        parameters["high_freq_factor"] = given.rope_high_freq_factor
-        parameters["original_max_position_embeddings"] = given.rope_original_length
-    return parameters
-
-
-def older_names(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary settings under their names before transformers 5.0, which knows no ``rope_parameters`` and would take base 10000."""
-    parameters = dict(config.rope_parameters)
-    base = parameters.pop("rope_theta")
-    return {"rope_theta": base, "rope_scaling": None if parameters["rope_type"] == "default" else parameters}
-
-
-def _rope_of(stock: Any) -> tuple[int, dict[str, Any]]:
-    """(base, the fields of AttentionConfig) of a configuration whose rope_parameters transformers has put in order."""
-    rope = dict(stock.rope_parameters)
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise StockError("config.json: rope_parameters differ from layer to layer; here all layers share them")
-    kind, base = rope.get("rope_type", "default"), rope["rope_theta"]
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise StockError(f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}; here RoPE turns whole heads")
-    if base != int(base):
-        raise StockError(f"config.json: rope_theta is {base}; model.rope_base is a whole number")
-    if kind == "default":
-        return int(base), {}
-    if kind == "linear":
-        return int(base), {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
-    if kind == "llama3":
-        return int(base), {
-            "rope_scaling": kind,
-            "rope_factor": float(rope["factor"]),
-            "rope_low_freq_factor": float(rope["low_freq_factor"]),
-            "rope_high_freq_factor": float(rope["high_freq_factor"]),
-            "rope_original_length": int(rope["original_max_position_embeddings"]),
-        }
-    raise StockError(f"config.json: rope_type is {kind!r}; a Transformer here has default, linear or llama3")
+def _rope_of(stock: Any) -> dict[str, Any]:
+    """The fields of ModelConfig of a configuration whose rope_parameters transformers has put in order."""
+    try:
+        return read_rope(stock.rope_parameters, stock.max_position_embeddings)
+    except ValueError as error:
+        raise StockError(f"config.json: {error}") from None
 
 
 def _window_of(stock: Any, family: str) -> int | None:

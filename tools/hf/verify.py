@@ -175,6 +175,8 @@ class Side:
         """config.json's, with what an older export has not yet heard of."""
         settings: dict[str, Any] = self.hf.to_dict()
         known = "architecture" in settings and self.config is not None
+        if known:  # where they are told once more, by an export that has heard of it
+            settings = {key: value for key, value in settings.items() if not key.startswith("rope_")}
         return settings | {"architecture": asdict(self.config)} if known else settings  # type: ignore[arg-type]
 
 

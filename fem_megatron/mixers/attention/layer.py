@@ -62,7 +62,7 @@ class Attention(Update):
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
         if shape.rope:
-            q, k = (rotate(t, context, shape.rope_base, self.parallel, shape.scaling) for t in (q, k))
+            q, k = (rotate(t, context, shape.rope, self.parallel) for t in (q, k))
         return q, k, v
 
 

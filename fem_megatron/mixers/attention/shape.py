@@ -1,12 +1,13 @@
-"""Sizes and switches of standard attention: grouped queries, biases, a window, scaled rotary angles. Torch-free."""
+"""Sizes and switches of standard attention: grouped queries, biases, a window. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mup import score_scale
+from fem_megatron.rope import Rope
 from fem_megatron.shape import (
     GROUPS,
     WIDE,
@@ -36,34 +37,6 @@ class AttentionConfig:
     sliding_window: int | None = setting(
         None, "A token sees itself and what is before it, so many tokens in all (Mistral); null: all.", least=1
     )
-    rope_scaling: str | None = setting(
-        None,
-        "Rotary frequencies for longer texts. linear: all divided by rope_factor; llama3: the slow ones alone, those between turned "
-        "smoothly from the one to the other; null: as they are.",
-        ("linear", "llama3"),
-    )
-    rope_factor: float = setting(8.0, "What rope_scaling divides frequencies by.", above=0)
-    rope_low_freq_factor: float = setting(1.0, "llama3: frequencies with fewer turns than this in rope_original_length are slow.", above=0)
-    rope_high_freq_factor: float = setting(4.0, "llama3: frequencies with more turns than this in rope_original_length stay as they are.")
-    rope_original_length: int = setting(8192, "llama3: the context length before the scaling, in tokens.", least=1)
-
-    def changed(self) -> list[str]:
-        """The names of the fields that are not at their defaults."""
-        return [item.name for item in fields(self) if getattr(self, item.name) != item.default]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Frequencies f of RoPE made slower: f / factor (linear), or only where a wave turns too seldom in ``original`` tokens (llama3).
-
-    llama3 (Llama 3.1's published code): f ((1 - s) / factor + s), s = (original f / 2 pi - low) / (high - low) held within [0, 1].
-    """
-
-    kind: str
-    factor: float
-    low: float
-    high: float
-    original: int
 
 
 @dataclass(frozen=True)
@@ -76,26 +49,24 @@ class AttentionShape(Shape):
     heads: int
     groups: int
     head: int
-    rope: bool
-    rope_base: float
+    rope: Rope | None
     norm_eps: float
     bias: bool = False
     window: int | None = None
-    scaling: RopeScaling | None = None
     scale: float | None = None  # of the scores; None: 1 / sqrt(head)
     qk_norm: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig) -> AttentionShape:
-        """The sizes that ``model`` asks for. Raises ValueError where heads, groups or RoPE's scaling do not fit."""
+        """The sizes that ``model`` asks for. Raises ValueError where heads or groups do not fit."""
         heads, groups, switches = model.num_attention_heads, model.num_query_groups or model.num_attention_heads, model.attention
         head = switches.head_dim or head_width(model)
         if heads % groups:
             raise ValueError(f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}")
         if switches.sliding_window is not None and not model.causal:
             raise ValueError("model.attention.sliding_window looks back from a token, and model.causal=false sees all; set it to null")
-        sizes = (model.hidden_size, heads, groups, head, model.rope, model.rope_base, model.norm_eps)
-        return cls(*sizes, switches.qkv_bias, switches.sliding_window, _scaling(model), score_scale(model, head), model.qk_norm)
+        sizes = (model.hidden_size, heads, groups, head, Rope.of(model), model.norm_eps)
+        return cls(*sizes, switches.qkv_bias, switches.sliding_window, score_scale(model, head), model.qk_norm)
 
     @property
     def group_width(self) -> int:
@@ -196,19 +167,3 @@ def window_blocks(queries: int, window: int) -> tuple[int, int]:
     """(queries in a block, blocks) of queries that see a whole window each: a block's products go over window + block keys."""
     block = min(window, queries)
     return block, -(-queries // block)
-
-
-def _scaling(model: ModelConfig) -> RopeScaling | None:
-    """Raises ValueError where fields contradict each other."""
-    given = model.attention
-    if given.rope_scaling is None:
-        set_in_vain = [name for name in given.changed() if name.startswith("rope_")]
-        if set_in_vain:
-            raise ValueError(f"model.attention.{set_in_vain[0]} is set, but model.attention.rope_scaling is null: set both or neither")
-        return None
-    if not model.rope:
-        raise ValueError(f"model.attention.rope_scaling={given.rope_scaling} scales rotary angles, and model.rope is false")
-    low, high = given.rope_low_freq_factor, given.rope_high_freq_factor
-    if given.rope_scaling == "llama3" and low >= high:
-        raise ValueError(f"model.attention.rope_low_freq_factor={low} must be less than rope_high_freq_factor={high}")
-    return RopeScaling(given.rope_scaling, given.rope_factor, low, high, given.rope_original_length)

@@ -49,7 +49,7 @@ class DifferentialAttention(Update):
         if shape.qk_norm:
             q, k = head_norms(self, self.parallel, q, k, shape.norm_eps)
         if shape.rope:
-            q, k = (rotate(t, context, shape.rope_base, self.parallel) for t in (q, k))
+            q, k = (rotate(t, context, shape.rope, self.parallel) for t in (q, k))
         return q, k, v
 
     def lam_now(self) -> Tensor:

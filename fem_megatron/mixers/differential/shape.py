@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_megatron.mup import score_scale
+from fem_megatron.rope import Rope
 from fem_megatron.shape import (
     FIXED,
     Crossing,
@@ -43,8 +44,7 @@ class DifferentialShape(Shape):
     heads: int
     head: int
     lambda_init: float
-    rope: bool
-    rope_base: float
+    rope: Rope | None
     norm_eps: float
     scale: float | None = None  # of the scores; None: 1 / sqrt(head)
     qk_norm: bool = False
@@ -58,7 +58,7 @@ class DifferentialShape(Shape):
                 f"model.num_attention_heads={heads}: differential heads have two queries, and {2 * heads} do not divide {hidden}"
             )
         head = hidden // (2 * heads)
-        sizes = (hidden, heads, head, lambda_init(layer), model.rope, model.rope_base, model.norm_eps)
+        sizes = (hidden, heads, head, lambda_init(layer), Rope.of(model), model.norm_eps)
         return cls(*sizes, score_scale(model, head), model.qk_norm)
 
     @property

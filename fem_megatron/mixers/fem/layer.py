@@ -52,11 +52,12 @@ class FemMixer(Update):
             self.get_submodule(name)(h, context.within(name), u if name == "tdc" else None) for name in self.shape.conditioners()
         ]
         size, normed = self.shape.rotary_size(), self.shape.prior.qk_norm
-        turn = rotations(z, size, context, self.shape.rope_base) if size and not normed else None
+        rope = self.shape.rope if size else None
+        turn = None if rope is None or normed else rotations(z, size, context, rope)
         parts = fem_projection(z, conditioners, turn, self.shape.slices, self.shape.norm_eps)
         if normed:  # between the conditioner's scaling and RoPE, which `fem_projection` does in one pass where nothing comes between
             q, k = head_norms(self.prior, self.parallel, parts["q"], parts["k"], self.shape.norm_eps)
-            parts |= {name: rotate(t, context, self.shape.rope_base, self.parallel) if size else t for name, t in (("q", q), ("k", k))}
+            parts |= {name: t if rope is None else rotate(t, context, rope, self.parallel) for name, t in (("q", q), ("k", k))}
         v, lam, gate = (parts.pop(name).permute(1, 2, 0, 3) if name in parts else None for name in ("v", "lam", "gate"))
         o = self.prior(parts, v, self.inverse_temperature(), lam, gate, context)
         return self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
 from fem_megatron.mixers.fem.prior_shapes import PriorShape, ScanShape, SoftmaxShape
+from fem_megatron.rope import Rope
 from fem_megatron.shape import WIDE, Crossing, CutKinds, CutWidths, Packing, Shape, Training, Weight, Weights, qk_norms_keep
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class FemShape(Shape):
     temperature: bool
     gate: bool
     norm_eps: float
-    rope_base: float
+    rope: Rope | None
     backend: str
     causal: bool
 
@@ -101,7 +102,7 @@ class FemShape(Shape):
             temperature=temperature,
             gate=fem.gate,
             norm_eps=model.norm_eps,
-            rope_base=model.rope_base,
+            rope=Rope.of(model) if prior.product_scores else Rope.rotation(model),
             backend=model.attention_backend,
             causal=model.causal,
         )

@@ -33,7 +33,8 @@ class HyperSet(Update):
 
     RoPE turns z before the energy is formed, and the energy's gradient back by the same angle: what moves x is still exactly minus a
     gradient, of an energy in z_i . R_(j-i) z_j, and one cache of turned z serves as keys and values. Without ``model.rope`` tokens know no
-    order but the causal mask.
+    order but the causal mask. yarn's factor m turns z by m R and the gradient back by R^T / m, its inverse: the energy is as before, its
+    scores m^2 times as sharp; linear attention has no scores, and no factor.
     Tensor parallel: heads and directions are split over the ranks; the feed-forward's norm (and its softmax, its sum) sees all directions.
     The running means of momentum, rmsprop and adam live in ``context.memory``, one forward pass long.
     """
@@ -130,6 +131,8 @@ class HyperSet(Update):
         turned, seen = self._turn(z, context, forth=True).permute(1, 2, 0, 3), allowed_pairs(tokens, len(z), context.causal, context.valid)
         kind, share = self.shape.switches.attention, 1.0 if context.causal else 0.5
         energy = pair_energy(turned[:, :, tokens], turned, seen, kind=kind, share=share)
+        if self.shape.rope is not None:
+            energy = energy / self.shape.rope.factor**2
         sample, largest = z[tokens].permute(1, 2, 0, 3), {}
         if kind != "linear":
             scores = turned[:, :, tokens] @ turned.mT * self.shape.head**-0.5
@@ -172,12 +175,15 @@ class HyperSet(Update):
 
     def _turn(self, z: Tensor, context: Context, *, forth: bool) -> Tensor:
         """RoPE of z [s, b, heads, p] to its position, or back."""
-        if not self.shape.rope:
+        rope = self.shape.rope
+        if rope is None:
             return z
         positions = context.positions
         if positions is None:
             positions = torch.arange(context.past, context.past + z.shape[0], device=z.device)
-        return rotate(z, replace(context, positions=positions if forth else -positions), self.shape.rope_base, self.parallel)
+        if not forth:
+            positions, rope = -positions, replace(rope, factor=1.0 / rope.factor)
+        return rotate(z, replace(context, positions=positions), rope, self.parallel)
 
     def _direction(self, name: str, gradient: Tensor, context: Context) -> Tensor:
         """What the step size multiplies, of g, the gradient (or minus it) of the energy ``name``; means run over the iterations.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
+from fem_megatron.rope import Rope
 from fem_megatron.shape import FIXED, OUTPUT, Crossing, CutKinds, CutWidths, Normal, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class HyperSetShape(Shape):
     inner: int
     iterations: int
     norm_eps: float
-    rope: bool
-    rope_base: float
+    rope: Rope | None
     causal: bool
     switches: HyperSetConfig
 
@@ -95,8 +95,7 @@ class HyperSetShape(Shape):
             inner=switches.multiplier * hidden,
             iterations=model.recurrence,
             norm_eps=model.norm_eps,
-            rope=model.rope,
-            rope_base=model.rope_base,
+            rope=Rope.rotation(model) if switches.attention == "linear" else Rope.of(model),
             causal=model.causal,
             switches=switches,
         )

@@ -30,8 +30,9 @@ class _EnergyHeads(Update):
 
     Positions, with ``model.rope``: the energy of q_t with k_i is |R_t q_t - R_i k_i|^2 / 2 = |q_t - R_(i-t) k_i|^2 / 2, and the step is
     taken in q_t's own frame, where it depends on differences of positions alone: keys stand in for values here, and a step left in the
-    rotated frame would turn with t. The paper adds absolute embeddings to its tokens; without ``model.rope`` only the causal mask tells an
-    order.
+    rotated frame would turn with t. So R must stay a rotation: yarn's factor m goes into the temperatures, T / m^2 and T' / m^2, which is
+    what it does to the scores of attention; linear attention has no temperature, and no factor. The paper adds absolute embeddings to its
+    tokens; without ``model.rope`` only the causal mask tells an order.
     """
 
     def __init__(self, shape: SecondOrderShape | EnergyLinearShape, parallel: Parallel) -> None:
@@ -49,18 +50,18 @@ class _EnergyHeads(Update):
     def project(self, z: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """z [s, b, D] -> q, and k turned to its position (model.rope): [b, local heads, s, d_h] each."""
         q, k = linear(z, self.in_proj.weight).unflatten(-1, (-1, 2, self.shape.head)).unbind(3)
-        if self.shape.rope:
-            k = rotate(k, context, self.shape.rope_base, self.parallel)
+        if self.shape.rope is not None:
+            k = rotate(k, context, self.shape.rope, self.parallel)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
 
     def turn(self, z: Tensor, context: Context) -> Tensor | None:
         """(cos | sin) of the positions of z's tokens, [1 or b, 1, s, d_h], float32 at least; None without model.rope."""
-        if not self.shape.rope:
+        if self.shape.rope is None:
             return None
         wide = torch.promote_types(z.dtype, torch.float32)
         unit = torch.zeros(z.shape[0], 1, 1, self.shape.head, dtype=wide, device=z.device)
         unit[..., : self.shape.head // 2] = 1.0
-        return rotate(unit, context, self.shape.rope_base).permute(1, 2, 0, 3)
+        return rotate(unit, context, self.shape.rope).permute(1, 2, 0, 3)
 
     def back(self, o: Tensor) -> Tensor:
         """W_O: [b, local heads, s, d_h] -> this rank's summand of [s, b, D]."""
@@ -103,11 +104,15 @@ class SecondOrderAttention(_EnergyHeads):
         return wide @ wide.mT
 
     def temperatures(self) -> tuple[Tensor, Tensor]:
-        """T and T' of this rank's heads, float32 at least; NaN where a raw one is not positive, so that training's own check stops it."""
+        """T and T' of this rank's heads over the shape's sharpness, float32 at least.
+
+        NaN where a raw one is not positive, so that training's own check stops it.
+        """
         found = []
         for learned in (self.temperature, self.newton_temperature):
             wide = learned.to(torch.promote_types(learned.dtype, torch.float32))
-            found.append(wide.exp() if self.shape.switches.temperature == "log" else torch.where(wide > 0, wide, torch.nan))
+            warm = wide.exp() if self.shape.switches.temperature == "log" else torch.where(wide > 0, wide, torch.nan)
+            found.append(warm if self.shape.sharpness == 1.0 else warm / self.shape.sharpness)
         return found[0], found[1]
 
     @torch.no_grad()

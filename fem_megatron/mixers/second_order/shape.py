@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
+from fem_megatron.rope import Rope
 from fem_megatron.shape import Crossing, CutKinds, CutWidths, Packing, Shape, Training, Weight, Weights, head_width, keys_seen
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class _Heads(Shape):
 
     hidden: int
     heads: int
-    rope: bool
-    rope_base: float
+    rope: Rope | None
     norm_eps: float
     causal: bool
     switches: SecondOrderConfig
@@ -73,25 +73,29 @@ class _Heads(Shape):
         return self.head if self.rope else 0
 
 
-def _sizes(model: ModelConfig) -> tuple[int, int, bool, float, float, bool, SecondOrderConfig]:
+def _sizes(model: ModelConfig) -> tuple[int, int, Rope | None, float, bool, SecondOrderConfig]:
     heads = model.hidden_size // head_width(model)
-    return model.hidden_size, heads, model.rope, model.rope_base, model.norm_eps, model.causal, model.second_order
+    return model.hidden_size, heads, Rope.rotation(model), model.norm_eps, model.causal, model.second_order
 
 
 @dataclass(frozen=True)
 class SecondOrderShape(_Heads):
-    """A Newton step a head. ``exact``: MHA2nd, a solve for every token; else MHA2nd1st, the inverse's first-order term."""
+    """A Newton step a head. ``exact``: MHA2nd, a solve for every token; else MHA2nd1st, the inverse's first-order term.
+
+    sharpness: what T and T' are divided by, the square of yarn's factor.
+    """
 
     layer_class = "fem_megatron.mixers.second_order.layer:SecondOrderAttention"
     once = frozenset({"gram"})
     kept = (35.0, 34.0)
 
     exact: bool = False
+    sharpness: float = 1.0
 
     @classmethod
     def of(cls, model: ModelConfig, *, exact: bool) -> SecondOrderShape:
         """The sizes that ``model`` asks for. Raises ValueError where heads do not fit."""
-        return cls(*_sizes(model), exact=exact)
+        return cls(*_sizes(model), exact=exact, sharpness=model.rope_scaling.attention() ** 2)
 
     def weights(self) -> Weights:
         """As `_Heads`, and each head's T (of the weights) and T' (of the Newton step), or their logarithms; both start at d_h."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from fem_megatron import catalogue
 from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.rope import RopeScaling
 from pretrain.plan.run_plan import model_weights
 from tools.hf.configuration_fem import FemLMConfig
 from tools.hf.export import export as export_weights
@@ -40,13 +41,16 @@ COMBINED: dict[str, dict[str, Any]] = {
     "switched": {
         "pattern": ("transformer", "fem_softmax"),
         "qk_norm": True,
-        "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5, rope_scaling="llama3", rope_original_length=40),
+        "attention": AttentionConfig(head_dim=6, qkv_bias=True, sliding_window=5),
+        "rope_scaling": RopeScaling("llama3", original_length=40),
     },
     "rotated": {
         "mixer": "transformer",
         "rope_base": 500_000,
-        "attention": AttentionConfig(rope_scaling="llama3", rope_factor=4.0, rope_original_length=16),
+        "rope_scaling": RopeScaling("llama3", 4.0, 16),
     },
+    "stretched": {"pattern": ("fem_softmax", "mha2nd1st"), "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25)},
+    "stretched_llama": {"mixer": "transformer", "rope_scaling": RopeScaling("yarn", 4.0, 12, beta_fast=2.0, beta_slow=0.25)},
 }
 # Layers of the package fla run on a GPU alone.
 NAMES = [*(name for name in catalogue.MIXERS if not name.startswith("fla.")), *COMBINED]

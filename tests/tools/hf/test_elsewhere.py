@@ -20,8 +20,8 @@ from tools.hf.model_card import TESTED
 ROOT = Path(__file__).parents[3]
 OLDEST = Path(os.environ.get("FEM_OLDEST_TRANSFORMERS", ROOT / ".venv" / "oldest"))
 PINNED = next(line for line in (ROOT / "tests" / "oldest-transformers.txt").read_text().splitlines() if line.startswith("transformers=="))
-# Softmax and linear priors, a conditioner, CEM, a looped block; and transformers' own class, its rotary settings not at their defaults.
-FEW = ["hybrid", "cem", "hyperset", "rotated"]
+# Softmax and linear priors, a conditioner, CEM, a looped block, YaRN; and transformers' own class, its RoPE not at its defaults.
+FEW = ["hybrid", "cem", "hyperset", "rotated", "stretched", "stretched_llama"]
 
 STRANGER = """
 import importlib.metadata as metadata, json, sys

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from fem_megatron.config import ModelConfig
+from fem_megatron.rope import RopeScaling
 from pretrain.plan.run_plan import model_weights
 from tests.one_process import megatron_of_one_process
 from tests.tools.hf.checkpoints import rewrite
@@ -219,3 +220,25 @@ def test_two_models_stand_beside_each_other(plain: Any, load: Any) -> None:
         assert type(plain) is not type(second) and type(plain.model.layers[0].mixer) is not type(second.model.layers[0].mixer)
         second(ids)
         assert torch.equal(plain(ids).logits, before)
+
+
+def test_rope_is_told_and_set_by_transformers_names(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+    """config.json has it in both spellings; one that is edited there, or set on the configuration, is what the model then computes."""
+    given = exported("stretched")
+    config = json.loads((given.folder / "config.json").read_text())
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "beta_fast": 2.0, "beta_slow": 0.25}
+    assert (config["rope_theta"], config["rope_scaling"]) == (10000.0, scaling)
+    assert config["rope_parameters"] == {"rope_theta": 10000.0, **scaling}
+    linear = RopeScaling("linear", 2.0)
+    edits: list[dict[str, Any]] = [{"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 7.0}]
+    edits += [{"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}]
+    read = [FemLMConfig(**{**config, **edit}).model() for edit in edits]
+    assert [(model.rope_base, model.rope_scaling) for model in read] == [(10000, linear), (7, given.config.rope_scaling), (10000, linear)]
+    loaded = FemLMConfig(**config)
+    loaded.rope_scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    assert loaded.model() == FemLMConfig(**loaded.to_dict()).model() == replace(loaded.model(), rope_scaling=linear)
+    turned = replace(given.config, rope_scaling=RopeScaling("abf", 5.0))
+    told = FemLMConfig(architecture=asdict(turned))
+    assert told.model() == FemLMConfig(**told.to_dict()).model() == turned
+    unturned = FemLMConfig(architecture=asdict(small("cem"))).to_dict()
+    assert unturned.get("rope_parameters") is None and unturned.get("rope_theta") is None

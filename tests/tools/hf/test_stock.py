@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fem_megatron.config import ModelConfig
-from fem_megatron.mixers.attention.shape import AttentionConfig, AttentionShape
-from fem_megatron.update import scaled
+from fem_megatron.mixers.attention.shape import AttentionConfig
+from fem_megatron.rope import Rope, RopeScaling
+from fem_megatron.update import frequencies
 from pretrain.plan.run_plan import parameter_shapes
 from tests.one_process import megatron_of_one_process
 from tests.tools.refusals import Refused
@@ -34,22 +36,25 @@ BASE = ModelConfig(
     make_vocab_size_divisible_by=64,
 )
 GROUPED = replace(BASE, num_query_groups=2)
-LLAMA3 = AttentionConfig(rope_scaling="llama3", rope_factor=8.0, rope_low_freq_factor=1.0, rope_original_length=32)
-ALL = replace(LLAMA3, qkv_bias=True, sliding_window=7, head_dim=12)
+LLAMA3 = RopeScaling("llama3", original_length=32)
+ALL = AttentionConfig(qkv_bias=True, sliding_window=7, head_dim=12)
+UNBIASED = replace(ALL, qkv_bias=False)
 CASES = {
     "llama": (BASE, "Llama"),
     "grouped, tied": (replace(GROUPED, tie_embeddings=True, norm_eps=1e-5, rope_base=500000, init_std=0.03), "Llama"),
     "one group": (replace(BASE, num_query_groups=1), "Llama"),
     "wide heads": (replace(BASE, attention=AttentionConfig(head_dim=16)), "Llama"),
-    "linear": (replace(BASE, attention=AttentionConfig(rope_scaling="linear", rope_factor=2.0)), "Llama"),
-    "llama3": (replace(BASE, attention=LLAMA3), "Llama"),
+    "linear": (replace(BASE, rope_scaling=RopeScaling("linear", 2.0)), "Llama"),
+    "llama3": (replace(BASE, rope_scaling=LLAMA3), "Llama"),
+    "yarn": (replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, 10, beta_fast=2.0, beta_slow=0.25)), "Llama"),
+    "yarn, its factor": (replace(BASE, rope_scaling=RopeScaling("yarn", 4.0, 4096, attention_factor=1.3)), "Llama"),
     "window": (replace(GROUPED, attention=AttentionConfig(sliding_window=7)), "Mistral"),
     # LlamaConfig refuses heads that do not divide the width.
     "odd heads": (replace(BASE, hidden_size=36, num_attention_heads=8, attention=AttentionConfig(head_dim=6)), "Mistral"),
     "biases": (replace(GROUPED, attention=AttentionConfig(qkv_bias=True)), "Qwen2"),
-    "biases and all": (replace(GROUPED, attention=ALL), "Qwen2"),
+    "biases and all": (replace(GROUPED, attention=ALL, rope_scaling=LLAMA3), "Qwen2"),
     "normed": (replace(GROUPED, qk_norm=True, norm_eps=1e-3, tie_embeddings=True), "Qwen3"),
-    "normed and all": (replace(GROUPED, qk_norm=True, attention=replace(ALL, qkv_bias=False)), "Qwen3"),
+    "normed and all": (replace(GROUPED, qk_norm=True, attention=UNBIASED, rope_scaling=RopeScaling("yarn", 8.0, 16)), "Qwen3"),
 }
 # float32: the same operations in another order, 1e-7 each. bfloat16:
 # 8 bits a number; transformers also rounds the normalised x before its weight.
@@ -148,35 +153,42 @@ def test_a_model_of_transformers_own_is_continued(name: str) -> None:
 
 OLD_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL, "max_position_embeddings": 96}
 LLAMA_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-READ_31 = AttentionConfig(rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
+READ_31 = RopeScaling("llama3", 8.0, 8192)
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 
 
 @pytest.mark.parametrize(
-    ("given", "base", "attention"),
+    ("given", "base", "scaling"),
     [
-        ({}, 10000, AttentionConfig()),
-        ({"rope_theta": 500000.0, "rope_scaling": None}, 500000, AttentionConfig()),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000, AttentionConfig(rope_scaling="linear", rope_factor=2.0)),
+        ({}, 10000, RopeScaling()),
+        ({"rope_theta": 500000.0, "rope_scaling": None}, 500000, RopeScaling()),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000, RopeScaling("linear", 2.0)),
         ({"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA_31}}, 500000, READ_31),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA_31}}, 500000, READ_31),
+        # What yarn leaves out: the length is the file's, the factor follows from mscale.
+        ({"rope_scaling": YARN}, 10000, RopeScaling("yarn", 4.0, 96)),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 32, "mscale": 2.0, "mscale_all_dim": 1.0}},
+            10000,
+            RopeScaling("yarn", 4.0, 32, attention_factor=(0.2 * math.log(4.0) + 1) / (0.1 * math.log(4.0) + 1)),
+        ),
     ],
 )
-def test_both_spellings_of_rope_are_read(given: dict[str, Any], base: int, attention: AttentionConfig) -> None:
+def test_both_spellings_of_rope_are_read(given: dict[str, Any], base: int, scaling: RopeScaling) -> None:
     """rope_theta beside rope_scaling, as files of transformers 4 have it, and rope_parameters."""
     model = model_of({**OLD_LLAMA, **given})
-    assert (model.rope_base, model.attention) == (base, attention)
+    assert (model.rope_base, model.rope_scaling) == (base, scaling)
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3"])
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_frequencies_of_a_real_size_are_transformers_own(kind: str) -> None:
     """Llama 3.1's: heads of 128, base 500000; its slow, its fast and its medium waves."""
-    attention = AttentionConfig(rope_scaling=kind, rope_factor=8.0)
-    model = replace(BASE, hidden_size=4096, num_attention_heads=32, rope_base=500000, attention=attention)
+    model = replace(BASE, hidden_size=4096, num_attention_heads=32, rope_base=500000, rope_scaling=RopeScaling(kind, 8.0))
     wanted, factor = ROPE_INIT_FUNCTIONS[kind](stock_config(model, max_position_embeddings=131072), torch.device("cpu"))
     plain = 1.0 / (500000 ** (torch.arange(0, 128, 2) / 128))
-    shape = model.blocks()[0].mixer
-    assert factor == 1.0 and isinstance(shape, AttentionShape) and shape.scaling is not None
-    got = scaled(plain, shape.scaling)
+    rope = Rope.of(model)
+    assert rope is not None and rope.factor == pytest.approx(factor, rel=1e-15) and (factor > 1) == (kind == "yarn")
+    got = frequencies(rope, 128)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0.0)  # float32's resolution, several times
     changed = (got / plain - 1).abs() > 1e-6
     assert changed.all() if kind == "linear" else 0 < int(changed.sum()) < len(got)
@@ -188,7 +200,7 @@ FOREIGN: list[dict[str, Any]] = [
     {"architectures": ["LlamaForSequenceClassification"]},
     {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
     {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "truncate": False}},
     {"rope_theta": 10000.5},
     {"partial_rotary_factor": 0.5},
     {"attention_bias": True},

@@ -15,6 +15,7 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.fem.prior_shapes import GlaShape
 from fem_megatron.mixers.fem.priors import LinearPrior
 from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.rope import Rope
 from fem_megatron.state import Context
 from fem_megatron.update import rotations
 from kernels.aft_read import aft_read
@@ -146,7 +147,7 @@ def _projection_inputs(draw: Draw, size: Size) -> Inputs:
     """Of FEM over a softmax prior: [q | k | v | lambda's logit | g's logit] of every head, and the conditioner's features."""
     widths = {"q": size.key, "k": size.key} | dict.fromkeys(("v", "lam", "gate"), size.value)
     z, n = draw.normal(size.tokens, size.batch, size.heads * sum(widths.values())), max(4, size.heads * size.value // 16)
-    cos, sin = rotations(z, size.key, Context(), 10000.0)
+    cos, sin = rotations(z, size.key, Context(), Rope(10000.0))
     features, weight = draw.normal(size.tokens, size.batch, n), draw.normal(z.shape[2], n, change=lambda x: x / 50)
     return {"z": z, "features": features, "weight": weight, "cos": cos, "sin": sin, "widths": widths}
 
