@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernels.linear_attention as module
 from kernels.check import Inputs, relative, results
-from kernels.linear_attention import linear_attention, log_weights
+from kernels.linear_attention import Damp, end_state, linear_attention, log_weights
 from kernels.linear_attention.cases import SUITE, weights_and_decays
 
 every_decay = pytest.mark.parametrize("decay", ["no decay", "a decay a head", "a decay a channel"])
@@ -55,6 +55,19 @@ def test_no_gradient_is_nan_where_huge_values_were_forgotten(decay: str, normali
     y, _ = linear_attention(**leaves, normalise=normalise, implementation=implementation)
     weights = torch.where(first, -40.0, 40.0).exp()[:, None].expand_as(y)
     assert all(g.isfinite().all() for g in torch.autograd.grad(y, list(leaves.values()), weights))
+
+
+@pytest.mark.parametrize("case", SUITE.cases)
+def test_a_state_is_what_the_tokens_add_to_what_they_leave_of_the_one_before(case: str) -> None:
+    x = {name: t.double() if isinstance(t, Tensor) else t for name, t in SUITE.cases[case](SUITE.small).items()}
+    x.setdefault("initial", torch.ones(*x["k"].shape[:2], x["k"].shape[3], x["v"].shape[3] + x["normalise"], dtype=torch.float64))
+    leaves = [x[name].requires_grad_() for name in ("k", "v", "log_decay", "initial") if name in x]
+    _, state = linear_attention(**x)
+    end, fading = end_state(x["k"], x["v"], x.get("log_decay"), x["normalise"])
+    made = end + (x["initial"] if fading is None else Damp.apply(x["initial"], fading))
+    weights = torch.linspace(-1, 1, state.numel(), dtype=torch.float64).view_as(state)
+    found, wanted = ((t.detach(), *torch.autograd.grad(t, leaves, weights)) for t in (made, state))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)  # float64 rounding, of sums of 37 terms
 
 
 @every_decay
