@@ -8,6 +8,7 @@ What a layer computes of one token alone it computes of its own tokens. What it 
     all_gather   every rank gets the keys of all tokens, and reads each of its two chunks of queries as decoding does, with the keys up to
                  the chunk's end. For causal reads that name their keys; no head is split. Keys, and what is made of them, are not kept:
                  the backward pass gathers and reads again.
+    ring         as all_gather, for reads under a softmax; keys and values go from rank to rank (`ring`).
     states       every rank reads each of its two chunks as a sequence of its own, from the state that the chunks before it leave behind:
                  of each chunk all ranks get what it adds to the state and how far it fades what was there. What is sent does not grow
                  with the length, and no head is split. For scans whose state fades channel by channel and for convolutions (`scans`).
@@ -48,6 +49,9 @@ class Ranks(Protocol):
     def gather(self, own: Tensor) -> Tensor:
         """[...] -> [size, ...], every rank's; the gradients of all ranks' copies are summed."""
 
+    def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begins to send to the next rank, and to receive the same of the one before; what is called waits for it. No gradient."""
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -73,12 +77,14 @@ def own_tokens(whole: Tensor, size: int, rank: int, time: int) -> Tensor:
 class Cut:
     """One rank's part of each sequence, and how the reads of one layer are made.
 
-    gathers: of reads that name their keys, these are gathered. states: scans that can pass states do. Whatever else exchanges heads.
+    gathers: of reads that name their keys, these are gathered. states: scans that can pass states do. ring: softmax reads go round instead
+    of gathering. Whatever else exchanges heads.
     """
 
     ranks: Ranks
     gathers: bool
     states: bool
+    ring: bool = False
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Where this rank's ``length`` tokens stand in the sequence, [length] int64."""

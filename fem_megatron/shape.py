@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -134,32 +136,6 @@ class Training:
         return {ESTIMATE: whole + max(0.0, seen - whole) / self.tensor_parallel}
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """Bytes that a rank gives to others where sequences are cut, in one forward pass.
-
-    Of a token: exchanged: each of N ranks gets 1 / N of it; gathered, keys, angles: each of them gets it all. keys: gathered anew in the
-    backward pass. angles: which have no gradient. Of a sequence: states: behind each of its rank's two chunks; span: without a gradient.
-    """
-
-    exchanged: float = 0.0
-    gathered: float = 0.0
-    keys: float = 0.0
-    angles: float = 0.0
-    states: float = 0.0
-    span: float = 0.0
-
-    def sent(self, training: Training, *, again: bool = False) -> float:
-        """Bytes that a rank sends of one application to a micro-batch, forwards and backwards.
-
-        again: the layer is computed again in the backward pass (train.recompute = full).
-        """
-        others, forward = training.ranks - 1, 1 + again
-        tokens = training.micro_batch * training.length / training.ranks
-        token = (forward + 1) * (self.exchanged / training.ranks + self.gathered) + (forward + 2) * self.keys + forward * self.angles
-        return others * (tokens * token + training.micro_batch * ((forward + 1) * 2 * self.states + forward * self.span))
-
-
 ESTIMATE = "estimate"
 KEPT = (90.0, 70.0)
 
@@ -176,26 +152,6 @@ class Packing:
     widths: dict[str, int]
     roles: dict[str, str] = field(default_factory=lambda: {part: part for part in "qkv"})
     queries: int = 1
-
-
-@dataclass(frozen=True)
-class CutWidths:
-    """Numbers of heads or channels that are exchanged for tokens, as ``Shape.split_widths``, by the reads that do so.
-
-    always: reads that cannot do without. keyed: those that name their keys, unless these are gathered. scanned: scans and convolutions,
-    unless they pass states.
-    """
-
-    always: dict[str, int] = field(default_factory=dict)
-    keyed: dict[str, int] = field(default_factory=dict)
-    scanned: dict[str, int] = field(default_factory=dict)
-
-
-class CutKinds(NamedTuple):
-    """How a mixer's reads are made of sequences cut over ranks; those that do neither exchange heads (`cut.Cut`)."""
-
-    gathers: bool
-    states: bool
 
 
 class Shape(ABC):
@@ -287,42 +243,6 @@ def located(place: str) -> Any:
     if __name__ != "fem_megatron.shape":
         module = f"{__package__}.{module.replace('.', '_')}"
     return getattr(import_module(module), name)
-
-
-CUT_KINDS = ("all_to_all", "all_gather")
-
-
-def cut_kinds(
-    mixer: Shape, *, tensor: int, context: int, asked: str | None = None, causal: bool = True, separate: bool = False
-) -> CutKinds:
-    """How a mixer's reads are made of sequences cut over ``context`` ranks: as one of CUT_KINDS asks, where there is a choice.
-
-    Where nothing is asked for, scans pass states, and reads that name their keys exchange heads if there are enough of them. all_gather:
-    these gather keys. all_to_all: all exchange heads. tensor: ranks that share a layer. separate: documents are read apart.
-
-    Raises:
-        ValueError: it cannot be made; the message names the width, or what was asked for.
-    """
-    ranks, widths, states = tensor * context, mixer.cut_widths(), asked != "all_to_all" and not separate
-    words = f"parallel.context_parallel_size={context}" + (f" x tensor_model_parallel_size={tensor}" if tensor > 1 else "")
-    words, only = f"{words} does not divide", "documents that are read apart are read by whole heads (all_to_all)"
-    for name, width in (widths.always | ({} if states else widths.scanned)).items():
-        if width % ranks:
-            choice = f"; {only}" if separate else "; leave parallel.context_parallel_kind out: states are passed"
-            raise ValueError(f"{words} {name}={width}, which is exchanged for tokens{'' if name in widths.always else choice}")
-    keyed = widths.keyed
-    short = [f"{name}={width}" for name, width in keyed.items() if width % ranks and (name != GROUPS or width % tensor or ranks % width)]
-    if not keyed or (not short and asked != "all_gather"):
-        return CutKinds(gathers=False, states=states)
-    if separate or not causal:
-        why = f"{words} {short[0]}" if short else "parallel.context_parallel_kind=all_gather"
-        raise ValueError(f"{why}, and {only if separate else 'reads both ways are of whole heads (all_to_all)'}")
-    if asked == "all_to_all":
-        raise ValueError(f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all needs; all_gather does not")
-    return CutKinds(gathers=True, states=states)
-
-
-GROUPS = "model.num_query_groups"
 
 
 def head_width(model: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from fem_common.config import ConfigErrors, build, load
 from fem_common.settings import setting
 from fem_megatron.config import ModelConfig
-from fem_megatron.shape import CUT_KINDS
+from fem_megatron.cut_shape import CUT_KINDS
 
 ABSENT = {
     r"moe(_.*)?|(.*_)?experts?(_.*)?|router_.*|ep(_size)?": "mixtures of experts and expert parallelism are not here",

@@ -1,7 +1,7 @@
 """Checks what no single field of a configuration knows: widths, layout, batches, lengths; and, through ``data_facts``, the data.
 
 Every failure is one line that begins with its key and names value and the nearest value that would do; all of them are told at once.
-Reads no YAML, starts nothing, knows no torch.
+Reads no YAML, starts nothing, knows no torch. Long, because it is a list of checks, each a few lines.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fem_megatron.config import ModelConfig
 from pretrain.config import OptimizerConfig, RunConfig
 from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
+from pretrain.plan.cut import check_cut
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
-from pretrain.plan.memory import kinds_of_cut
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
@@ -235,37 +235,6 @@ def _possible(world_size: int, size: int, other: int) -> Callable[[int], bool]:
     return lambda count: not fits or world_size % (count * other) == 0
 
 
-def _check_context_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
-    layout, length, size = config.parallel, config.data.seq_length, config.parallel.context_parallel_size
-    key = f"parallel.context_parallel_size = {size}"
-    if size == 1:
-        if layout.context_parallel_kind is not None:
-            yield f"parallel.context_parallel_kind = {layout.context_parallel_kind} needs parallel.context_parallel_size of 2 or more"
-        return
-    if layout.context_parallel_kind == "all_gather" and config.data.documents == "separate":
-        yield "parallel.context_parallel_kind = all_gather: data.documents = separate is read by whole heads; leave it out"
-        return
-    part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
-    if length % (size * part):
-        near = max(1, round(length / (size * part))) * size * part
-        what = f"2 x {size} chunks" if part == 2 else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
-        yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
-    try:
-        kinds_of_cut(config)
-    except ValueError as error:
-        possible = _possible(world_size, size, layout.model_parallel // size)
-        nearest_size = _closest(range(1, world_size + 1), size, lambda count: possible(count) and _cuts(config, count))
-        yield f"{error}; the nearest that does: {nearest_size}"
-
-
-def _cuts(config: RunConfig, size: int) -> bool:
-    try:
-        kinds_of_cut(replace(config, parallel=replace(config.parallel, context_parallel_size=size)))
-    except ValueError:
-        return False
-    return True
-
-
 def _check_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
     layout, layers = config.parallel, config.model.num_layers
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
@@ -423,7 +392,7 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),
-    (_check_context_parallel, "parallel model data"),
+    (check_cut, "parallel model data"),
     (_check_pipeline, "parallel model"),
     (_check_layout, "parallel"),
     (_check_batches, "train parallel"),

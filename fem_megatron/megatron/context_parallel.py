@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +55,26 @@ class ContextParallel(Ranks):
         self.group, self.size, self.rank = group, group.size(), group.rank()
 
     def exchange(self, parts: Tensor) -> Tensor:
+        """See `Ranks`."""
         made: Tensor = _Exchange.apply(parts, self.group)
         return made
 
+    def shift(self, own: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """See `Ranks`."""
+        sent, received = [t.contiguous() for t in own], [torch.empty_like(t, memory_format=torch.contiguous_format) for t in own]
+        after, before = (torch.distributed.get_global_rank(self.group, (self.rank + by) % self.size) for by in (1, -1))
+        moves = [torch.distributed.P2POp(torch.distributed.isend, t, after, self.group) for t in sent]
+        moves += [torch.distributed.P2POp(torch.distributed.irecv, t, before, self.group) for t in received]
+        works = torch.distributed.batch_isend_irecv(moves)
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
+
     def gather(self, own: Tensor) -> Tensor:
+        """See `Ranks`."""
         made: Tensor = _Gather.apply(own, self.group)
         return made

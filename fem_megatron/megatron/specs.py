@@ -16,9 +16,10 @@ from fem_megatron import catalogue
 from fem_megatron.block import Block
 from fem_megatron.config import ModelConfig
 from fem_megatron.cut import Cut
+from fem_megatron.cut_shape import cut_kinds
 from fem_megatron.megatron.context_parallel import ContextParallel
 from fem_megatron.megatron.tensor_parallel import TensorParallel
-from fem_megatron.shape import BlockShape, cut_kinds
+from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
 
 

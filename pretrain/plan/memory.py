@@ -34,11 +34,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fem_common.text import gib
-from fem_megatron.catalogue import mixer_names
-from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, CutKinds, Training, cut_kinds
+from fem_megatron.shape import ESTIMATE, WIDE, BlockShape, Training
 from pretrain.config import EngineConfig, RunConfig
 from pretrain.plan.muon import ROUND, TENSORS
 from pretrain.plan.zero_memory import variants, zero_memory
@@ -156,31 +154,6 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
         again=train.recompute == "selective",
         ranks=layout.context_parallel_size,
     )
-
-
-def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
-    """Mixer -> how its reads are made where sequences are cut; {} where they are not.
-
-    Raises:
-        ValueError: of a mixer they cannot be; the message names the width.
-    """
-    layout, model = config.parallel, config.model
-    if layout.context_parallel_size == 1:
-        return {}
-    given: dict[str, Any] = {"tensor": layout.tensor_model_parallel_size, "context": layout.context_parallel_size}
-    given |= {"asked": layout.context_parallel_kind, "separate": config.data.documents == "separate"}
-    return {name: cut_kinds(block.mixer, **given) for name, block in zip(mixer_names(model), model.blocks(), strict=True)}
-
-
-def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool) -> float:
-    """Bytes that one rank gives the others of its context-parallel group in a step, all its layers and micro-batches, both ways."""
-    train, model, kinds = config.train, config.model, kinds_of_cut(config)
-    training, again = training_of(config, cuda=cuda), train.recompute == "full"
-    of_layers = 0.0
-    for name, block in zip(mixer_names(model), model.blocks(), strict=True):
-        of_layers += block.recurrence * block.mixer.cut_bytes(training, kinds[name]).sent(training, again=again)
-    micro_batches = train.global_batch_size // (data_parallel * train.micro_batch_size)
-    return of_layers * micro_batches / config.parallel.pipeline_model_parallel_size
 
 
 def is_estimated(config: RunConfig) -> bool:

@@ -17,11 +17,11 @@ from fem_megatron.config import ModelConfig
 from fem_megatron.mixers.attention.shape import AttentionConfig
 from fem_megatron.mup import outer_weights, width_ratio
 from fem_megatron.rope import RopeScaling
-from fem_megatron.shape import BlockShape, CutKinds, Shape, Weights, cut_kinds
+from fem_megatron.shape import BlockShape, Weights
 from pretrain.config import RunConfig
-from pretrain.plan import muon
+from pretrain.plan import cut, muon
 from pretrain.plan.devices import memory_gib
-from pretrain.plan.memory import StageMemory, beside_told, cut_bytes, is_estimated, kinds_of_cut, stage_memory, zero_variants
+from pretrain.plan.memory import StageMemory, beside_told, is_estimated, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
 from pretrain.schedule import Schedule
 
@@ -263,35 +263,13 @@ def memory_excess(plan: Plan) -> str | None:
     room = memory_gib(device) if device else None
     if room is None or plan.peak_memory <= room * 2**30:
         return None
-    cut = _smallest_cut(plan, room * 2**30)
+    cuts = (made for made in cut.finer_cuts(plan.config, plan.world_size) if make_plan(*made, cuda=plan.cuda).peak_memory <= room * 2**30)
+    enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
     return (
         f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
         f"train.recompute=full, or split the model further (parallel.*, engine.*)"
-        + (f"; the smallest parallel.context_parallel_size that fits: {cut}" if cut else "")
+        + (f"; the smallest parallel.context_parallel_size that fits: {enough}" if enough else "")
     )
-
-
-def _smallest_cut(plan: Plan, room: int) -> int | None:
-    """The least of twice, four times, ... the run's context-parallel size at which a rank needs no more than ``room``; None: none does.
-
-    On as many processes if they are enough, else on as many times more.
-    """
-    config, layout = plan.config, plan.config.parallel
-    for times in (2**n for n in range(1, config.data.seq_length.bit_length())):
-        size = layout.context_parallel_size * times
-        made = replace(config, parallel=replace(layout, world_size=None, context_parallel_size=size))
-        world = plan.world_size if plan.world_size % made.parallel.model_parallel == 0 else plan.world_size * times
-        sequences = config.train.micro_batch_size * world // made.parallel.model_parallel
-        if config.data.seq_length % (2 * size * layout.tensor_model_parallel_size) or config.train.global_batch_size % sequences:
-            continue
-        try:
-            for block in config.model.blocks():
-                cut_kinds(block.mixer, tensor=layout.tensor_model_parallel_size, context=size)
-        except ValueError:
-            return None
-        if make_plan(made, world, cuda=plan.cuda).peak_memory <= room:
-            return size
-    return None
 
 
 def _model_lines(plan: Plan) -> Iterator[str]:
@@ -366,22 +344,7 @@ def _layout_lines(plan: Plan) -> Iterator[str]:
         f"  a step is {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {train.micro_batch_size} x "
         f"{plan.config.data.seq_length} tokens on each data-parallel rank, {train.precision}, recompute {train.recompute}"
     )
-    if kinds := kinds_of_cut(plan.config):
-        told = ", ".join(f"{name}: {_reads_told(block.mixer, kinds[name])}" for name, block in _layers(plan.config.model).items())
-        sent = cut_bytes(plan.config, plan.data_parallel, cuda=plan.cuda)
-        yield f"  each rank has {plan.config.data.seq_length // layout.context_parallel_size:,} tokens of a sequence ({told}),"
-        yield f"  and sends the other {layout.context_parallel_size - 1} of its group {gib(int(sent))} a step"
-
-
-def _layers(model: ModelConfig) -> dict[str, BlockShape]:
-    return dict(zip(mixer_names(model), model.blocks(), strict=True))
-
-
-def _reads_told(mixer: Shape, kinds: CutKinds) -> str:
-    widths = mixer.cut_widths()
-    exchanges = widths.always or (widths.keyed and not kinds.gathers) or (widths.scanned and not kinds.states)
-    said = {"all_to_all": exchanges, "all_gather": widths.keyed and kinds.gathers, "states": widths.scanned and kinds.states}
-    return " and ".join(name for name, holds in said.items() if holds)
+    yield from cut.told(plan.config, plan.data_parallel, cuda=plan.cuda)
 
 
 def _split_words(config: RunConfig) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields, is_dataclass, replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from fem_megatron.mixers.hyperset.shape import HyperSetConfig
 from fem_megatron.mixers.second_order.shape import SecondOrderConfig
 from fem_megatron.parallel import OneProcess
 from fem_megatron.rope import RopeScaling
-from fem_megatron.shape import BlockShape, cut_kinds
+from fem_megatron.shape import BlockShape
 from fem_megatron.state import Context
 from pretrain.config import load_run
 from pretrain.plan.run_plan import forward_flops, parameter_shapes
@@ -124,21 +123,6 @@ def filled(shape: BlockShape, dtype: torch.dtype = torch.float64) -> Block:
 
 def tokens(length: int = LENGTH, dtype: torch.dtype = torch.float64) -> Tensor:
     return conftest.tokens(length, hidden=32, dtype=dtype, seed=3)
-
-
-def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None:
-    """What passes states or gathers keys needs no heads; what must exchange them says which width, and the choice that needs none."""
-    for name in NAMES:
-        mixer = model_of(name, attention_backend="fused").blocks()[0].mixer
-        kinds, widths = partial(cut_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
-        if not widths.always:
-            assert kinds() == kinds(asked="all_gather") == (bool(widths.keyed), True)
-        asked: list[dict[str, Any]] = [{"asked": "all_to_all"}, {"separate": True}]
-        for refused in [*([{}] if widths.always else []), *asked]:
-            with pytest.raises(ValueError, match="context_parallel_size=3 x tensor_model_parallel_size=2 does not divide") as caught:
-                kinds(**refused)
-            if name in ("fem_softmax", "fem_aft", "mamba2", "transformer"):
-                wording(f"{name}, {refused}: {caught.value}")
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,22 @@ from torch import Tensor
 
 from fem_megatron.block import Block
 from fem_megatron.cut import Cut
+from fem_megatron.cut_shape import CutKinds, cut_kinds
 from fem_megatron.megatron import platform
-from fem_megatron.shape import BlockShape, CutKinds, Training, cut_kinds
+from fem_megatron.shape import BlockShape, Training
 from fem_megatron.state import Context
 from tests.fem_megatron import padding
-from tests.fem_megatron.test_catalogue import CASES, block_of, filled, is_causal, model_of, shape_of, tokens
+from tests.fem_megatron.test_catalogue import CASES, NAMES, block_of, filled, is_causal, model_of, shape_of, tokens
 from tests.ranks import answer
+from tests.wording import Wording
 
 PLACES = ("TP2", "TP2+SP")
-CUTS = ("CP2, all_to_all", "CP2, all_gather", "CP2, states")  # the second where keys have names, the third where scans pass states
+CUTS = (
+    "CP2, all_to_all",
+    "CP2, all_gather",
+    "CP2, states",
+    "CP2, ring",
+)  # the second where keys have names, the third where scans pass states
 WIDE_RANGE = "CP2, states, beta beyond the range"
 
 
@@ -34,9 +42,13 @@ def fused(case: str, **changes: Any) -> BlockShape:
 
 # A case, or a vocabulary and whether it is tied; and the place.
 GATHERED = [(case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.cut_widths().keyed]
+ROUND = [(case, CUTS[3]) for case, _ in GATHERED if shape_of(case).mixer.cut_widths().rings]
 PASSED = [(case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned]  # the delta rules convolve
-MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED, *PASSED, ("fem_gla", WIDE_RANGE)]
-FOUR = [(case, "CP4, states") for case in ("fem_gla", "mamba2")]  # Mamba-2's convolution sees 3 tokens before a chunk, chunks have 2
+MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED, *ROUND, *PASSED, ("fem_gla", WIDE_RANGE)]
+FOUR = [
+    ("fem_softmax", "CP4, ring"),
+    *((case, "CP4, states") for case in ("fem_gla", "mamba2")),
+]  # Mamba-2's convolution sees 3 tokens before a chunk, chunks have 2
 SENT = [(case, "sent") for case in ("fem_gla", "mamba2")]
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
 Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]  # the third: its weight
@@ -61,9 +73,24 @@ def test_two_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) 
 
 
 @pytest.mark.parametrize("case", FOUR, ids=" ".join)
-def test_four_ranks_pass_states(errors: Errors, case: tuple[str, str]) -> None:
+def test_four_ranks_compute_what_one_does(errors: Errors, case: tuple[str, str]) -> None:
     # 1e-10 as above.
     assert not {key: value for key, value in errors[case].items() if not value < 1e-10}
+
+
+def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None:
+    """What passes states or gathers keys needs no heads; what must exchange them says which width, and the choice that needs none."""
+    for name in NAMES:
+        mixer = model_of(name, attention_backend="fused").blocks()[0].mixer
+        kinds, widths = partial(cut_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
+        if not widths.always:
+            assert kinds() == kinds(asked="all_gather") == CutKinds(bool(widths.keyed), states=True)
+        asked: list[dict[str, Any]] = [{"asked": "all_to_all"}, {"separate": True}]
+        for refused in [*([{}] if widths.always else []), *asked]:
+            with pytest.raises(ValueError, match="context_parallel_size=3 x tensor_model_parallel_size=2 does not divide") as caught:
+                kinds(**refused)
+            if name in ("fem_softmax", "fem_aft", "mamba2", "transformer"):
+                wording(f"{name}, {refused}: {caught.value}")
 
 
 @pytest.mark.parametrize("case", SENT, ids=" ".join)
@@ -148,7 +175,7 @@ def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = Non
     errors = {"output": error(y, wanted[mine]), "x": error(x_grad, wanted_x[mine])}
     if beta is None:
         training = Training(8, 1, 1, x.shape[1], length, cuda=False, ranks=cut.ranks.size)
-        told = shape.mixer.cut_bytes(training, CutKinds(cut.gathers, cut.states)).sent(training)
+        told = shape.mixer.cut_bytes(training, CutKinds(cut.gathers, cut.states, cut.ring)).sent(training)
         errors["bytes"] = abs(told * shape.recurrence / sum(sent) - 1)
     for (key, ours), (_, theirs) in zip(split.named_parameters(), whole.named_parameters(), strict=True):
         gradient = gradient_of(ours)
@@ -171,6 +198,7 @@ def compare_refused(name: str) -> dict[str, float]:
 def sent_by_this_rank() -> Iterator[list[int]]:
     """The bytes that each collective of a cut sequence sends to the others."""
     sent, exchange, gather = list[int](), torch.distributed.all_to_all_single, torch.distributed.all_gather_into_tensor
+    send = torch.distributed.batch_isend_irecv
 
     def exchanged(made: Tensor, parts: Tensor, **given: Any) -> None:
         sent.append(parts.nbytes - parts.nbytes // len(parts))
@@ -180,7 +208,12 @@ def sent_by_this_rank() -> Iterator[list[int]]:
         sent.append(whole.nbytes - own.nbytes)
         gather(whole, own, **given)
 
-    with mock.patch.multiple(torch.distributed, all_to_all_single=exchanged, all_gather_into_tensor=gathered):
+    def moved(moves: list[Any]) -> list[Any]:
+        sent.append(sum(move.tensor.nbytes for move in moves if move.op is torch.distributed.isend))
+        return send(moves)
+
+    made: dict[str, Any] = {"all_to_all_single": exchanged, "all_gather_into_tensor": gathered, "batch_isend_irecv": moved}
+    with mock.patch.multiple(torch.distributed, **made):
         yield sent
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fem_megatron.mixers.attention.shape import AttentionShape, window_blocks
 from fem_megatron.parallel import Parallel
+from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
 from fem_megatron.update import Update, head_norms, normed, rotate
 from kernels.fem_attention import fem_attention
@@ -37,8 +36,7 @@ class Attention(Update):
         if self.shape.window is not None:
             o = self.read_window(q.permute(1, 2, 0, 3), k, v, self.shape.window, context)
         else:
-            read = partial(fem_attention, causal=context.causal, scale=self.shape.scale)
-            o = context.apart(lambda valid, *qkv: read(*qkv, keys_valid=valid), q.permute(1, 2, 0, 3), k, v, keys=(1, 2))
+            o = softmax_read(context, q.permute(1, 2, 0, 3), k, v, scale=self.shape.scale)
         return x + self.parallel.leave(self.out_proj(o.permute(2, 0, 1, 3).flatten(2)))
 
     def read_window(self, q: Tensor, k: Tensor, v: Tensor, window: int, context: Context) -> Tensor:

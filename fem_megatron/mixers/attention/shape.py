@@ -6,23 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
+from fem_megatron.cut_shape import GROUPS, Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
-from fem_megatron.shape import (
-    GROUPS,
-    WIDE,
-    Crossing,
-    CutKinds,
-    CutWidths,
-    Shape,
-    Training,
-    Weight,
-    Weights,
-    head_width,
-    keys_seen,
-    qk_norms,
-    qk_norms_keep,
-)
+from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, head_width, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -108,11 +95,13 @@ class AttentionShape(Shape):
         return {"model.num_attention_heads": self.heads, GROUPS: self.groups}
 
     def cut_widths(self) -> CutWidths:
-        return CutWidths(keyed=self.split_widths())
+        return CutWidths(keyed=self.split_widths(), rings=self.window is None)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """Keys and values; or these, of as many heads as there are ranks at least, queries and what was read."""
         e, tensor = training.element * self.head, training.tensor_parallel
+        if kinds.ring:
+            return Crossing(ring=2 * self.groups * self.head / tensor)
         if kinds.gathers:
             return Crossing(keys=e * 2 * self.groups / tensor)
         return Crossing(e * (2 * self.heads / tensor + 2 * max(self.groups // tensor, training.ranks)))

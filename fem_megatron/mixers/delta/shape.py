@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.shape import FIXED, Crossing, CutKinds, Normal, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.cut_shape import Crossing, CutKinds
+from fem_megatron.shape import FIXED, Normal, Packing, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig

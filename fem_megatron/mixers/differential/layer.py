@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fem_megatron.mixers.differential.shape import DifferentialShape
 from fem_megatron.parallel import Parallel
+from fem_megatron.ring import softmax_read
 from fem_megatron.state import Context
 from fem_megatron.update import Update, head_norms, normed, rms_norm, rotate
-from kernels.fem_attention import fem_attention
 
 
 class DifferentialAttention(Update):
@@ -30,12 +30,8 @@ class DifferentialAttention(Update):
         x, h = normed(x, self.norm.weight, shape.norm_eps)
         q, k, v = self.project(self.parallel.enter(h), context)
         k, v = (context.extend(name, t.permute(1, 2, 0, 3), dim=2) for name, t in (("k", k), ("v", v)))
-
-        def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return fem_attention(q, k, v.repeat_interleave(2, dim=1), causal=context.causal, keys_valid=valid, scale=shape.scale)
-
         wide = torch.promote_types(x.dtype, torch.float32)
-        both = context.apart(read, q.permute(1, 2, 0, 3), k, v, keys=(1, 2)).unflatten(1, (-1, 2))
+        both = softmax_read(context, q.permute(1, 2, 0, 3), k, v, scale=shape.scale).unflatten(1, (-1, 2))
         first, second = (t.to(wide) for t in both.unbind(2))
         o = first - self.lam_now() * second
         o = rms_norm(o, self.parallel.share(self.head_norm.weight).to(wide), shape.norm_eps) * (1.0 - shape.lambda_init)

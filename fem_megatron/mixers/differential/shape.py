@@ -6,23 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
-from fem_megatron.shape import (
-    FIXED,
-    Crossing,
-    CutKinds,
-    CutWidths,
-    Normal,
-    Packing,
-    Shape,
-    Training,
-    Weight,
-    Weights,
-    keys_seen,
-    qk_norms,
-    qk_norms_keep,
-)
+from fem_megatron.shape import FIXED, Normal, Packing, Shape, Training, Weight, Weights, keys_seen, qk_norms, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -94,11 +81,13 @@ class DifferentialShape(Shape):
         return {"model.num_attention_heads": self.heads}
 
     def cut_widths(self) -> CutWidths:
-        return CutWidths(keyed=self.split_widths())
+        return CutWidths(keyed=self.split_widths(), rings=True)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """Both keys and the value, as wide as they; or these, both queries, and what both read."""
         e = training.element * self.heads * 2 * self.head / training.tensor_parallel
+        if kinds.ring:  # keys as wide as the values
+            return Crossing(ring=3 * self.heads * 2 * self.head / training.tensor_parallel)
         return Crossing(keys=2 * e) if kinds.gathers else Crossing(5 * e)
 
     def rotary_size(self) -> int:

@@ -12,11 +12,11 @@ from torch.nn.functional import relu, softplus
 from fem_megatron.cut import Cut
 from fem_megatron.mixers.fem.prior_shapes import AftShape, LinearShape, MambaShape, SoftmaxShape
 from fem_megatron.mixers.fem.shape import FemShape
+from fem_megatron.ring import softmax_read
 from fem_megatron.scans import linear_scan
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, product_type, rms_norm
 from kernels.aft_read import aft_read
-from kernels.fem_attention import fem_attention
 from kernels.free_energy import MAX_RANGE, ValueWindow, free_energy_read, within_range
 from kernels.free_energy.linear import linear_read
 from kernels.linear_attention import linear_attention
@@ -178,19 +178,8 @@ class SoftmaxPrior(Prior):
         q, k = (parts[name].permute(1, 2, 0, 3) for name in ("q", "k"))
         k = context.extend("k", k, dim=2)
         v = context.extend("v", v, dim=2)
-        read = partial(
-            fem_attention,
-            causal=context.causal,
-            scale=self.shape.prior.scale,
-            implementation="auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend,
-        )
-
-        def whole(
-            valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, beta: Tensor | None
-        ) -> Tensor:
-            return read(q, k, v, beta, lam, gate, keys_valid=valid)
-
-        return context.apart(whole, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
+        chosen = "auto" if context.state is not None and self.shape.backend == "fused" else self.shape.backend
+        return softmax_read(context, q, k, v, beta, lam, gate, scale=self.shape.prior.scale, implementation=chosen)
 
 
 class LinearPrior(ScanPrior):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
+from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mixers.fem.prior_shapes import PriorShape, ScanShape, SoftmaxShape
 from fem_megatron.rope import Rope
-from fem_megatron.shape import WIDE, Crossing, CutKinds, CutWidths, Packing, Shape, Training, Weight, Weights, qk_norms_keep
+from fem_megatron.shape import WIDE, Packing, Shape, Training, Weight, Weights, qk_norms_keep
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
@@ -227,7 +228,7 @@ class FemShape(Shape):
     def cut_widths(self) -> CutWidths:
         heads, scanned = {"model.num_attention_heads": self.heads}, self._conditioner_width()
         if isinstance(self.prior, SoftmaxShape):
-            return CutWidths(keyed=heads, scanned=scanned)
+            return CutWidths(keyed=heads, scanned=scanned, rings=True)
         if self.passes:
             return CutWidths(scanned=heads | scanned)
         return CutWidths(always=heads, scanned=scanned)
@@ -237,8 +238,11 @@ class FemShape(Shape):
         e, tensor, channels = training.element, training.tensor_parallel, sum(self.conditioners().values())
         states = channels * 2 * training.wide if kinds.states else 0.0
         exchanged = 0.0 if kinds.states else channels * (2 * e + training.wide)
-        keys = span = 0.0
-        if kinds.gathers:
+        keys = span = ring = 0.0
+        if kinds.ring:
+            ring = self.heads * 2 * max(self.prior.slices()["k"], self.value_head * (1 + self.free_energy))
+            span = self.heads * e * 2 * self.value_head * self.free_energy
+        elif kinds.gathers:
             keys = self.heads * e * (self.prior.slices()["k"] + self.value_head)
         elif kinds.states and self.passes and isinstance(self.prior, ScanShape):
             states += self.heads * training.wide * self.prior.state_size(self.value_head * (1 + self.free_energy))
@@ -246,7 +250,7 @@ class FemShape(Shape):
         else:
             values = e * self.value_head * (2 + self.temperature + self.gate)
             exchanged += self.heads * (self.prior.cut_bytes(training, gate=self.gate) + values)
-        return Crossing(exchanged / tensor, keys=keys / tensor, states=states / tensor, span=span / tensor)
+        return Crossing(exchanged / tensor, keys=keys / tensor, states=states / tensor, span=span / tensor, ring=ring / tensor)
 
     def _conditioner_width(self) -> dict[str, int]:
         return {"the conditioner's width, model.fem.conditioner_size": self.conditioner} if self.conditioners() else {}

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
+from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mixers.delta.shape import conv_init
-from fem_megatron.shape import FIXED, OUTPUT, Crossing, CutKinds, CutWidths, Packing, Shape, Training, Weight, Weights, keys_seen
+from fem_megatron.shape import FIXED, OUTPUT, Packing, Shape, Training, Weight, Weights, keys_seen
 
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig

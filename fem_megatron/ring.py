@@ -1,0 +1,151 @@
+"""The read under a softmax, as every mixer that has one makes it; and, of a sequence that is cut, by a ring of its ranks.
+
+In a ring each rank keeps its queries, and keys and values go from rank to rank: what a rank holds at a time is its own and one other's.
+Partial reads are merged by their log-sum-exps, which is exact: a softmax over all keys. FEM's read is attention on [v | U]
+(`kernels.free_energy`), so it is merged alike, once all ranks have the range of the values. The backward pass goes round once more, with
+the gradients of keys and values behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fem_megatron.cut import Cut, Ranks
+from fem_megatron.state import Context
+from kernels.fem_attention import fem_attention
+from kernels.fem_attention.reference import repeat_heads
+from kernels.free_energy import SHIFT_BELOW, FreeEnergyGap, ValueStream, mix, mix_gap, value_centre_and_range, within_range
+
+
+def softmax_read(
+    context: Context,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    lam: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """`fem_attention` of the layer's tokens, by documents or over ranks as the context has them; v may have fewer heads than k."""
+    cut = context.cut
+    if cut is not None and cut.ring:
+        span = None if beta is None else cut.span(v, 2)
+        if span is None or beta is None or within_range(span, beta):
+            return context.again(lambda *given: _by_ring(cut, span, scale, *given), q, k, v, beta, lam, gate)
+
+    def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, beta: Tensor | None) -> Tensor:
+        v = repeat_heads(v, 1, k.shape[1])
+        given = {"causal": context.causal, "scale": scale, "keys_valid": valid}
+        return fem_attention(q, k, v, beta, lam, gate, **given, implementation=implementation)
+
+    return context.apart(read, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
+
+
+def _by_ring(
+    cut: Cut,
+    span: Tensor | None,
+    scale: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    lam: Tensor | None,
+    gate: Tensor | None,
+) -> Tensor:
+    scale, wide = q.shape[-1] ** -0.5 if scale is None else scale, torch.promote_types(q.dtype, torch.float32)
+    if beta is None or span is None:
+        return mix(_Ring.apply(q, k, v, scale, cut.ranks).to(wide), None, None, gate).to(q.dtype)
+    centre, spread = value_centre_and_range(span, beta)
+    shifted, rows = spread < SHIFT_BELOW, beta.to(wide)[:, None].expand_as(centre)
+    stream = ValueStream.apply(v.to(wide), rows, centre, shifted)
+    mu, z = _Ring.apply(q, k, torch.cat((v, stream.to(v.dtype)), -1), scale, cut.ranks).to(wide).chunk(2, -1)
+    gap = FreeEnergyGap.apply(mu, z, *(repeat_heads(t, 1, q.shape[1]) for t in (rows, centre, shifted)))
+    return mix_gap(mu, gap, lam, gate).to(q.dtype)
+
+
+class _Ring(torch.autograd.Function):
+    """Causal softmax attention of a cut sequence: q [b, h, s, dk], k and v [b, h or a divisor of it, s, ..] of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ranks: Ranks) -> Tensor:
+        ctx.widths = [t.shape[-1] for t in (q, k, v)]
+        q, k, v = (pad(t, (0, max(ctx.widths) - t.shape[-1])) for t in (q, k, v))  # the kernels want one
+        out = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        total, kept = out.new_full(q.shape[:3], -torch.inf), list[Sequence[Any]]()
+
+        def add(k: Tensor, v: Tensor, rows: slice, columns: slice, causal: bool) -> None:
+            made, log, *more = _attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], causal, scale)
+            both = torch.logaddexp(total[:, :, rows], log)
+            out[:, :, rows] *= (total[:, :, rows] - both).exp()[..., None]
+            out[:, :, rows] += made * (log - both).exp()[..., None]
+            total[:, :, rows] = both
+            kept.append(more)
+
+        _round(ranks, k, v, add)
+        narrow = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, narrow, total)
+        ctx.scale, ctx.ranks, ctx.kept = scale, ranks, kept
+        return narrow[..., : ctx.widths[2]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, total = ctx.saved_tensors
+        grad, kept = pad(grads[0], (0, q.shape[-1] - ctx.widths[2])), iter(ctx.kept)
+        dq, *held = (torch.zeros_like(t, dtype=total.dtype) for t in (q, k, v))
+
+        def add(k: Tensor, v: Tensor, rows: slice, columns: slice, causal: bool) -> None:
+            own = [t[:, :, rows].contiguous() for t in (grad, q, out, total)]
+            found = _gradients(*own, k[:, :, columns], v[:, :, columns], causal, ctx.scale, next(kept))
+            dq[:, :, rows] += found[0]
+            for whole, part in zip(held, found[1:], strict=True):
+                whole[:, :, columns] += part.to(whole.dtype).unflatten(1, (whole.shape[1], -1)).sum(2)
+            held[:] = ctx.ranks.shift(held)()  # behind the keys and values, and in the end to whose they are
+
+        _round(ctx.ranks, k, v, add)
+        return (*(t[..., :width].to(q.dtype) for t, width in zip((dq, *held), ctx.widths, strict=True)), None, None)
+
+
+def _round(ranks: Ranks, k: Tensor, v: Tensor, add: Callable[..., None]) -> None:
+    """``add(k, v, rows, columns, causal)`` of every rank's keys and values: which of its own rows see which of their columns."""
+    held, half, every = [k, v], k.shape[2] // 2, slice(None)
+    for step in range(ranks.size):
+        source, coming = (ranks.rank - step) % ranks.size, None
+        if step < ranks.size - 1:
+            coming = ranks.shift(held)
+        if step == 0:
+            add(*held, every, every, True)
+        elif source < ranks.rank:  # its first chunk is before both of this rank's, its second behind them
+            add(*held, every, slice(0, half), False)
+        else:  # both of its chunks lie between this rank's
+            add(*held, slice(half, None), every, False)
+        held = held if coming is None else coming()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequence[Any]:
+    """Attention, the log-sum-exp of its scores, and what a GPU's backward wants besides."""
+    k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, total, *more = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, total, *more[:6]
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, out: Tensor, total: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]
+) -> Sequence[Tensor]:
+    """Of q, k and v, of each head, by the output and log-sum-exp over all keys."""
+    k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
+    if q.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, total, 0.0, causal, scale=scale)
+    sizes, seeds = kept[:4], kept[4:]
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return backward(grad, q, k, v, out, total, *sizes, 0.0, causal, *seeds, scale=scale)

@@ -1,0 +1,118 @@
+"""Context parallelism of a run from its configuration alone: how its mixers' reads are made, what ranks send, what is wrong. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fem_common.text import gib
+from fem_megatron.catalogue import mixer_names
+from fem_megatron.cut_shape import CutKinds, cut_kinds
+from fem_megatron.shape import BlockShape, Shape
+from pretrain.config import RunConfig
+from pretrain.plan.memory import training_of
+
+
+def kinds_of_cut(config: RunConfig) -> dict[str, CutKinds]:
+    """Mixer -> how its reads are made where sequences are cut; {} where they are not.
+
+    Raises:
+        ValueError: of a mixer they cannot be; the message names the width.
+    """
+    layout, separate = config.parallel, config.data.documents == "separate"
+    if layout.context_parallel_size == 1:
+        return {}
+    return {
+        name: cut_kinds(
+            block.mixer,
+            tensor=layout.tensor_model_parallel_size,
+            context=layout.context_parallel_size,
+            asked=layout.context_parallel_kind,
+            separate=separate,
+        )
+        for name, block in _layers(config).items()
+    }
+
+
+def cut_bytes(config: RunConfig, data_parallel: int, *, cuda: bool) -> float:
+    """Bytes that one rank sends the others of its context-parallel group in a step: all its layers and micro-batches, both ways."""
+    train, model, kinds = config.train, config.model, kinds_of_cut(config)
+    training, again = training_of(config, cuda=cuda), train.recompute == "full"
+    of_layers = 0.0
+    for name, block in zip(mixer_names(model), model.blocks(), strict=True):
+        of_layers += block.recurrence * block.mixer.cut_bytes(training, kinds[name]).sent(training, again=again)
+    micro_batches = train.global_batch_size // (data_parallel * train.micro_batch_size)
+    return of_layers * micro_batches / config.parallel.pipeline_model_parallel_size
+
+
+def told(config: RunConfig, data_parallel: int, *, cuda: bool) -> Iterator[str]:
+    """The plan's lines; none where no sequence is cut."""
+    kinds, size = kinds_of_cut(config), config.parallel.context_parallel_size
+    if kinds:
+        reads = ", ".join(f"{name}: {_reads_told(block.mixer, kinds[name])}" for name, block in _layers(config).items())
+        sent = gib(int(cut_bytes(config, data_parallel, cuda=cuda)))
+        yield f"  each rank has {config.data.seq_length // size:,} tokens of a sequence ({reads})"
+        yield f"  and sends {sent} to the other {size - 1} of its group in a step"
+
+
+def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, int]]:
+    """The run with twice, four times, ... its context-parallel size, and its processes: as many if they are enough, else more."""
+    layout, length = config.parallel, config.data.seq_length
+    for times in (2**n for n in range(1, length.bit_length())):
+        cut = replace(layout, world_size=None, context_parallel_size=layout.context_parallel_size * times)
+        world = world_size if world_size % cut.model_parallel == 0 else world_size * times
+        sequences = config.train.micro_batch_size * world // cut.model_parallel
+        made = replace(config, parallel=cut)
+        if length % (2 * cut.context_parallel_size * layout.tensor_model_parallel_size) == 0 == config.train.global_batch_size % sequences:
+            if not _cuts(made):
+                return
+            yield made, world
+
+
+def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What is wrong with the run's context parallelism, each with the nearest that is right."""
+    layout, length, size = config.parallel, config.data.seq_length, config.parallel.context_parallel_size
+    kind, key = layout.context_parallel_kind, f"parallel.context_parallel_size = {size}"
+    if size == 1:
+        if kind is not None:
+            yield f"parallel.context_parallel_kind = {kind} needs parallel.context_parallel_size of 2 or more"
+        return
+    if kind in ("all_gather", "ring") and config.data.documents == "separate":
+        yield f"parallel.context_parallel_kind = {kind}: data.documents = separate is read by whole heads; leave it out"
+        return
+    part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+    if length % (size * part):
+        near = max(1, round(length / (size * part))) * size * part
+        what = f"2 x {size} chunks" if part == 2 else f"{size} x {part}: chunks and slices of parallel.sequence_parallel"
+        yield f"data.seq_length = {length} is not a multiple of {what} ({key}); the nearest that is: {near}"
+    try:
+        kinds_of_cut(config)
+    except ValueError as error:
+        others = layout.model_parallel // size
+        fit = [count for count in range(1, world_size + 1) if world_size % (count * others) == 0 or world_size % layout.model_parallel]
+        fit = [count for count in fit if _cuts(replace(config, parallel=replace(layout, context_parallel_size=count)))]
+        yield f"{error}; the nearest that does: {min(fit, key=lambda count: abs(count - size))}"
+
+
+def _cuts(config: RunConfig) -> bool:
+    try:
+        kinds_of_cut(config)
+    except ValueError:
+        return False
+    return True
+
+
+def _layers(config: RunConfig) -> dict[str, BlockShape]:
+    return dict(zip(mixer_names(config.model), config.model.blocks(), strict=True))
+
+
+def _reads_told(mixer: Shape, kinds: CutKinds) -> str:
+    widths = mixer.cut_widths()
+    said = {
+        "all_to_all": widths.always or (widths.keyed and not kinds.gathers) or (widths.scanned and not kinds.states),
+        "all_gather": widths.keyed and kinds.gathers and not kinds.ring,
+        "ring": kinds.ring,
+        "states": widths.scanned and kinds.states,
+    }
+    return " and ".join(name for name, holds in said.items() if holds)
