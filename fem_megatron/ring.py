@@ -43,8 +43,9 @@ def softmax_read(
 
     def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, beta: Tensor | None) -> Tensor:
         v = repeat_heads(v, 1, k.shape[1])
-        given = {"causal": context.causal, "scale": scale, "keys_valid": valid}
-        return fem_attention(q, k, v, beta, lam, gate, **given, implementation=implementation)
+        return fem_attention(
+            q, k, v, beta, lam, gate, causal=context.causal, keys_valid=valid, scale=scale, implementation=implementation
+        )
 
     return context.apart(read, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
 
@@ -103,7 +104,7 @@ class _Ring(torch.autograd.Function):
 
         def add(k: Tensor, v: Tensor, rows: slice, columns: slice, causal: bool) -> None:
             own = [t[:, :, rows].contiguous() for t in (grad, q, out, total)]
-            found = _gradients(*own, k[:, :, columns], v[:, :, columns], causal, ctx.scale, next(kept))
+            found = _gradients(own, k[:, :, columns], v[:, :, columns], causal, ctx.scale, next(kept))
             dq[:, :, rows] += found[0]
             for whole, part in zip(held, found[1:], strict=True):
                 whole[:, :, columns] += part.to(whole.dtype).unflatten(1, (whole.shape[1], -1)).sum(2)
@@ -138,10 +139,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
     return out, total, *more[:6]
 
 
-def _gradients(
-    grad: Tensor, q: Tensor, out: Tensor, total: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]
-) -> Sequence[Tensor]:
-    """Of q, k and v, of each head, by the output and log-sum-exp over all keys."""
+def _gradients(own: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float, kept: Sequence[Any]) -> Sequence[Tensor]:
+    """Of q, k and v, of each head. own: the output's gradient, q, and the output and log-sum-exp over all keys."""
+    grad, q, out, total = own
     k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
     if q.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

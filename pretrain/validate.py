@@ -387,7 +387,7 @@ def _check_urls(config: RunConfig, world_size: int) -> Iterator[str]:
 _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_device, "log"),
     (_check_profile, "log"),
-    (check_spikes, "train engine checkpoint"),
+    (check_spikes, "train checkpoint"),
     (check_engine, "engine parallel train model optimizer"),
     (_check_model, "model"),
     (_check_mixer_limits, "model data parallel"),

@@ -88,9 +88,12 @@ class DeepSpeedEngine:
         self.state = ZeroState(self.engine, weights)
         self.state.connect(config.model)
         self.rates = LearningRates(config, schedule, self.engine.optimizer)
-        self.norm = math.nan  # of stage 0's last step
+        self.norm, self.unwanted = math.nan, False  # what `_skips` found of the last step
+        self.judge: Callable[[float], bool] | None = None  # of this step's norm
         if config.engine.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip
+        elif config.train.on_spike != "none":
+            _ask_before_update(self.engine.optimizer, self._skips)
 
     @property
     def models(self) -> list[GPTModel]:
@@ -106,23 +109,29 @@ class DeepSpeedEngine:
         beside: Beside = tuple,
         unwanted: Unwanted | None = None,
     ) -> StepResult:
-        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank. Nobody may ask ``unwanted``."""
-        assert unwanted is None, "DeepSpeed updates before it tells the norm; `pretrain.validate` says so"
+        """One optimizer step. A non-finite loss or gradient on any rank skips the update on every rank.
+
+        ``unwanted`` needs ``train.on_spike``: it is asked within DeepSpeed's step, between the gradient's norm and the update.
+        """
         lr = self.rates.set(samples_after)
         step = list(itertools.islice(batches, self.micro_batches))
         scale = self._loss_scale(step)
-        reports, times = [], None
+        reports, times, known = [], None, None
+        self.norm, self.unwanted, self.judge = math.nan, False, None
         for number, batch in enumerate(step):
             started = platform.Moment() if timed and number == 0 and self.config.engine.zero_stage < 3 else None
             total, tokens = self._forward(batch)
             times = self._times(started) if started is not None else times
             reports.append(torch.stack([total.detach(), tokens]))
             self.engine.backward(poisoned(total) * scale)
+            if unwanted and number == self.micro_batches - 1:
+                known = mean_loss(reports, beside())
+                self.judge = partial(unwanted, known[0])
             with self._updates_looked_at():
                 self.engine.step()
         grad_norm = self._grad_norm()
-        loss, sums = mean_loss(reports, beside())
-        return StepResult(loss, grad_norm, lr, skipped=not math.isfinite(grad_norm), times=times, beside=sums)
+        loss, sums = known or mean_loss(reports, beside())
+        return StepResult(loss, grad_norm, lr, skipped=self.unwanted or not math.isfinite(grad_norm), times=times, beside=sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], global_batches: int) -> float:
@@ -177,7 +186,7 @@ class DeepSpeedEngine:
         return (self.data_parallel * self.micro_batches / tokens).float()
 
     def _grad_norm(self) -> float:
-        if self.config.engine.zero_stage == 0:
+        if self.config.engine.zero_stage == 0 or self.judge:
             return self.norm
         if self.engine.optimizer.overflow:
             return math.nan
@@ -213,9 +222,16 @@ class DeepSpeedEngine:
         from deepspeed.runtime.utils import clip_grad_norm_
 
         limit = self.engine.gradient_clipping()
-        self.norm = float(clip_grad_norm_(parameters=self.model.parameters(), max_norm=limit, mpu=self.engine.mpu))
-        if not math.isfinite(self.norm):
+        norm = clip_grad_norm_(parameters=self.model.parameters(), max_norm=limit, mpu=self.engine.mpu)
+        if self._skips(float(norm)):
             self.engine.zero_grad()
+
+    def _skips(self, norm: float) -> bool:
+        """Whether a step with this norm is to update nothing. DeepSpeed's own word for one that is not finite is -1."""
+        self.norm = norm if norm >= 0 else math.nan
+        finite = math.isfinite(self.norm)
+        self.unwanted = bool(finite and self.judge and self.judge(norm))
+        return self.unwanted or not finite
 
     @staticmethod
     def _times(started: platform.Moment) -> StepTimes:
@@ -235,6 +251,42 @@ def _initialized(deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, s
     except (ValueError, AssertionError) as error:  # pydantic's among them: a key or value that DeepSpeed does not take
         raise ConfigError(f"engine.deepspeed: DeepSpeed refuses: {' '.join(str(error).split())}") from None
     return engine
+
+
+def _ask_before_update(optimizer: Any, skips: Callable[[float], bool]) -> None:
+    """Let ``skips`` decide by the gradient's norm about every step of a ZeRO optimizer, which skips by itself where that is infinite.
+
+    Each of its three kinds comes to the norm in its own way; all ranks of all its groups have it by then.
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+
+    if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
+        norm = optimizer.scaled_global_norm
+
+        def judged_norm(*given: Any, **named: Any) -> torch.Tensor:
+            found: torch.Tensor = norm(*given, **named)
+            return torch.full_like(found, math.inf) if skips(float(found)) else found
+
+        optimizer.scaled_global_norm = judged_norm
+    elif hasattr(optimizer, "_get_norm_groups"):  # stage 3
+        groups = optimizer._get_norm_groups
+
+        def judged_groups() -> list[Any]:
+            found: list[Any] = groups()
+            whole = combine_grad_norm_groups(found)
+            return [torch.full_like(whole, math.inf)] if skips(float(whole)) else found
+
+        optimizer._get_norm_groups = judged_groups
+    else:  # stage 1 in bf16, which tells nobody its norm before it clips: it is computed twice
+        gradients = optimizer.get_grads_for_norm
+
+        def judged_gradients(for_clipping: bool = False) -> Any:
+            found = gradients(for_clipping)
+            if for_clipping or not skips(float(get_global_norm_of_tensors(found[0], mpu=optimizer.mpu, norm_type=optimizer.norm_type))):
+                return found
+            return [torch.full_like(found[0][0], math.inf)], {}
+
+        optimizer.get_grads_for_norm = judged_gradients
 
 
 def _gather_updates_whole(model: GPTModel) -> None:

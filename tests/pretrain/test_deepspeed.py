@@ -6,6 +6,7 @@ at another layout. Losses alone would not do: AdamW hides a gradient that is off
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +236,52 @@ def test_a_step_that_is_not_finite_changes_nothing_and_restored_groups_keep_thei
     assert len(restored) >= 2 and set(restored) == {2.0} and set(later) == {3.0}
     assert found["decays"] == [0.0, 0.1] and len(found["rates"]) == 1
     assert set(found["groups"]) == {3.0}
+
+
+# Each of DeepSpeed's three ZeRO optimizers and stage 0, and what stands elsewhere while an optimizer is offloaded.
+GUARDED: dict[str, list[str]] = {
+    **{f"stage {stage}": deepspeed(stage) for stage in STAGES},
+    "bf16 stage 1": [*deepspeed(1), BF16],
+    "bf16 stage 3": [*SPLIT, BF16],
+    "stage 2, offload": [*deepspeed(2), "engine.offload_optimizer=true"],
+    "stage 3, all offloaded": OFFLOADED,
+    "stage 2, muon": [*deepspeed(2), "optimizer.name=muon"],
+}
+
+
+def skip_one(settings: list[str]) -> dict[str, dict[str, Any]]:
+    """Case -> the steps of an engine whose second is unwanted and whose third nobody judges, what was asked, whether the state moved."""
+    platform.import_megatron()
+    asked: list[tuple[float, float]] = []
+
+    def taken(loss: float, grad_norm: float) -> bool:
+        asked.append((loss, grad_norm))
+        return False
+
+    found = {}
+    for name, more in GUARDED.items():
+        asked.clear()
+        with engine_of([*settings, *more, "train.on_spike=skip"]) as engine:
+            steps, states = [], []
+            for judge in (taken, lambda *pair: not taken(*pair), None):
+                steps.append(engine.train_step(micro_batches(16), 8, unwanted=judge))
+                states.append(_tensors(engine))
+            moved = [not _same(*pair) for pair in itertools.pairwise(states)]
+            found[name] = {"steps": [(one.loss, one.grad_norm, one.skipped) for one in steps], "asked": [*asked], "moved": moved}
+    return found
+
+
+@pytest.fixture(scope="module")
+def skips(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = answer(1, skip_one, settings_of(tiny_data), output=tmp_path_factory.mktemp("skips") / "out")
+    return found
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_an_unwanted_step_changes_nothing_and_leaves_no_gradient_to_the_next(skips: dict[str, dict[str, Any]], name: str) -> None:
+    """All steps see the same samples: after one that changed nothing the next, unjudged, has its loss and its norm to the last bit."""
+    found = skips[name]
+    first, skipped, taken = found["steps"]
+    assert [first[2], skipped[2], taken[2]] == [False, True, False] and found["moved"] == [False, True]
+    assert found["asked"] == [first[:2], skipped[:2]], "once a step, with what the step tells"
+    assert skipped[:2] == taken[:2] != first[:2]

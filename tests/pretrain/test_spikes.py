@@ -1,8 +1,9 @@
-"""The spike guard: what it calls a spike, and that a run with it resumes to the bit. One process."""
+"""The spike guard: what it calls a spike, and that a run with it resumes to the bit; at the end on several ranks, by both engines."""
 
 from __future__ import annotations
 
 import math
+import pickle
 import random
 import shutil
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import parallel_state
 
 from pretrain import trainer
+from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.data.datasets import Batch, batches
 from pretrain.spikes import Recent, Spikes
-from tests.pretrain.conftest import Command
-from tests.ranks import losses, records
+from tests.pretrain.conftest import DEMO, Command
+from tests.ranks import answer, losses, records
 from tools.tokens.steps import read_run
 
 GUARD = Spikes(deviations=6.0, window=100)
@@ -28,14 +32,14 @@ def series(steps: int, seed: int) -> list[tuple[float, float]]:
     return [(loss, (0.5 + 5 * math.exp(-step / 50)) * math.exp(dice.gauss(0, 0.25))) for step, loss in enumerate(losses)]
 
 
-def alarms(steps: list[tuple[float, float]]) -> dict[int, str]:
+def alarms(steps: list[tuple[float, float]], guard: Spikes = GUARD) -> dict[int, str]:
     found: dict[int, str] = {}
     recent: Recent = ()
     for number, (loss, norm) in enumerate(steps):
-        if spike := GUARD.found(recent, loss, norm):
+        if spike := guard.found(recent, loss, norm):
             found[number] = spike
         else:
-            recent = GUARD.learned(recent, loss, norm)
+            recent = guard.learned(recent, loss, norm)
     return found
 
 
@@ -58,6 +62,7 @@ def test_a_run_that_skips_spikes_resumes_to_the_bit(pretrain: Command) -> None:
     told = {line["step"]: (line["loss"], line["grad_norm"], line["skipped"]) for line in records(pretrain.run_dir) if "loss" in line}
     skipped = [step for step, (*_, skip) in told.items() if skip]
     assert skipped and min(skipped) > 2 and len(skipped) < 10 and all(math.isfinite(loss) for loss, *_ in told.values())
+    assert skipped == [1 + at for at in alarms([told[step][:2] for step in sorted(told)], Spikes(deviations=0.5, window=2))]
     first = skipped[0]
     assert f"step {first} skipped, a spike: " in pretrain.out and f"its samples are {4 * first - 4} to {4 * first - 1}, " in pretrain.out
     assert pretrain.out.count("SPIKE, step skipped") == len(skipped) and "NOT FINITE" not in pretrain.out
@@ -111,3 +116,65 @@ def test_a_run_that_goes_back_passes_samples_over_through_kills_to_the_bit(
     most[0] = 3.0
     assert pretrain(*rewind, "train.max_bad_steps=2", f"run_dir={tmp_path / 'again'}") == 3
     assert pretrain.out.count("back at") == 2 and "training has gone back 2 times from about here" in pretrain.err
+
+
+# --- several ranks --------------------------------------------------------------------------------------------------------------------
+
+ZERO = "engine.name=deepspeed"
+LAYOUTS = {
+    "DP2": ["parallel.use_distributed_optimizer=true"],
+    "TP2": ["parallel.tensor_model_parallel_size=2"],
+    "ZeRO-1 in bf16, DP2": [ZERO, "engine.zero_stage=1", "train.precision=bf16"],
+    "ZeRO-2, DP2, offload": [ZERO, "engine.zero_stage=2", "engine.offload_optimizer=true"],
+    "ZeRO-3, TP2": [ZERO, "engine.zero_stage=3", "parallel.tensor_model_parallel_size=2"],
+}
+Asked = list[tuple[float, float]]
+
+
+def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
+    """``python -m pretrain`` on this rank: its exit code, and the (loss, norm) that its guard was asked about.
+
+    bad: the loss, to the last bit, that is a spike. lost: of the run's steps, those whose samples the data gives to nobody.
+    """
+    from pretrain.__main__ import main
+
+    asked: Asked = []
+
+    def found(self: Spikes, recent: Recent, loss: float, grad_norm: float) -> str | None:
+        asked.append((loss, grad_norm))
+        return "loss" if loss == bad else None
+
+    def without(data: Any, first: int, *rest: Any) -> Iterator[Batch]:
+        per_step = 4 // (rest[0] * parallel_state.get_data_parallel_world_size())
+        return (batch for number, batch in enumerate(batches(data, first, *rest)) if number // per_step not in range(12)[lost])
+
+    Spikes.found = found  # type: ignore[method-assign]
+    vars(trainer)["batches"] = without
+    return main([DEMO, *arguments]), asked
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(layout: str, settings: list[str], tmp_path: Path) -> None:
+    """Each rank decides by its own copy of the loss. The straight run's data lacks the three steps' samples; nothing in it goes back."""
+    base = [*settings, "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]", "checkpoint.interval=2", *LAYOUTS[layout]]
+    base += ["checkpoint.keep_last=9", "train.on_spike=rewind", "train.spike_rewind=2", "train.micro_batch_size=1"]
+
+    def run(name: str, bad: float = math.nan, lost: slice = slice(0)) -> dict[int, tuple[float, float]]:
+        output = tmp_path / f"{name}.out"
+        answer(2, guarded, [*base, f"run_dir={tmp_path / name}"], bad, lost, output=output)
+        (code, asked), other = (pickle.loads(Path(f"{output}.{rank}.answer").read_bytes()) for rank in range(2))
+        assert code == 0 and (code, asked) == other, "both ranks were asked the same"
+        return losses(tmp_path / name)
+
+    plain = run("plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "killed")
+    for later in sorted((tmp_path / "killed" / "checkpoints").glob("step_*"))[3:]:
+        shutil.rmtree(later)
+    back = run("back", bad=plain[7][0])
+    assert "back at" in (tmp_path / "back.out.0").read_text()
+    straight = run("straight", lost=slice(4, 7))
+    assert back == straight and all((back[step] == plain[step]) == (step < 5) for step in plain)
+    assert run("killed", bad=plain[7][0]) == straight, "killed after step 6, it meets the spike and decides again"
+    weights = [load_full_model_state(tmp_path / name)[0] for name in ("back", "straight", "killed")]
+    assert all(torch.equal(weights[0][key], other[key]) for other in weights[1:] for key in weights[0])

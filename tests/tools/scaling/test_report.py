@@ -23,7 +23,7 @@ from tools.scaling.plotting import figures
 from tools.scaling.results import load_fit
 from tools.scaling.table import read_table, write_table
 
-PUBLISHED = {"cpu_small": "isoflop frontier loss_compute residuals", "mup_transfer_cpu": "learning_rate"}
+PUBLISHED = {"cpu_small": "isoflop frontier loss_compute residuals", "mup_transfer_cpu": "learning_rate", "muon_cpu": "learning_rate"}
 
 
 def made(folder: Path, frame: pd.DataFrame | None = None, **changed: Any) -> tuple[Path, Path]:
