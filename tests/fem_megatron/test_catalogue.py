@@ -127,7 +127,8 @@ def test_more_ranks_share_a_sequence_than_it_has_heads(wording: Wording) -> None
         kinds, widths = partial(cut_kinds, mixer, tensor=2, context=3), mixer.cut_widths()
         if not widths.always:
             assert kinds() == kinds(asked="all_gather") == (bool(widths.keyed), True)
-        for refused in (*([{}] if widths.always else []), {"asked": "all_to_all"}, {"separate": True}):
+        refusals: list[dict[str, Any]] = [{"asked": "all_to_all"}, {"separate": True}]
+        for refused in [{}, *refusals] if widths.always else refusals:
             with pytest.raises(ValueError, match="context_parallel_size=3 x tensor_model_parallel_size=2 does not divide") as caught:
                 kinds(**refused)
             if name in ("fem_softmax", "fem_aft", "mamba2", "transformer"):

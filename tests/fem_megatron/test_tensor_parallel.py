@@ -138,7 +138,7 @@ def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = Non
     whole, split = filled(shape), filled(shape)
     if beta is not None:
         for block in (whole, split):
-            torch.nn.init.constant_(block.mixer.beta, beta)  # type: ignore[arg-type]
+            torch.nn.init.constant_(block.mixer.beta, beta)
     x, weight = tokens(length), tokens(length).flip(0)
     wanted, wanted_x = run(whole, x, weight, is_causal(name))
     mine, y, x_grad = run_cut(split, cut, x, weight, is_causal(name))
@@ -154,7 +154,7 @@ def compare_refused(name: str) -> dict[str, float]:
     """0 where a single head, of which two ranks cannot make the exact form, is refused in a line that says so."""
     cut, shape = cut_of(name, "states", num_attention_heads=1)
     block = filled(shape)
-    torch.nn.init.constant_(block.mixer.beta, 200.0)  # type: ignore[arg-type]
+    torch.nn.init.constant_(block.mixer.beta, 200.0)
     with pytest.raises(ValueError, match="parallel.context_parallel_size do not divide a rank's 1 heads"):
         run_cut(block, cut, tokens(12), tokens(12), causal=True)
     return {"refused": 0.0}
@@ -175,7 +175,7 @@ class Counting(Ranks):
         return self.ranks.gather(own)
 
 
-def count_sent(name: str, kind: str, length: int) -> int:
+def count_sent(name: str, kind: str, length: int) -> float:
     cut, shape = cut_of(name, kind)
     counting = Counting(cut.ranks)
     run_cut(filled(shape), replace(cut, ranks=counting), tokens(length), tokens(length), is_causal(name))

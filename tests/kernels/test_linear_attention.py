@@ -59,7 +59,7 @@ def test_no_gradient_is_nan_where_huge_values_were_forgotten(decay: str, normali
 
 @pytest.mark.parametrize("case", SUITE.cases)
 def test_a_state_is_what_the_tokens_add_to_what_they_leave_of_the_one_before(case: str) -> None:
-    x = {name: t.double() if isinstance(t, Tensor) else t for name, t in SUITE.cases[case](SUITE.small).items()}
+    x: dict[str, Any] = {name: t.double() if isinstance(t, Tensor) else t for name, t in SUITE.cases[case](SUITE.small).items()}
     x.setdefault("initial", torch.ones(*x["k"].shape[:2], x["k"].shape[3], x["v"].shape[3] + x["normalise"], dtype=torch.float64))
     leaves = [x[name].requires_grad_() for name in ("k", "v", "log_decay", "initial") if name in x]
     _, state = linear_attention(**x)
