@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.linear_attention import Damp
-
 if TYPE_CHECKING:
     from fem_megatron.state import Context
 
@@ -119,31 +117,13 @@ class Cut:
         beside = [None if t is None else torch.cat(t.chunk(2, dims.time), dims.batch) for t in given]
         return torch.cat(read(None, *beside, *each).chunk(2, dims.batch), dims.time)
 
-    def states_before(self, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False) -> Tensor:
-        """The state before each of this rank's chunks, [2 b, ..., n] like ``end``, those after a scan of each chunk from zero.
-
-        log_decay [2 b, ..., 1]: by which a chunk fades what was before it, at most 0; its middle dimensions may be 1. None: by nothing.
-        reverse: scans run from the last token to the first.
-        """
-        both = end if log_decay is None else torch.cat((end, log_decay.expand(*end.shape[:-1], 1)), -1)
-        chunks = self._all_chunks(both, 0)
-        state, before = torch.zeros_like(chunks[0][..., : end.shape[-1]]), {}
-        for number in sorted(range(len(chunks)), reverse=reverse):
-            before[number] = state
-            if log_decay is None:
-                state = state + chunks[number]
-            else:
-                added, faded = chunks[number].tensor_split([end.shape[-1]], -1)
-                state = Damp.apply(state, faded) + added
-        return torch.cat([before[number] for number in self._own()])
-
     def tokens_before(self, x: Tensor, count: int) -> Tensor:
         """The ``count`` tokens before each chunk, [count, 2 b, ...] of x [tokens of a chunk, 2 b, ...]; zeros before the first of all."""
         zeros = x.new_zeros(count, x.shape[1] // 2, *x.shape[2:])
         if not count:
             return torch.cat((zeros, zeros), 1)
-        chunks = self._all_chunks(x[-count:], 1)
-        return torch.cat([torch.cat((zeros, *chunks[max(0, number - count) : number]))[-count:] for number in self._own()], 1)
+        chunks = self.all_chunks(x[-count:], 1)
+        return torch.cat([torch.cat((zeros, *chunks[max(0, number - count) : number]))[-count:] for number in self.own], 1)
 
     def span(self, v: Tensor, time: int) -> Tensor:
         """The least and the greatest of all tokens, two in place of this rank's along ``time``; no gradient."""
@@ -151,10 +131,12 @@ class Cut:
         low, high = every.chunk(2, time + 1)
         return torch.cat((low.amin(0), high.amax(0)), time)
 
-    def _own(self) -> tuple[int, int]:
+    @property
+    def own(self) -> tuple[int, int]:
+        """The numbers of this rank's chunks."""
         return own_chunks(self.ranks.size, self.ranks.rank)
 
-    def _all_chunks(self, own: Tensor, batch: int) -> list[Tensor]:
+    def all_chunks(self, own: Tensor, batch: int) -> list[Tensor]:
         """What every chunk has, in order, of what this rank's two have side by side in the dimension ``batch``."""
         first, second = self.ranks.gather(own).chunk(2, batch + 1)
         return [*first, *second.flip(0)]
@@ -162,7 +144,7 @@ class Cut:
     def _by_chunks(self, read: Read, given: Given, each: Given, keys: Collection[int], time: int) -> Tensor:
         """``given``: keys of all tokens, the rest of this rank's."""
         chunks, made = 2 * self.ranks.size, []
-        for half, number in enumerate(self._own()):
+        for half, number in enumerate(self.own):
 
             def seen(place: int, t: Tensor, half: int = half, number: int = number) -> Tensor:
                 if place not in keys:

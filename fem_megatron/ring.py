@@ -43,9 +43,7 @@ def softmax_read(
 
     def read(valid: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, gate: Tensor | None, beta: Tensor | None) -> Tensor:
         v = repeat_heads(v, 1, k.shape[1])
-        return fem_attention(
-            q, k, v, beta, lam, gate, causal=context.causal, keys_valid=valid, scale=scale, implementation=implementation
-        )
+        return fem_attention(q, k, v, beta, lam, gate, causal=context.causal, keys_valid=valid, scale=scale, implementation=implementation)
 
     return context.apart(read, q, k, v, lam, gate, each=(beta,), keys=(1, 2))
 

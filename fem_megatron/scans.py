@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
+from fem_megatron.cut import Cut
 from fem_megatron.state import Context
-from kernels.linear_attention import end_state, linear_attention
+from kernels.linear_attention import Damp, end_state, linear_attention
 from kernels.time_decay_scan import time_decay_scan
 
 
@@ -24,7 +25,7 @@ def fading_sum(a: Tensor, f: Tensor, initial: Tensor | None, context: Context, *
     made = time_decay_scan(a, f, initial, softplus=True)
     if (cut := context.passing) is not None:
         since = -softplus(a.to(made.dtype)).cumsum(0)
-        before = cut.states_before(made[-1, ..., None], since[-1, ..., None], reverse=backward)
+        before = states_before(cut, made[-1, ..., None], since[-1, ..., None], reverse=backward)
         made = made + before.squeeze(-1) * since.exp()
     return made.flip(0) if backward else made
 
@@ -36,7 +37,7 @@ def linear_scan(
     if (cut := context.passing) is not None:
         # What the product keeps is wider than what it is given.
         end, fading = checkpoint(end_state, k, v, log_decay, normalise, use_reentrant=False, preserve_rng_state=False)
-        initial = cut.states_before(end, fading)
+        initial = states_before(cut, end, fading)
     return linear_attention(q, k, v, log_decay, initial, normalise=normalise)
 
 
@@ -51,11 +52,23 @@ def squares_before(
         return initial
     wide = k.to(torch.promote_types(k.dtype, torch.float32))
     wide = wide if features is None else features(wide)
-    return cut.states_before(wide.mT @ wide, None)
+    return states_before(cut, wide.mT @ wide, None)
 
 
-def tokens_before(x: Tensor, count: int, context: Context) -> Tensor:
-    """The ``count`` tokens before those of x [s, b, c], [count, b, c]; zeros where there are none."""
-    if (cut := context.passing) is None:
-        return x.new_zeros(count, *x.shape[1:])
-    return cut.tokens_before(x, count)
+def states_before(cut: Cut, end: Tensor, log_decay: Tensor | None, *, reverse: bool = False) -> Tensor:
+    """The state before each of this rank's chunks, [2 b, ..., n] like ``end``, those after a scan of each chunk from zero.
+
+    log_decay [2 b, ..., 1]: by which a chunk fades what was before it, at most 0; its middle dimensions may be 1. None: by nothing.
+    reverse: scans run from the last token to the first.
+    """
+    both = end if log_decay is None else torch.cat((end, log_decay.expand(*end.shape[:-1], 1)), -1)
+    chunks = cut.all_chunks(both, 0)
+    state, before = torch.zeros_like(chunks[0][..., : end.shape[-1]]), {}
+    for number in sorted(range(len(chunks)), reverse=reverse):
+        before[number] = state
+        if log_decay is None:
+            state = state + chunks[number]
+        else:
+            added, faded = chunks[number].tensor_split([end.shape[-1]], -1)
+            state = Damp.apply(state, faded) + added
+    return torch.cat([before[number] for number in cut.own])

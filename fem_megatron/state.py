@@ -126,7 +126,7 @@ class Context:
         batch, time, heads: the dimensions of sequences, tokens and heads (or channels), which ``read`` takes in any number. each: what
         belongs to a head alone, heads first, or is one for all. keys: which of the tensors the tokens of others read, where these alone
         are read, by as many queries as there are, the last of the keys; () where a token's read is not told apart from what it is read by.
-        passes: what ``read`` knows of earlier tokens it has by `scans` alone.
+        passes: what ``read`` knows of earlier tokens it has by `scans` and `tokens_before` alone.
         """
         documents = self.documents
         if (documents or self.cut) and (self.state is not None or self.valid is not None):
@@ -148,6 +148,10 @@ class Context:
     def passing(self) -> Cut | None:
         """The cut, where scans pass states from chunk to chunk."""
         return self.cut if self.cut is not None and self.cut.states and self.documents is None else None
+
+    def tokens_before(self, x: Tensor, count: int) -> Tensor:
+        """The ``count`` tokens before those of x [s, b, c], in a read that ``passes``, [count, b, c]; zeros where there are none."""
+        return x.new_zeros(count, *x.shape[1:]) if self.passing is None else self.passing.tokens_before(x, count)
 
     def within(self, name: str) -> Context:
         """The same for a part of the layer, whose state lies under ``name``."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from fem_megatron.scans import tokens_before
 from fem_megatron.state import Context
 
 
@@ -30,7 +29,7 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor | N
     if valid is not None:
         x = x.masked_fill(~valid[..., None], 0)
     past = context.recall(name)
-    before = tokens_before(x, taps - 1, context) if past is None else past.to(x.dtype).transpose(0, 1)
+    before = context.tokens_before(x, taps - 1) if past is None else past.to(x.dtype).transpose(0, 1)
     x = torch.cat((before, x))
     context.keep(name, x[length:].transpose(0, 1).clone(memory_format=torch.contiguous_format))
     y = x[:length] * weight[:, 0]
