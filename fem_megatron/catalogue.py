@@ -22,7 +22,7 @@ from fem_megatron.shape import BlockShape, Shape, SwiGluShape
 if TYPE_CHECKING:
     from fem_megatron.config import ModelConfig
 
-EVERY_LAYOUT = "TP SP PP VPP DP"
+EVERY_LAYOUT = "TP SP PP VPP CP DP"
 # What every part of a model says, so that one may be tried with any mixer: a mixer with heads or an MLP of its own leaves those out, and
 # one without positions is as it is under rope=false. muP's base is checked by muP itself.
 EVERYONES = frozenset(

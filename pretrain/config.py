@@ -76,8 +76,9 @@ class ParallelConfig:
     context_parallel_size: int = setting(1, "CP: each rank holds 1 / CP of every sequence's tokens (docs/long_context.md).", least=1)
     context_parallel_kind: str | None = setting(
         None,
-        "How tokens of other CP ranks are read: all_to_all exchanges heads for tokens; all_gather: attention gathers keys and values. "
-        "null: attention as all_to_all where there are heads enough, and scans pass states, as under all_gather.",
+        "How tokens of other CP ranks are read: all_to_all exchanges heads for tokens; all_gather: attention gathers keys and values; "
+        "ring: softmax attention sends them round. null: attention as all_to_all where there are heads enough. Scans pass states unless "
+        "all_to_all is asked for.",
         CUT_KINDS,
     )
     sequence_parallel: bool = setting(False, "SP: norms and residuals are split along the sequence over the TP ranks.")

@@ -251,7 +251,7 @@ def test_the_run_directory_may_name_the_mixer() -> None:
 # --- --resolve and --check -------------------------------------------------------------------------------------------------------
 
 ODD = "name='1e5: $(touch x) \"{}'"  # text that YAML and shells may take for something else
-OVERRIDES = [[], ["run_dir=x/{mixer}/ü y", ODD], ["run_dir=null", ODD, "checkpoint.load=../other/run"], ["run_dir=./a//b/"]]
+OVERRIDES = [[], ["run_dir=x/{mixer}/ü y", ODD], ["run_dir=null", ODD, "checkpoint.load=../other/run", "checkpoint.fork=null"], ["run_dir=./a//b/"]]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP2 x DP2 + SP, ZeRO-3": (4, TP2 + SP + ZERO3),
     "CP2, selective": (2, [*CP2, "train.recompute=selective"]),
     "CP2, all_gather": (2, CP2 + GATHER),
+    "CP2, ring": (2, [*CP2, "parallel.context_parallel_kind=ring"]),
     "CP4": (4, ["parallel.context_parallel_size=4"]),
     "CP2 x TP2 + SP": (4, CP2 + TP2 + SP),
     "CP2 x PP2": (4, CP2 + PP2),
