@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fem_common.text import gib
-from fem_megatron.catalogue import mixer_names
+from fem_megatron.catalogue import describe, mixer_names
 from fem_megatron.cut_shape import CutKinds, cut_kinds
 from fem_megatron.shape import BlockShape, Shape
 from pretrain.config import RunConfig
@@ -80,6 +80,10 @@ def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     if kind in ("all_gather", "ring") and config.data.documents == "separate":
         yield f"parallel.context_parallel_kind = {kind}: data.documents = separate is read by whole heads; leave it out"
+        return
+    uncut = next((name for name in mixer_names(config.model) if "CP" not in describe(name).layouts.split()), None)
+    if uncut is not None:
+        yield f"{key}: the sequences of {uncut} cannot be cut; set it to 1"
         return
     part = math.lcm(2, layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
     if length % (size * part):

@@ -32,7 +32,7 @@ CUTS = (
     "CP2, states",
     "CP2, ring",
 )  # the second where keys have names, the third where scans pass states
-WIDE_RANGE = "CP2, states, beta beyond the range"
+WIDE_RANGE, WIDE_RING = "CP2, states, beta beyond the range", "CP2, ring, beta beyond the range"
 
 
 def fused(case: str, **changes: Any) -> BlockShape:
@@ -44,7 +44,7 @@ def fused(case: str, **changes: Any) -> BlockShape:
 GATHERED = [(case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.cut_widths().keyed]
 ROUND = [(case, CUTS[3]) for case, _ in GATHERED if shape_of(case).mixer.cut_widths().rings]
 PASSED = [(case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned]  # the delta rules convolve
-MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED, *ROUND, *PASSED, ("fem_gla", WIDE_RANGE)]
+MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED, *ROUND, *PASSED, ("fem_gla", WIDE_RANGE), ("fem_softmax", WIDE_RING)]
 FOUR = [
     ("fem_softmax", "CP4, ring"),
     *((case, "CP4, states") for case in ("fem_gla", "mamba2")),
@@ -119,6 +119,8 @@ def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
         sequence = case[-1] == "TP2+SP"
         if case in SENT:
             found = {f"{kind}, {length}": count_sent(case[0], kind, length) for kind in ("states", "all_to_all") for length in (12, 48)}
+        elif case[-1] == WIDE_RING:
+            found = compare_cut(case[0], "ring", beta=200.0)
         elif case[-1] == WIDE_RANGE:
             found = compare_cut(case[0], "states", beta=200.0) | compare_refused(case[0])
         elif case[-1] in CUTS or case in FOUR:

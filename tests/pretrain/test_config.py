@@ -251,7 +251,8 @@ def test_the_run_directory_may_name_the_mixer() -> None:
 # --- --resolve and --check -------------------------------------------------------------------------------------------------------
 
 ODD = "name='1e5: $(touch x) \"{}'"  # text that YAML and shells may take for something else
-OVERRIDES = [[], ["run_dir=x/{mixer}/ü y", ODD], ["run_dir=null", ODD, "checkpoint.load=../other/run", "checkpoint.fork=null"], ["run_dir=./a//b/"]]
+ELSEWHERE = ["checkpoint.load=../other/run", "checkpoint.fork=null"]
+OVERRIDES = [[], ["run_dir=x/{mixer}/ü y", ODD], ["run_dir=null", ODD, *ELSEWHERE], ["run_dir=./a//b/"]]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

@@ -114,6 +114,8 @@ def _report(options: argparse.Namespace) -> int:
     config = load_run(options.config, options.overrides)
     if config.engine.name == "deepspeed":
         raise ConfigError("engine.name = deepspeed has no layouts to choose from here; set engine.name=megatron")
+    if config.parallel.context_parallel_size > 1:
+        raise ConfigError("parallel.context_parallel_size: layouts of sequences that are cut are not modelled; set it to 1")
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size = null: a plan without data needs it, as model.vocab_size=32000")
     if options.gpus < 1:
