@@ -163,7 +163,7 @@ def compare(name: str, sequence_parallel: bool) -> dict[str, float]:
 def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = None) -> dict[str, float]:
     """The same of a block whose sequences are cut: gradients of weights are the sums over the ranks, as the data-parallel reduction's.
 
-    kind: all_to_all, all_gather or states. beta: of the FEM, before its softplus, in all channels.
+    kind: all_to_all, all_gather, ring or states. beta: of the FEM, before its softplus, in all channels.
     """
     cut, shape = cut_of(name, kind)
     whole, split = filled(shape), filled(shape)
@@ -183,6 +183,11 @@ def compare_cut(name: str, kind: str, length: int = 12, beta: float | None = Non
         gradient = gradient_of(ours)
         torch.distributed.all_reduce(gradient)
         errors[key] = error(gradient, gradient_of(theirs))
+    # A needle: what another first token changes of all others, those of every rank.
+    other = torch.cat((x[:1] + 1, x[1:]))
+    far, _ = run(whole, other, weight, is_causal(name))
+    _, found, _ = run_cut(split, cut, other, weight, is_causal(name))
+    errors["needle"] = ((found - y) - (far - wanted)[mine]).abs().max().item()
     return errors
 
 
