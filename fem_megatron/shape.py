@@ -204,8 +204,11 @@ class Shape(ABC):
         return CutWidths(always=self.split_widths())
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
-        """What the ranks of a cut sequence give each other, on one tensor-parallel rank; kinds: `cut_kinds`' answer."""
-        raise NotImplementedError
+        """What the ranks of a cut sequence give each other, on one tensor-parallel rank; kinds: `cut_kinds`' answer.
+
+        Of a shape that does not tell, an estimate: q, k, v and what was read, as wide as the stream.
+        """
+        return Crossing(4 * training.element * self.hidden / training.tensor_parallel)
 
     def rotary_size(self) -> int:
         """Channels of a head that RoPE turns; 0: none."""

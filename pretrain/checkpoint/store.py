@@ -360,10 +360,9 @@ def _rng_tensors(config: RunConfig) -> dict[str, ShardedTensor]:
         (0, parallel_state.get_pipeline_model_parallel_rank(), config.parallel.pipeline_model_parallel_size),
         (1, parallel_state.get_tensor_model_parallel_rank(), config.parallel.tensor_model_parallel_size),
     )
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return {
-        name: ShardedTensor.from_rank_offsets(
-            f"rng.{name}", value.clone(), *offsets, replica_id=parallel_state.get_data_parallel_rank(), prepend_axis_num=2
-        )
+        name: ShardedTensor.from_rank_offsets(f"rng.{name}", value.clone(), *offsets, replica_id=replica, prepend_axis_num=2)
         for name, value in flat.items()
     }
 

@@ -112,8 +112,9 @@ def test_ranks_share_out_the_documents_that_each_stage_reads(pretrain: Command, 
         for size in (1, 2, 4):
             found = Counter[bytes]()
             for rank in range(size):
-                place = SimpleNamespace(get_data_parallel_rank=lambda: rank, get_data_parallel_world_size=lambda: size)  # noqa: B023
-                monkeypatch.setattr(datasets, "parallel_state", place)
+                place = {"get_data_parallel_rank": rank, "get_data_parallel_world_size": size, "get_context_parallel_world_size": 1}
+                told = {name: lambda number=number: number for name, number in place.items()}
+                monkeypatch.setattr(datasets, "parallel_state", SimpleNamespace(**told))
                 batches = datasets.batches(made.train, 0, 1, torch.device("cpu"))
                 mine = islice(batches, len(range(rank, part.samples, size)))
                 found.update(batch["tokens"][0].numpy().tobytes() for batch in mine)

@@ -62,8 +62,8 @@ def test_of_a_run(pretrain_command: Command, tmp_path: Path, monkeypatch: pytest
     finally:  # a command ends with its process; this one goes on
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    # Two of FEM's thirteen quantities and MLP's two, two of CEM's six and six.
-    numbers = f"{2 * 15 + 2 * 12} numbers of demo, step 2, 24 tokens of valid"
+    # Two of FEM's thirteen quantities and MLP's two, two of CEM's seven and six.
+    numbers = f"{2 * 15 + 2 * 13} numbers of demo, step 2, 24 tokens of valid"
     assert capsys.readouterr().out == f"wrote runs/diagnose/{pretrain_command.run_dir.name}.png: {numbers}\n"
     (picture,) = Path("runs/diagnose").iterdir()
     assert picture.read_bytes().startswith(b"\x89PNG")

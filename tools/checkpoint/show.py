@@ -98,7 +98,9 @@ def _named(engine: str, split: bool) -> str:
 
 def _layout(layout: dict[str, Any]) -> str:
     world, tensor, pipeline = layout["world_size"], layout["tensor_model_parallel_size"], layout["pipeline_model_parallel_size"]
-    words = f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP {pipeline} x DP {world // (tensor * pipeline)}"
+    context = layout.get("context_parallel_size", 1)
+    words = f"{world} process{'es' if world > 1 else ''} = TP {tensor} x PP {pipeline}{f' x CP {context}' if context > 1 else ''}"
+    words += f" x DP {world // (tensor * pipeline * context)}"
     return words + (", sequence parallel" if layout["sequence_parallel"] else "")
 
 
