@@ -71,6 +71,12 @@ def own_tokens(whole: Tensor, size: int, rank: int, time: int) -> Tensor:
     return torch.cat([chunks[number] for number in own_chunks(size, rank)], time)
 
 
+def _in_order(parts: Tensor, dim: int) -> list[Tensor]:
+    """The chunks of a sequence, of every rank's two, which lie one behind the other in the dimension ``dim`` of [ranks, ...]."""
+    first, second = (chunks.unbind() for chunks in parts.chunk(2, dim))
+    return [*first, *reversed(second)]
+
+
 @dataclass(frozen=True)
 class Cut:
     """One rank's part of each sequence, and how the reads of one layer are made.
@@ -138,8 +144,7 @@ class Cut:
 
     def all_chunks(self, own: Tensor, batch: int) -> list[Tensor]:
         """What every chunk has, in order, of what this rank's two have side by side in the dimension ``batch``."""
-        first, second = self.ranks.gather(own).chunk(2, batch + 1)
-        return [*first, *second.flip(0)]
+        return _in_order(self.ranks.gather(own), batch + 1)
 
     def _by_chunks(self, read: Read, given: Given, each: Given, keys: Collection[int], time: int) -> Tensor:
         """``given``: keys of all tokens, the rest of this rank's."""
@@ -170,15 +175,10 @@ class Cut:
         if own < size:
             t = t.repeat_interleave(size // own, dims.heads)
         parts = t.movedim((dims.heads, dims.time), (0, 1)).unflatten(0, (size, -1))
-        return self._in_order(self.ranks.exchange(parts).transpose(1, 2)).movedim((1, 0), (dims.heads, dims.time))
+        return torch.cat(_in_order(self.ranks.exchange(parts), 2), 1).movedim((0, 1), (dims.heads, dims.time))
 
     def _all_tokens(self, t: Tensor, time: int) -> Tensor:
-        return self._in_order(self.ranks.gather(t.movedim(time, 0))).movedim(0, time)
-
-    def _in_order(self, parts: Tensor) -> Tensor:
-        """[size, tokens of a rank, ...] -> [tokens, ...]."""
-        first, second = zip(*(part.chunk(2) for part in parts), strict=True)
-        return torch.cat([*first, *reversed(second)])
+        return torch.cat(_in_order(self.ranks.gather(t.movedim(time, 0)), 1)).movedim(0, time)
 
     def _by_rank(self, tokens: Tensor) -> Tensor:
         """[tokens, ...] -> [size, tokens of a rank, ...]."""

@@ -133,6 +133,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Sequ
     k, v = (repeat_heads(t, 1, q.shape[1]) for t in (k, v))
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError("parallel.context_parallel_kind=ring on a GPU needs train.precision=bf16; all_gather takes fp32 too")
     out, total, *more = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, total, *more[:6]
 

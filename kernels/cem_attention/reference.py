@@ -113,27 +113,13 @@ def _weights(given: tuple[Any, ...], rows: slice) -> Tensor:
     return scores.softmax(-1)
 
 
-def interaction_energy(
-    q: Tensor,
-    k: Tensor,
-    slopes: Tensor,
-    self_bias: Tensor,
-    cross_bias: Tensor,
-    diagonal: Diagonal | None = None,
-    *,
-    own: Tensor,
-    scale: float,
-    causal: bool = True,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """eps(x_i | h_1..i) = -tau sum_heads log sum_j exp(a_ij), tau = 1 / scale, a_ij as in `cem_attention`.
+def interaction_energy(scores: Tensor, scale: float) -> Tensor:
+    """eps(x_i | h_1..i) = -tau sum_heads log sum_j exp(a_ij), tau = 1 / scale: of `interaction_scores` [b, heads, n, tk] -> [b, n].
 
-    Of any n tokens, at positions ``own`` [n] among the keys: q [b, heads, n, r], diagonal.u [b, n, D], the rest as there. Returns [b, n],
-    float32 or wider, of these heads (the sum over tensor-parallel ranks is the layer's). n x tk terms are held. Its gradient in u, with q
-    = W_Q u, is minus what the read adds to x; the diagonal's own part, d sum_j p_j h_j, is left out of the step by Algorithm 1.
+    Of these heads: the sum over tensor-parallel ranks is the layer's. Its gradient in u, with q = W_Q u, is minus what the read adds to x;
+    the diagonal's own part, d sum_j p_j h_j, is left out of the step by Algorithm 1.
     Source: Causal Energy Minimization, equation 1 and appendix B.
     """
-    scores = interaction_scores(q, k, slopes, self_bias, cross_bias, diagonal, own=own, scale=scale, causal=causal, valid=valid)
     return -scores.logsumexp(-1).sum(1) / scale
 
 
@@ -150,7 +136,10 @@ def interaction_scores(
     causal: bool = True,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """a_ij of `interaction_energy`'s arguments, [b, heads, n, tk], float32 or wider; -inf where a token does not see the key."""
+    """a_ij as in `cem_attention` of any n tokens, [b, heads, n, tk], float32 or wider; -inf where a token does not see the key.
+
+    own [n]: their positions among the keys; q [b, heads, n, r], diagonal.u [b, n, D], the rest as there.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, self_bias, cross_bias = (t.to(wide) for t in (q, k, self_bias, cross_bias))
     parts = None

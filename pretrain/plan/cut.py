@@ -64,10 +64,11 @@ def finer_cuts(config: RunConfig, world_size: int) -> Iterator[tuple[RunConfig, 
         world = world_size if world_size % cut.model_parallel == 0 else world_size * times
         sequences = config.train.micro_batch_size * world // cut.model_parallel
         made = replace(config, parallel=cut)
-        if length % (2 * cut.context_parallel_size * layout.tensor_model_parallel_size) == 0 == config.train.global_batch_size % sequences:
-            if not _cuts(made):
-                return
-            yield made, world
+        if length % (2 * cut.context_parallel_size * layout.tensor_model_parallel_size) or config.train.global_batch_size % sequences:
+            continue
+        if not _cuts(made):
+            return
+        yield made, world
 
 
 def check_cut(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from fem_megatron.mixers.cem.shape import CemAttentionShape, CemConfig, CemMlpSh
 from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from fem_megatron.update import rms_norm
-from kernels.cem_attention.reference import interaction_energy
+from kernels.cem_attention.reference import interaction_energy, interaction_scores
 from tests.fem_megatron.conftest import drawn, load_fixture, tokens
 
 ROUNDING: Any = {"rtol": 1e-10, "atol": 1e-12}  # float64 over two steps
@@ -89,7 +89,8 @@ def energy(layer: Layers, h: Tensor, u: Tensor, u_diagonal: Tensor | None = None
     q, diagonal = layer.look(u, seen)
     if diagonal is not None and u_diagonal is not None:
         diagonal = diagonal._replace(u=u_diagonal.transpose(0, 1))
-    return interaction_energy(q, k, *layer.biases(q), diagonal, own=torch.arange(len(h)), scale=layer.shape.scale).T
+    scores = interaction_scores(q, k, *layer.biases(q), diagonal, own=torch.arange(len(h)), scale=layer.shape.scale)
+    return interaction_energy(scores, layer.shape.scale).T
 
 
 @pytest.mark.parametrize("diagonal", DIAGONALS)

@@ -42,7 +42,7 @@ def fused(case: str, **changes: Any) -> BlockShape:
 
 # A case, or a vocabulary and whether it is tied; and the place.
 GATHERED = [(case, CUTS[1]) for case in CASES if is_causal(case) and shape_of(case).mixer.cut_widths().keyed]
-ROUND = [(case, CUTS[3]) for case, _ in GATHERED if shape_of(case).mixer.cut_widths().rings]
+ROUND = [(case, CUTS[3]) for case, _ in GATHERED if fused(case).mixer.cut_widths().rings]
 PASSED = [(case, CUTS[2]) for case in CASES if "delta" in case or fused(case).mixer.cut_widths().scanned]  # the delta rules convolve
 MIXERS = [*itertools.product(CASES, (*PLACES, CUTS[0])), *GATHERED, *ROUND, *PASSED, ("fem_gla", WIDE_RANGE), ("fem_softmax", WIDE_RING)]
 FOUR = [
@@ -238,7 +238,7 @@ def cut_of(name: str, kind: str, **changes: Any) -> tuple[Cut, BlockShape]:
     from fem_megatron.megatron.context_parallel import ContextParallel
 
     ranks = ContextParallel(parallel_state.get_tensor_model_parallel_group())
-    shape = fused(name, **changes) if kind == "states" else shape_of(name)
+    shape = fused(name, **changes) if kind in ("states", "ring") else shape_of(name)
     asked = None if kind == "states" else kind
     return Cut(ranks, *cut_kinds(shape.mixer, tensor=1, context=ranks.size, asked=asked, causal=is_causal(name))), shape
 

@@ -18,7 +18,7 @@ from fem_megatron.parallel import OneProcess
 from fem_megatron.state import Context
 from kernels.cem_attention import Diagonal, cem_attention
 from kernels.cem_attention.cases import SUITE, call, inputs
-from kernels.cem_attention.reference import interaction_energy
+from kernels.cem_attention.reference import interaction_energy, interaction_scores
 from kernels.check import Inputs, results
 
 SIZE = {"batch": 2, "heads": 2, "tokens": 34, "width": 12}
@@ -39,7 +39,10 @@ def test_the_energy_and_its_gradient(diagonal: str) -> None:
     x = floats(inputs({**SIZE, "tokens": 9}, diagonal=diagonal), torch.float64)
     own = torch.arange(9)
     biases: Any = (torch.tensor(x["slopes"]).double(), *x["biases"].split(1))
-    interaction: Any = interaction_energy
+
+    def interaction(*given: Any, own: Tensor, scale: float) -> Tensor:
+        return interaction_energy(interaction_scores(*given, own=own, scale=scale), scale)
+
     parts = Diagonal(x["u"], x["h"], x["d"]) if "u" in x else None
     energy = interaction(x["q"], x["k"], *biases, parts, own=own, scale=x["scale"])
     a = torch.einsum("bhir,bhjr->bhij", x["q"], x["k"])

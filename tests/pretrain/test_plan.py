@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from fem_megatron.mixers.fem.shape import FemConfig, FemShape
 from pretrain.config import RunConfig, load_run
 from pretrain.data.facts import DataFacts, SourceFacts
 from pretrain.data.pieces import Pieces, shares_of
+from pretrain.plan.cut import kinds_of_cut
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, memory_gib, peak_tflops
-from pretrain.plan.memory import chunks_in_flight, layer_activations
+from pretrain.plan.memory import chunks_in_flight, layer_activations, training_of
 from pretrain.plan.run_plan import (
     Plan,
     checkpoint_bytes,
@@ -26,6 +28,7 @@ from pretrain.plan.run_plan import (
     flops_per_token,
     forward_flops,
     make_plan,
+    memory_excess,
     parameter_shapes,
     recomputed_flops,
     render,
@@ -354,3 +357,38 @@ def test_the_norms_of_tensors_take_a_copy_of_what_a_rank_updates() -> None:
         size = f"{gib(round(4 * plan.total_parameters * updated))} more"
         assert size in render(plan) and "log.diagnostics" not in render(never)
         assert plan.peak_memory >= never.peak_memory
+
+
+# --- sequences over ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_what_ranks_send() -> None:
+    """docs/long_context.md's table: KiB a token and layer, both ways, by the formula that real collectives are held to."""
+    text = (ROOT / "docs" / "long_context.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if re.fullmatch(r"\|( [^|]+ \|)( [\d., ]*\|){4}", line)
+    ]
+    fields = ["data.seq_length=32768", "train.micro_batch_size=1", "train.recompute=none", "parallel.context_parallel_size=4"]
+    for names, *told in rows:
+        for kind, cell in zip((None, "all_to_all", "all_gather", "ring"), told, strict=True):
+            numbers = cell.split(", ") if cell else []
+            for place, name in enumerate(re.findall(r"`(\w+)`", names)[: 2 if numbers else 0]):
+                config = load_run(
+                    CONFIGS / LARGE, [f"model.mixer={name}", *fields, *([f"parallel.context_parallel_kind={kind}"] if kind else [])]
+                )
+                training = training_of(config, cuda=True)
+                sent = config.model.blocks()[0].mixer.cut_bytes(training, kinds_of_cut(config)[name]).sent(training) / 8192 / 1024
+                number = numbers[min(place, len(numbers) - 1)]
+                assert f"{sent:.{len(number.partition('.')[2])}f}" == number, (name, kind)
+    assert len(rows) == 12
+
+
+def test_what_does_not_fit_is_told_the_smallest_cut_that_does() -> None:
+    """131,072 tokens: an eighth fits an H100 and a quarter does not, by plans of their own."""
+    fields = ["data.seq_length=131072", "train.micro_batch_size=1", "train.global_batch_size=64", "train.recompute=none", "log.device=h100"]
+    plans = [make_plan(load_run(CONFIGS / LARGE, [*fields, f"parallel.context_parallel_size={n}"]), 8) for n in (1, 4, 8)]
+    said = [memory_excess(plan) for plan in plans]
+    assert said[2] is None and said[0] and said[0].endswith("the smallest parallel.context_parallel_size that fits: 8")
+    assert said[1] and said[1].endswith("fits: 8")

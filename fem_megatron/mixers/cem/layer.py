@@ -19,7 +19,7 @@ from fem_megatron.parallel import Parallel
 from fem_megatron.state import Context
 from fem_megatron.update import Layer, Update, rms_norm
 from kernels.cem_attention import Diagonal, cem_attention
-from kernels.cem_attention.reference import interaction_scores
+from kernels.cem_attention.reference import interaction_energy, interaction_scores
 
 # B_n / (n + 1)! of the dilogarithm's series in log(1 + y), n = 0, 1, 2, 4, ..; log(1 + y) is at most log 2, the next term under 1e-18.
 DILOGARITHM: tuple[float, ...] = (
@@ -128,7 +128,7 @@ class CemAttention(Update):
                 q, k, *self.biases(q), diagonal, own=tokens, scale=self.shape.scale, causal=context.causal, valid=context.valid
             )
             largest.append(scores.amax((0, 2, 3)))
-            energies.append(self.parallel.total(-scores.logsumexp(-1).sum(1) / self.shape.scale).T)
+            energies.append(self.parallel.total(interaction_energy(scores, self.shape.scale)).T)
         measures = _measures(energies, self.parallel.enter(after - start)[tokens], self.precondition)
         return measures | {"largest_score": largest[0]}
 

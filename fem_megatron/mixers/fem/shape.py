@@ -228,7 +228,7 @@ class FemShape(Shape):
     def cut_widths(self) -> CutWidths:
         heads, scanned = {"model.num_attention_heads": self.heads}, self._conditioner_width()
         if isinstance(self.prior, SoftmaxShape):
-            return CutWidths(keyed=heads, scanned=scanned, rings=True)
+            return CutWidths(keyed=heads, scanned=scanned, rings=self.backend != "reference")
         if self.passes:
             return CutWidths(scanned=heads | scanned)
         return CutWidths(always=heads, scanned=scanned)
