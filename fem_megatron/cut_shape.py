@@ -14,12 +14,14 @@ class CutWidths:
     """Numbers of heads or channels that are exchanged for tokens, as ``Shape.split_widths``, by the reads that do so.
 
     always: reads that cannot do without. keyed: those that name their keys, unless these are gathered. scanned: scans and convolutions,
-    unless they pass states. rings: whether the keyed are under a softmax, and their keys can go round.
+    unless they pass states. shared: of the keyed, heads that several queries read; where they are fewer than ranks these share them.
+    rings: whether the keyed are under a softmax, and their keys can go round.
     """
 
     always: dict[str, int] = field(default_factory=dict)
     keyed: dict[str, int] = field(default_factory=dict)
     scanned: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
     rings: bool = False
 
 
@@ -83,7 +85,8 @@ def cut_kinds(
             choice = f"; {only}" if separate else "; leave parallel.context_parallel_kind out: states are passed"
             raise ValueError(f"{words} {name}={width}, which is exchanged for tokens{'' if name in widths.always else choice}")
     keyed, ring = widths.keyed, asked == "ring" and widths.rings
-    short = [f"{name}={width}" for name, width in keyed.items() if width % ranks and (name != GROUPS or width % tensor or ranks % width)]
+    short = [f"{name}={width}" for name, width in keyed.items() if width % ranks]
+    short += [f"{name}={width}" for name, width in widths.shared.items() if width % ranks and (width % tensor or ranks % width)]
     if not keyed or (not short and asked != "all_gather" and not ring):
         return CutKinds(gathers=False, states=states)
     if separate or not causal:
@@ -92,6 +95,3 @@ def cut_kinds(
     if asked == "all_to_all":
         raise ValueError(f"{words} {short[0]}, as parallel.context_parallel_kind=all_to_all needs; all_gather does not")
     return CutKinds(gathers=True, states=states, ring=ring)
-
-
-GROUPS = "model.num_query_groups"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fem_common.settings import setting
-from fem_megatron.cut_shape import GROUPS, Crossing, CutKinds, CutWidths
+from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 from fem_megatron.mup import score_scale
 from fem_megatron.rope import Rope
 from fem_megatron.shape import WIDE, Shape, Training, Weight, Weights, head_width, keys_seen, qk_norms, qk_norms_keep
@@ -92,10 +92,11 @@ class AttentionShape(Shape):
         return 2 * kept * self.groups * self.head * element
 
     def split_widths(self) -> dict[str, int]:
-        return {"model.num_attention_heads": self.heads, GROUPS: self.groups}
+        return {"model.num_attention_heads": self.heads, "model.num_query_groups": self.groups}
 
     def cut_widths(self) -> CutWidths:
-        return CutWidths(keyed=self.split_widths(), rings=self.window is None)
+        heads, groups = ({name: width} for name, width in self.split_widths().items())
+        return CutWidths(keyed=heads, shared=groups, rings=self.window is None)
 
     def cut_bytes(self, training: Training, kinds: CutKinds) -> Crossing:
         """Keys and values; or these, of as many heads as there are ranks at least, queries and what was read."""
