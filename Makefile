@@ -5,6 +5,8 @@
 VENV := .venv
 # Test files that run at a time; many start up to four ranks of their own.
 WORKERS := 2
+# A file at a time. xdist would start a crashed worker again and then wait for ever; without that it names the test and ends.
+SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 ifndef PYTHON_BASE
 PYTHON_BASE := $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$p && break; done)
@@ -48,7 +50,7 @@ demo: $(ENVIRONMENT)  ## text in, a Hugging Face model out, on this machine alon
 	$(PYTHON) -m tools.demo
 
 test: lint  ## static checks and the quick tests, before a commit
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED)
 
 test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in five minutes; root gets it installed on Debian, elsewhere it is skipped and says why
 	bash tests/slurm/install.sh
@@ -56,7 +58,7 @@ test-slurm: $(ENVIRONMENT)  ## launch on a real Slurm of its own, in five minute
 
 test-all: lint  ## the night's: the slow tests too, a real Slurm, ten of the mutants, and the kernels' machine code by Triton 3.6
 	bash tests/slurm/install.sh
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slurm'
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 $(SHARED) -m 'not slurm'
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10 -rs -m slurm tests/slurm
 	$(PYTHON) -m tests.mutants --sample 10 --seed 1
 	$(PYTHON) -m pip install --disable-pip-version-check --no-compile --no-deps --upgrade --target build/triton-3.6 triton==3.6.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -19,7 +20,17 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
-NAMESPACE = "fem"
+
+
+def _namespace() -> str:
+    """Ours, or one of its own where this file is a copy, as in an exported model: an operation registered again frees the first."""
+    if __name__ == "kernels.registered":
+        return "fem"
+    taken = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return next(name for name in map("fem_copy{}".format, itertools.count(1)) if name not in taken)
+
+
+NAMESPACE = _namespace()
 
 
 def registered(shapes: Callable[..., Any], traceable: Callable[..., bool] = lambda *_, **__: True) -> Callable[[F], F]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,6 +56,23 @@ def test_a_layer_is_one_graph(name: str) -> None:
         y = read(x, Context())
         found.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))))
     assert all(relative(got, plain) <= 1e-5 for got, plain in zip(found[1], found[0], strict=True))  # as above, through the layer
+
+
+def test_a_copy_of_this_code_leaves_the_operations_alone() -> None:
+    """An exported model's folder has one, and a process may load several beside ours."""
+
+    def linear_attention(q: Tensor) -> Tensor:
+        return 2 * q
+
+    ours = torch.ops.fem.linear_attention.default
+    spaces = []
+    for copy in ("one.kernels_registered", "two.kernels_registered"):
+        code = runpy.run_path(str(ROOT / "kernels" / "registered.py"), run_name=copy)
+        other = code["registered"](lambda q: torch.empty_like(q), lambda q: False)(linear_attention)
+        assert torch.compile(other, fullgraph=True, backend="eager")(torch.ones(3)).tolist() == [2, 2, 2]
+        spaces.append(code["NAMESPACE"])
+    assert len({"fem", *spaces}) == 3
+    assert torch.ops.fem.linear_attention.default is ours  # registered anew, it would be another, and ours freed memory
 
 
 CASES = [(op, case) for op in ("fem_attention", "free_energy", "linear_attention", "symmetric_attention") for case in SUITES[op].cases]
