@@ -292,7 +292,7 @@ def test_mistakes_are_one_line_and_data_that_is_there_is_looked_at(
     small = [*data, "model.vocab_size=512", "--plan", "--check"]
     assert "fits H100" in told(DEMO, *small, "log.device=H100").splitlines()[-1]
     assert "log.device is null" in told(DEMO, *small).splitlines()[-1]
-    large = told(DEMO, *small, "log.device=H100", "model.num_layers=3000", "model.hidden_size=3072", code=2)
+    large = told(DEMO, *small, "log.device=H100", "model.num_layers=100", "model.hidden_size=12288", code=2)
     assert large.startswith("pretrain: error: log.device = H100 has 79 GiB of memory")
     resolved = yaml.safe_load(told(DEMO, *data, "--resolve"))
     assert resolved["model"]["vocab_size"] is None, "what the data tells stays for the run to read"
