@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -13,8 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,27 @@ import torch
 from pretrain.checkpoint.folder import MANIFEST, damaged_files, hashes_of
 from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.report.progress_file import read_progress
+from pretrain.trainer import Trainer
 from tests.pretrain.conftest import DEMO, Command
 from tests.ranks import PATIENCE, finished, losses, records, send, started, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def signalled(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: signal.Signals) -> Iterator[None]:
+    """These signals come to this process when it has made the step."""
+    original = Trainer._step
+
+    def made(trainer: Trainer, stream: Any) -> Any:
+        told = original(trainer, stream)
+        for number in numbers if trainer.progress.step == step else ():
+            os.kill(os.getpid(), number)
+        return told
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", made)
+        yield
 
 
 def torchrun(world: int, overrides: list[str]) -> subprocess.Popen[str]:
@@ -111,22 +129,15 @@ def test_continues_at_another_layout(pretrain: Command, tmp_path: Path, settings
     ("number", "times"),
     [(signal.SIGTERM, 2), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGHUP, 2), (signal.SIGINT, 1)],
 )
-def test_signal_saves_and_the_same_command_continues(pretrain: Command, tmp_path: Path, number: signal.Signals, times: int) -> None:
+def test_signal_saves_and_the_same_command_continues(
+    pretrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, times: int
+) -> None:
     """Schedulers send theirs twice; the run ends cleanly with one checkpoint and loses nothing."""
     assert pretrain(f"run_dir={tmp_path / 'whole'}") == 0
-
-    def send() -> None:
-        while len(losses(pretrain.run_dir)) < 2:
-            time.sleep(0.001)
-        for _ in range(times):
-            os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    assert pretrain("checkpoint.interval=0") == 0
-    thread.join()
+    with signalled(monkeypatch, 3, *[number] * times):
+        assert pretrain("checkpoint.interval=0") == 0
     stopped = max(losses(pretrain.run_dir))
-    assert 2 <= stopped < 12 and f"stopped by {number.name} after step" in pretrain.out
+    assert 3 <= stopped <= 4 and f"stopped by {number.name} after step" in pretrain.out
     told = read_progress(pretrain.run_dir)
     assert told is not None and (told["state"], told["step"], told["signal"]) == ("stopped", stopped, number.name)
     assert [path.name for path in pretrain.checkpoints.glob("step_*")] == [f"step_{stopped:08d}"]
@@ -314,23 +325,14 @@ def test_resume_none_is_refused_where_checkpoints_exist(pretrain: Command) -> No
     assert "checkpoint.resume = none, but" in pretrain.err
 
 
-def test_saves_at_a_signal_and_at_the_end_amid_bad_steps_keep_the_last_good_checkpoint(pretrain: Command) -> None:
+def test_saves_at_a_signal_and_at_the_end_amid_bad_steps_keep_the_last_good_checkpoint(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ruined = (*RUINED, "optimizer.schedule=constant")
     assert pretrain(*ruined, "train.steps=1") == 0
     rest = ("train.steps=40", "train.max_bad_steps=100", "checkpoint.interval=0", "checkpoint.keep_last=1")
-    metrics = pretrain.run_dir / "metrics.jsonl"
-
-    def send_when_skipped() -> None:
-        deadline = time.monotonic() + 60
-        while '"skipped": true' not in metrics.read_text() and time.monotonic() < deadline:
-            time.sleep(0.0005)
-        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    thread = threading.Thread(target=send_when_skipped)
-    thread.start()
-    assert pretrain(*ruined, *rest) == 0
-    thread.join()
+    with signalled(monkeypatch, 3, signal.SIGUSR1):
+        assert pretrain(*ruined, *rest) == 0
     kept = bad_steps(pretrain.checkpoints)
     stopped = max(kept)
     assert 1 < stopped < 40 and kept == {1: 0, stopped: stopped - 1}

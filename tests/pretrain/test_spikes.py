@@ -128,6 +128,7 @@ LAYOUTS = {
     "ZeRO-2, DP2, offload": [ZERO, "engine.zero_stage=2", "engine.offload_optimizer=true"],
     "ZeRO-3, TP2": [ZERO, "engine.zero_stage=3", "parallel.tensor_model_parallel_size=2"],
 }
+QUICK = ("DP2", "ZeRO-3, TP2")
 Asked = list[tuple[float, float]]
 
 
@@ -154,7 +155,7 @@ def guarded(arguments: list[str], bad: float, lost: slice) -> tuple[int, Asked]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_ranks_go_back_together_to_what_a_straight_run_without_these_samples_is(layout: str, settings: list[str], tmp_path: Path) -> None:
     """Each rank decides by its own copy of the loss. The straight run's data lacks the three steps' samples; nothing in it goes back."""
     base = [*settings, "train.eval_interval=0", "log.diagnostics_interval=0", "data.valid=[]", "checkpoint.interval=2", *LAYOUTS[layout]]

@@ -19,18 +19,13 @@ from tests.ranks import answer
 STEPS = 3  # the last is compared
 CLIP = 0.5  # which every step's gradient is above
 BF16 = "train.precision=bf16"
-PP2 = ["parallel.pipeline_model_parallel_size=2"]
-# Name -> settings. Each on two ranks; what is not said is data parallel, with the distributed optimizer.
+# Name -> settings. Each on two ranks; what is not said is data parallel, with the distributed optimizer. test_parity.py has more layouts.
 LAYOUTS: dict[str, list[str]] = {
     "DP2": [],
     "DP2, plain": PLAIN,
     "TP2 + SP": [*TP2, "parallel.sequence_parallel=true"],
-    "PP2": PP2,
-    "PP2 interleaved": [*PP2, "parallel.virtual_pipeline_model_parallel_size=2"],
-    "CP2": ["parallel.context_parallel_size=2"],
     "DP2, overlapped": ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"],
     **{f"stage {stage}": deepspeed(stage) for stage in range(4)},
-    "stage 3, TP2": [*deepspeed(3), *TP2],
     "stage 2, offload": [*deepspeed(2), "engine.offload_optimizer=true"],
     "muon, DP2": [MUON],
     "muon, TP2": [*TP2, MUON, *PLAIN],
