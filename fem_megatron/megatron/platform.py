@@ -197,16 +197,16 @@ def prepare() -> str:
 
 def initialize_distributed(timeout_minutes: float = 30) -> None:
     """Start the default process group from the launcher's environment; alone, a group of one, of which no other library learns."""
-    backend, timeout = prepare(), timedelta(minutes=timeout_minutes)
+    settings: dict[str, Any] = {"backend": prepare(), "timeout": timedelta(minutes=timeout_minutes)}
     if has_cuda():
         # Megatron overlaps tensor-parallel collectives with matrix products only where the device takes kernels in one order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ:
-        torch.distributed.init_process_group(backend, timeout=timeout)
-    else:
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        settings["device_id"] = device  # else NCCL guesses it from the rank, in barriers, and connects at the first collective
+    if "RANK" not in os.environ:
+        settings |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    torch.distributed.init_process_group(**settings)
 
 
 def peak_memory_bytes() -> int:
