@@ -68,7 +68,7 @@ def on_paper() -> Iterator[None]:
 def _gpu() -> Any:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-    class Gpu(CUDA_Accelerator):  # type: ignore[misc]
+    class Gpu(CUDA_Accelerator):
         """Without the profiler's marks, which a torch without CUDA lacks (cuda_accelerator.py:248)."""
 
         range_push = range_pop = lambda *_, **__: None

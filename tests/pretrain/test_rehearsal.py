@@ -21,8 +21,8 @@ from launch.job.rehearsal import fullest
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, load_run
 from pretrain.rehearsal import steps
-from pretrain.rehearsal.record import Collective, Recorder, StepTrace
-from pretrain.rehearsal.steps import HOLDERS, Rank, recorded_steps, rehearse
+from pretrain.rehearsal.record import HOLDERS, Collective, Recorder, StepTrace
+from pretrain.rehearsal.steps import Rank, recorded_steps, rehearse
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.jobs import micro_batches
