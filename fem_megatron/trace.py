@@ -135,7 +135,7 @@ def caller() -> str:
 @functools.cache
 def _place_of(file: str) -> str | None:
     """The file from its room or package on; None of what stands between the code that is traced and the one that traces."""
-    if file in TRACING or "/torch/" in file or file.startswith("<"):
+    if file in TRACING or "/torch/" in file or file.startswith("<") or file.endswith(_WRAPPERS):
         return None
     parts = Path(file).parts
     return "/".join(parts[max((n for n, part in enumerate(parts) if part in _ROOMS), default=len(parts) - 1) :])
@@ -143,7 +143,8 @@ def _place_of(file: str) -> str | None:
 
 TRACING = {__file__, contextlib.__file__, functools.__file__}
 """Files that are not what is traced."""
-_ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain")
+_ROOMS = ("fem_megatron", "kernels", "megatron", "pretrain", "deepspeed")
+_WRAPPERS = ("deepspeed/utils/nvtx.py", "deepspeed/runtime/zero/linear.py")  # as torch's own frames: around, or in place of, its functions
 
 
 class OnPaper(TorchFunctionMode):
@@ -170,8 +171,8 @@ class OnPaper(TorchFunctionMode):
                 return _TYPE(*args).replace("meta.", "cuda." if self.gpu else "")
         if func is torch.autograd.grad:
             return self._gradients(*args, **kwargs)
-        if func is torch.autograd.backward:
-            return self._backward(*args, **kwargs)
+        if func in _BACKWARD:
+            return self._backward(func, *args, **kwargs)
         if func is F.rms_norm and self.gpu:
             return _rms_norm(self.trace, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -179,8 +180,9 @@ class OnPaper(TorchFunctionMode):
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if "device" in kwargs and self._here(kwargs["device"]):
             kwargs["device"] = META
-        if any(isinstance(each, torch.device) for each in args):
-            args = tuple(META if isinstance(each, torch.device) and self._here(each) else each for each in args)
+        named = (torch.device, str) if func is Tensor.to else torch.device
+        if any(isinstance(each, named) for each in args):
+            args = tuple(META if isinstance(each, named) and self._here(each) else each for each in args)
         return func(*args, **kwargs)
 
     def _here(self, device: Any) -> bool:
@@ -198,10 +200,10 @@ class OnPaper(TorchFunctionMode):
         with self:
             return _engine_run_backward(outputs, gradients, *again, tuple(given["inputs"]), False, accumulate_grad=False)
 
-    def _backward(self, *args: Any, **kwargs: Any) -> None:
-        """``torch.autograd.backward``, through which this mode stays on: a layer that is computed again chooses as it did before."""
-        given = inspect.signature(torch.autograd.backward).bind(*args, **kwargs).arguments
-        tensors, gradients = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in (given["tensors"], given.get("grad_tensors")))
+    def _backward(self, func: Any, *args: Any, **kwargs: Any) -> None:
+        """A pass that ``func`` begins, through which this mode stays on: a layer that is computed again chooses as it did before."""
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        tensors, gradients = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in map(given.get, _BACKWARD[func]))
         made = torch.autograd._make_grads(tensors, gradients if len(gradients) == len(tensors) else (None,) * len(tensors), False)
         with self:
             _engine_run_backward(tensors, made, *_again(given), (), True, accumulate_grad=True)
@@ -213,9 +215,11 @@ def _again(given: Mapping[str, Any]) -> tuple[bool, bool]:
     return create if keep is None else keep, create
 
 
+_BACKWARD: dict[Any, tuple[str, str]] = {torch.autograd.backward: ("tensors", "grad_tensors"), Tensor.backward: ("self", "gradient")}
+"""What begins a backward pass -> its arguments: what is derived, and by what."""
 _TYPE = Tensor.type  # `platform` puts a function of its own in its place
 _HOST_READS: dict[Any, Callable[[Tensor, float], Any]] = {
-    Tensor.item: lambda _, number: number,
+    Tensor.item: lambda t, number: number if t.is_floating_point() else 0,
     Tensor.__float__: lambda _, number: number,
     Tensor.__int__: lambda *_: 0,
     Tensor.__index__: lambda *_: 0,

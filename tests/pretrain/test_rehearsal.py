@@ -21,11 +21,12 @@ from launch.job.rehearsal import fullest
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, load_run
 from pretrain.rehearsal import steps
-from pretrain.rehearsal.record import Collective, Recorder, StepTrace
-from pretrain.rehearsal.steps import HOLDERS, Rank, recorded_steps, rehearse
+from pretrain.rehearsal.record import HOLDERS, Collective, Recorder, StepTrace
+from pretrain.rehearsal.steps import Rank, recorded_steps, rehearse
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.jobs import micro_batches
+from tests.pretrain.test_deepspeed import BF16, OFFLOADED, SPLIT, deepspeed
 from tests.pretrain.test_parity import AGAIN, CP2, GATHER, OVERLAP, PAIR, PP2, SP, TIED, TP2
 from tests.ranks import answer
 
@@ -37,6 +38,7 @@ QUICK: Cases = {
     "PP2": (2, [*PP2, *PLAIN]),
     "DP2, overlapped": (2, [*OVERLAP, "model.mixer=cem"]),
     "CP2": (2, [*CP2, TIED]),
+    **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *PLAIN]) for stage in (1, 2, 3)},
 }
 SLOW: Cases = {
     "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),
@@ -44,6 +46,12 @@ SLOW: Cases = {
     "DP2, plain": (2, [*PLAIN, "parallel.use_distributed_optimizer=false"]),
     "CP2, all_gather": (2, [*CP2, *GATHER, *AGAIN, TIED]),
     "DP2, Muon": (2, [*PLAIN, "optimizer.name=muon"]),
+    "DP2, ZeRO-0": (2, [*deepspeed(0), *PLAIN]),
+    "DP2, ZeRO-2, overlapped": (2, [*deepspeed(2), "parallel.overlap_grad_reduce=true", "train.global_batch_size=8", TIED]),
+    "DP2, ZeRO-3, all split": (2, [*SPLIT, "engine.deepspeed.max_live_parameters=30000", "train.global_batch_size=8", TIED]),
+    "CP2, ZeRO-1": (2, [*CP2, *deepspeed(1), TIED]),
+    **{f"DP2, ZeRO-{stage}, bf16": (2, [*deepspeed(stage), BF16, TIED]) for stage in (1, 2, 3)},
+    **{f"TP2 x DP2 + SP, ZeRO-{stage}": (4, [*TP2, *SP, *deepspeed(stage), BF16, TIED]) for stage in (1, 3)},
     "TP2 x PP2 + SP": (4, [*TP2, *PP2, *SP, "model.mixer=fem_gla", "train.precision=bf16"]),
     **{f"TP2, {name}": (2, [*TP2, f"model.mixer={name}"]) for name in MIXERS if not name.startswith("fla.")},
 }
@@ -56,6 +64,18 @@ ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precis
 LAYOUTS: Cases = {
     "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
     "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", TIED]),
+    **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *OVERLAP[:1], *PLAIN]) for stage in (1, 2, 3)},
+}
+# DeepSpeed's optimizers ask whether the norm is finite, each in its own way; the step's result reads the norm again.
+ASKED = {
+    "deepspeed/runtime/utils.py is_invalid_grad_norm __bool__",
+    "pretrain/engines/deepspeed.py _grad_norm __float__",
+    "pretrain/engines/building.py mean_loss tolist",
+}
+ZERO = {
+    "DP2, ZeRO-1": ASKED | {"deepspeed/runtime/utils.py clip_tensors_by_global_norm __bool__"},
+    "DP2, ZeRO-2": ASKED | {"deepspeed/runtime/zero/stage_1_and_2.py has_overflow item"},
+    "DP2, ZeRO-3": ASKED,
 }
 Told = tuple[list[Collective], dict[str, int]]
 
@@ -112,12 +132,12 @@ def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: C
                 assert sum(memory.values()) == pytest.approx(sum(held.values()), rel=0.02), name
 
 
-def on_a_gpu(picture: Path) -> tuple[dict[str, list[set[str]]], tuple[float, float], Any, dict[str, Any]]:
-    """Layout -> each rank's host reads; (forward, backward) FLOPs of the first, its plan; and what the command prints."""
+def on_a_gpu(picture: Path) -> tuple[dict[str, list[set[str]]], dict[str, tuple[float, float]], Any, dict[str, Any]]:
+    """Layout -> each rank's host reads, and (forward, backward) FLOPs of its first; the first layout's plan; what the command prints."""
     platform.import_megatron()
     found = {name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100") for name, case in LAYOUTS.items()}
     first = found["DP2, overlapped"]
-    flops = first.ranks[0].flops(backward=False), first.ranks[0].flops(backward=True)
+    flops = {name: (each.ranks[0].flops(backward=False), each.ranks[0].flops(backward=True)) for name, each in found.items()}
     reads = {name: [{re.sub(r":\d+", "", read) for read in rank.reads} for rank in each.ranks] for name, each in found.items()}
     with redirect_stdout(io.StringIO()) as said:
         assert main([DEMO, *ON_A_GPU, *PLAIN, "--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]) == 0
@@ -125,8 +145,10 @@ def on_a_gpu(picture: Path) -> tuple[dict[str, list[set[str]]], tuple[float, flo
 
 
 def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path) -> None:
-    reads, (forward, backward), plan, printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
-    assert reads == {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3}
+    reads, flops, plan, printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
+    assert reads == {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, **{name: [ZERO[name]] for name in ZERO}}
+    assert {flops[name] for name in ZERO} == {flops["DP2, overlapped"]}  # whose model it is
+    (forward, backward) = flops["DP2, overlapped"]
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward; the attention's scores are multiplied once more.
@@ -140,8 +162,10 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([DEMO, *BASE, *PLAIN, "--rehearse", "engine.name=deepspeed"]) == Exit.WRONG_INPUT
-    assert "engine.name = deepspeed cannot be rehearsed" in capsys.readouterr().err
+    assert main([DEMO, *BASE, *PLAIN, "--rehearse", *OFFLOADED]) == Exit.WRONG_INPUT
+    assert "engine.offload_optimizer = true cannot be rehearsed" in capsys.readouterr().err
+    assert main([DEMO, *BASE, *PLAIN, "--rehearse", *deepspeed(2), "optimizer.name=muon"]) == Exit.WRONG_INPUT
+    assert "optimizer.name = muon cannot be rehearsed" in capsys.readouterr().err
     assert main([DEMO, *BASE, "--gpus", "2"]) == Exit.WRONG_INPUT
     assert "--gpus is of --rehearse" in capsys.readouterr().err
 
