@@ -95,7 +95,7 @@ class Trace:
 
 
 def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequence[Tensor]]], *, backward: bool = True) -> Trace:
-    """The trace of a forward pass and, where asked for, a backward pass.
+    """The trace of a forward pass, the second, and, where asked for, of its backward pass.
 
     make(parallel): the forward pass, and the parameters that it has; called where new tensors have no numbers. Raises ImportError where
     Triton, whose kernels are counted, is not installed.
@@ -114,6 +114,10 @@ def run_on_paper(make: Callable[[OneProcess], tuple[Callable[[], Tensor], Sequen
     with torch.device(META):
         forward, parameters = make(Paper(trace))
     owned = {each.untyped_storage()._cdata for each in parameters}
+    with counted(trace), OnPaper(trace):
+        forward()  # a layer's first call may wait; what is told is its second
+    for told in (trace.launches, trace.kernels, trace.chosen, trace.reads):
+        told.clear()
     with counted(trace), Dispatched(trace), OnPaper(trace):
         with saved_tensors_hooks(keep, lambda t: t):
             y = forward()

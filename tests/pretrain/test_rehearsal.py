@@ -61,9 +61,10 @@ STEADY = {
     "pretrain/engines/building.py mean_loss tolist",  # loss, stop signals, memory: one all-reduce
 }
 ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precision=bf16", "train.global_batch_size=16"]
+GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the device, too
 LAYOUTS: Cases = {
     "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
-    "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", TIED]),
+    "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", GLA, TIED]),
     **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *OVERLAP[:1], *PLAIN]) for stage in (1, 2, 3)},
 }
 # DeepSpeed's optimizers ask whether the norm is finite, each in its own way; the step's result reads the norm again.
