@@ -58,41 +58,41 @@ def add_z_loss(chunk: GPTModel, weight: float) -> None:
     chunk.compute_language_model_loss = losses
 
 
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""hidden [s / SP, b, h], the output layer's weight [V / TP, h], labels and mask [b, s] -> the sum of the losses that count."""
+Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""hidden [s / SP, b, h], the output layer's weight [V / TP, h], labels [b, s] -> losses [b, s], float32."""
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of a loss over chunks, whose gradients are computed with it: then a chunk's logits can go, and none is computed again.
+    """The sum of chunks' losses that count, whose gradients are computed with it: a chunk's logits can go, and none come again.
 
     What waits for the backward pass is as large as the hidden states and the weight; it lacks the sum's own gradient, a factor.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chunks: list[tuple[Tensor, Tensor]], size: int, loss: Loss, learns: bool) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        if not learns:
-            for x, known in zip(hidden.split(size), chunks, strict=True):
-                total += loss(x, weight, *known)
-            return total
-        leaf, of_hidden = weight.detach().requires_grad_(), torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))  # its sum is not rounded on the way
-        for x, dx, known in zip(hidden.split(size), of_hidden.split(size), chunks, strict=True):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                part = loss(x, leaf, *known)
-            gradients = torch.autograd.grad(part, (x, leaf))
-            dx.copy_(gradients[0])
-            of_weight += gradients[1]
-            total += part.detach()
-            del part, gradients
-        ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype))
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, chunks: list[tuple[Tensor, Tensor]], size: int, losses: Losses, learns: bool
+    ) -> Tensor:
+        leaf, total = weight.detach().requires_grad_(learns), torch.zeros((), dtype=torch.float32, device=hidden.device)
+        if learns:
+            of_hidden = torch.empty_like(hidden)
+            of_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))  # not rounded on the way
+            ctx.save_for_backward(of_hidden, of_weight)
+        for start, (labels, mask) in zip(range(0, len(hidden), size), chunks, strict=True):
+            x = hidden[start : start + size].detach().requires_grad_(learns)
+            with torch.set_grad_enabled(learns):
+                found = losses(x, leaf, labels)
+            total += (found.detach() * mask).sum()
+            if learns:
+                gradients = torch.autograd.grad(found, (x, leaf), mask)
+                of_hidden[start : start + size] = gradients[0]
+                of_weight += gradients[1]
+                del gradients
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden.mul_(grads[0]), of_weight.mul_(grads[0]), None, None, None, None
+        return of_hidden.mul_(grads[0]), of_weight.mul_(grads[0]).to(of_hidden.dtype), None, None, None, None
 
 
 def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
@@ -104,9 +104,9 @@ def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
     layer, logits, finish = chunk.output_layer, chunk.output_layer.forward, chunk._postprocess
     ranks = chunk.pg_collection.tp.size() if layer.sequence_parallel else 1
 
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        losses: Tensor = chunk.compute_language_model_loss(labels, logits(hidden, weight)[0])
-        return (losses.float() * mask).sum()
+    def losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = chunk.compute_language_model_loss(labels, logits(hidden, weight)[0])
+        return found
 
     def forward(
         hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, known: tuple[Tensor, Tensor] | None = None
@@ -116,7 +116,7 @@ def sum_in_chunks(chunk: GPTModel, tokens: int) -> None:
         size = max(1, tokens // (ranks * hidden.shape[1]))
         parts = zip(*(t.unflatten(1, (ranks, -1)).split(size, dim=2) for t in known), strict=True)
         chunks = [(labels.flatten(1), mask.flatten(1)) for labels, mask in parts]
-        return _Summed.apply(hidden, layer.weight if weight is None else weight, chunks, size, loss, torch.is_grad_enabled())
+        return _Summed.apply(hidden, layer.weight if weight is None else weight, chunks, size, losses, torch.is_grad_enabled())
 
     def postprocess(hidden_states: Tensor, *, labels: Tensor | None, loss_mask: Tensor | None, **given: Any) -> Any:
         if labels is None or loss_mask is None:

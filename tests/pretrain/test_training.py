@@ -93,9 +93,10 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command) -> None:
     assert len(os.listdir("/proc/self/task")) < before + 10
 
 
-def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: int) -> None:
     """One poisoned micro-batch, or a step that is unwanted: it is skipped, weights and optimizer state keep every bit, training goes on."""
-    with engine_of(settings) as engine:
+    with engine_of([*settings, f"train.loss_chunk={chunk}"]) as engine:
 
         def state() -> list[torch.Tensor]:
             adam = engine.optimizer.chained_optimizers[0].optimizer
