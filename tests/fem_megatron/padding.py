@@ -92,7 +92,7 @@ def without_padding(
 def compare_chunks(vocabulary: str, tied: bool, tokens: int, **layout: Any) -> dict[str, float]:
     """Largest differences of the loss summed in chunks of so many tokens to the sum of the losses, and of every gradient.
 
-    ``logits``: how many are in one tensor at most. Some tokens do not count. The sum has a factor, as an engine's has; it is a power of two,
+    ``logits``: how many are in one tensor at most. Some tokens do not count. The sum has a factor, as an engine's has; of two's powers,
     since the loss is float32.
     """
     from megatron.core import parallel_state

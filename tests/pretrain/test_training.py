@@ -10,16 +10,21 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fem_megatron.megatron import platform
+from pretrain import trainer
 from pretrain.config import load_run
+from pretrain.data.datasets import Batch, batches
 from pretrain.plan.run_plan import flops_per_token, make_plan
 from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
+from pretrain.trainer import Trainer
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.jobs import engine_of, micro_batches
@@ -70,6 +75,29 @@ def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
     first, second = (record["valid_loss"] for record in records(pretrain.run_dir) if "valid_loss" in record)
     assert first == pytest.approx(second, rel=1e-6)
     assert first == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
+
+
+def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the_last(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches a step, of a run and of its resume. That what was read and not used is not counted: test_checkpoints.py."""
+    read, counts, step = list[int](), list[int](), Trainer._step
+
+    def noted(*given: Any) -> Iterator[Batch]:
+        for number, batch in enumerate(batches(*given)):
+            read.append(number)
+            yield batch
+
+    def counted(trainer: Trainer, stream: Any) -> Any:
+        told = step(trainer, stream)
+        counts.append(len(read))
+        return told
+
+    monkeypatch.setattr(trainer, "batches", noted)
+    monkeypatch.setattr(Trainer, "_step", counted)
+    for steps in (4, 6):
+        assert pretrain(f"train.steps={steps}", "train.eval_interval=0", "data.valid=[]") == 0
+    assert counts == [3, 5, 7, 8, 11, 12]
 
 
 def test_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
