@@ -162,6 +162,12 @@ class TrainConfig:
         "Weight of (log Z)^2, Z the softmax's normaliser over the vocabulary, in what is descended (PaLM: 1e-4); not in the losses told.",
         least=0,
     )
+    loss_chunk: int = setting(
+        0,
+        "Tokens whose logits a rank holds at once: so many after another, with their part of the gradients; 0: all of a micro-batch. The "
+        "loss is the same but for rounding.",
+        least=0,
+    )
     seed: int = setting(42, "Seed of the initialisation and of the data order.", least=0)
     eval_interval: int = setting(1000, "Steps between validations; 0: only at the end.", least=0)
     eval_batches: int = setting(10, "Global batches a validation reads; always the same ones.", least=1)

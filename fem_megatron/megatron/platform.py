@@ -21,7 +21,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,26 @@ class Moment:
             return later.clock - self.clock
         later.event.synchronize()
         return self.event.elapsed_time(later.event) / 1000
+
+
+class Copies:
+    """A stream for copies to the device: they wait for no kernel, and kernels wait for those alone that they ask for. On a CPU nothing."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream() if has_cuda() else None
+
+    def begun(self) -> contextlib.AbstractContextManager[Any]:
+        """What is copied within is in this stream."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def needed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Kernels from here on find what was copied; the memory of these tensors serves no other copy before they are done with it."""
+        if self.stream is not None:
+            reader = torch.cuda.current_stream()
+            reader.wait_stream(self.stream)
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(reader)
 
 
 def rng_state() -> dict[str, Any]:

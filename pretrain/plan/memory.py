@@ -164,10 +164,11 @@ def is_estimated(config: RunConfig) -> bool:
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
     """Bytes a token that autograd keeps of the final norm, the output layer and the loss on one rank of the last stage."""
     e, hidden, s = _element(config), config.model.hidden_size, _sequence_split(config)
+    softmax = WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size
     return {
         "final norm": (e if cuda else WIDE * 2) * hidden / s,
-        "output layer": e * hidden / s,
-        "softmax": WIDE * config.model.padded_vocab_size() / config.parallel.tensor_model_parallel_size,
+        "output layer": e * hidden / s,  # its input, or with train.loss_chunk that one's gradient
+        "softmax": 0.0 if config.train.loss_chunk else softmax,
     }
 
 
@@ -232,7 +233,9 @@ def beside_told(config: RunConfig, memory: Sequence[StageMemory], world_size: in
 def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     """Bytes of short-lived tensors at the peak, which is the loss's backward pass (last stage) or, the loss's tensors gone, a layer's.
 
-    Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer.
+    Loss: in bf16 the logits beside their fp32 softmax, and the output layer's weight gradient before it is added to the fp32 buffer. With
+    train.loss_chunk both passes in one, a chunk at a time: its logits and softmax, or their gradient and its own of the weight, beside the
+    weight's so far and all hidden states.
     Layer: the gradients inside its MLP or its mixer, fc1's weight gradient, under recompute its own activations, in bf16 as much again.
     """
     model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
@@ -253,9 +256,13 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     if stage < config.parallel.pipeline_model_parallel_size - 1:
         return int(layer)
     rows = model.padded_vocab_size() / t
-    # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
-    wide = 0 if cuda and not train.z_loss else WIDE
-    loss = (rows * (e + wide) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
+    if train.loss_chunk:
+        some, copied = min(train.loss_chunk, tokens), WIDE * (e < WIDE)
+        loss = rows * (max((e + copied) * some, e * (some + model.hidden_size)) + WIDE * model.hidden_size) + _residual(config) * tokens
+    else:
+        # Megatron's fused loss, which a GPU has in bf16, turns the softmax into its gradient in place.
+        wide = 0 if cuda and not train.z_loss else WIDE
+        loss = (rows * (e + wide) * (e < WIDE) + e * model.hidden_size) * tokens + e * rows * model.hidden_size
     return int(max(loss, layer - sum(head_activations(config, cuda=cuda).values()) * tokens))
 
 

@@ -267,7 +267,7 @@ def memory_excess(plan: Plan) -> str | None:
     enough = next((made.parallel.context_parallel_size for made, _ in cuts), None)
     return (
         f"log.device = {device} has {room} GiB of memory, and a rank needs {gib(plan.peak_memory)}: lower train.micro_batch_size, set "
-        f"train.recompute=full, or split the model further (parallel.*, engine.*)"
+        f"train.recompute=full or train.loss_chunk, or split the model further (parallel.*, engine.*)"
         + (f"; the smallest parallel.context_parallel_size that fits: {enough}" if enough else "")
     )
 

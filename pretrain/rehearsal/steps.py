@@ -123,7 +123,7 @@ class Rehearsal:
             return None
         return (
             f"{self.device} has {room} GiB of memory, and rank {most.rank} needs {gib(most.peak.bytes)}: lower train.micro_batch_size, set "
-            "train.recompute=full, or split the model further (parallel.*)"
+            "train.recompute=full or train.loss_chunk, or split the model further (parallel.*)"
         )
 
 

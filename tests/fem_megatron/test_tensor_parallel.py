@@ -53,6 +53,7 @@ FOUR = [
 SENT = [(case, "sent") for case in ("fem_gla", "mamba2")]
 EMBEDDINGS = list(itertools.product(padding.VOCABULARIES, (False, True), PLACES))
 Z_LOSS = [("padded", False, 0.05, "TP2+SP"), ("a rank of padding", True, 0.05, "TP2")]  # the third: its weight
+CHUNKS = [("in chunks", *case) for case in EMBEDDINGS if case[0] != "not padded"]
 Errors = dict[tuple[Any, ...], dict[str, float]]
 
 
@@ -107,6 +108,14 @@ def test_two_ranks_leave_out_the_vocabulary_s_padding(errors: Errors, case: tupl
     assert not padding.wrong(errors[case], 1e-6)
 
 
+@pytest.mark.parametrize("case", CHUNKS, ids=str)
+def test_two_ranks_sum_the_loss_in_chunks(errors: Errors, case: tuple[Any, ...]) -> None:
+    # 1e-10 as above; the sum itself is of float32 losses, in another order.
+    found = dict(errors[case])
+    assert found.pop("logits") == 4 * padding.BATCH * 64  # 4 positions, 2 of each rank's slice, and a rank's rows
+    assert found.pop("sum") < 1e-6 and max(found.values()) < 1e-10, found
+
+
 def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
     """On each of ``world`` ranks."""
     platform.import_megatron()
@@ -128,6 +137,8 @@ def compare_all(world: int, cases: list[tuple[Any, ...]]) -> Errors:
             found = compare_cut(case[0], case[-1].split()[-1], 12 if world == 2 else 16)
         elif case in MIXERS:
             found = compare(case[0], sequence)
+        elif case in CHUNKS:
+            found = padding.compare_chunks(*case[1:3], 13, sequence_parallel=sequence, z_loss=0.05, params_dtype=torch.float64)
         else:
             more = {} if case in EMBEDDINGS else {"z_loss": case[2]}
             found = padding.compare(case[0], case[1], sequence_parallel=sequence, params_dtype=torch.float64, **more)

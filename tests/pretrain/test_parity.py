@@ -30,6 +30,7 @@ AGAIN = ["train.recompute=full"]
 OVERLAP = ["parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"]
 ZERO1, ZERO2, ZERO3 = (["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3))
 ZERO3.append("engine.deepspeed.param_persistence_threshold=0")  # no parameter stays whole between its uses
+IN_CHUNKS = ["train.loss_chunk=10"]  # of 32 tokens of a micro-batch, or 16 of a context-parallel rank
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "recompute": (1, AGAIN),
     "micro-batches of 4": (1, ["train.micro_batch_size=4"]),
@@ -54,6 +55,16 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "CP2, ZeRO-1": (2, CP2 + ZERO1),
     "CP2 x DP2, ZeRO-2": (4, CP2 + ZERO2),
     "CP2, ZeRO-3": (2, CP2 + ZERO3),
+    **{
+        f"{name}, in chunks": (world, [*settings, *IN_CHUNKS])
+        for name, world, settings in (
+            ("one process", 1, []),
+            ("TP2 x PP2 + SP", 4, TP2 + PP2 + SP),
+            ("TP2 x DP2, overlapped", 4, TP2 + OVERLAP),
+            ("CP2 x TP2 + SP, ZeRO-1", 4, CP2 + TP2 + SP + ZERO1),
+            ("DP2, ZeRO-3", 2, ZERO3),
+        )
+    },
 }
 SPLIT, WHOLE, ZERO_3 = "TP2 + SP, recompute", "TP2 x PP2 + SP, selective", "TP2 x DP2 + SP, ZeRO-3"
 # feature_eps: at 1e-6 a token whose features meet none of the past's weighs by eps alone, and its gradient is 1/eps times fp32's rounding;
@@ -98,15 +109,16 @@ SOME = ("PP2 interleaved", "DP2", "TP2 x PP2 + SP")
 QUICK = [
     *zip(itertools.cycle(GROUPS), LAYOUTS, strict=False),
     *((model, layout) for model in ("tied", "plain optimizer") for layout in SOME),
-    *(("bf16", layout) for layout in (SPLIT, "TP2 x PP2 + SP")),
+    *(("tied", f"{layout}, in chunks") for layout in ("TP2 x PP2 + SP", "TP2 x DP2, overlapped")),
+    *(("bf16", layout) for layout in (SPLIT, "TP2 x PP2 + SP", "TP2 x PP2 + SP, in chunks")),
     *((group, layout) for group in GROUPS for layout in (SPLIT, WHOLE, "CP2, selective")),
     *((model, layout) for model in SPECIAL for layout in (SPLIT, "CP2, selective")),
-    *(("separate", layout) for layout in (WHOLE, ZERO_3, "micro-batches of 4", "PP2 interleaved")),
+    *(("separate", layout) for layout in (WHOLE, ZERO_3, "micro-batches of 4", "PP2 interleaved", "one process, in chunks")),
 ]
 QUICK = list(dict.fromkeys(QUICK))
 ALONE = MIXERS | SPECIAL
 NOT = [("separate", "CP2, all_gather"), ("separate", "CP2, ring"), *((model, "PP2 interleaved") for model in ALONE)]  # refused
-SLOW = [(model, layout) for model in ALONE for layout in LAYOUTS if (model, layout) not in QUICK + NOT]
+SLOW = [(model, layout) for model in ALONE for layout in LAYOUTS if (model, layout) not in QUICK + NOT and "in chunks" not in layout]
 ALL = MODELS | GROUPS | ALONE
 BEFORE, STEPS = 8, 2  # steps of the starting checkpoint, and after it
 Results = dict[str, Done]

@@ -27,7 +27,7 @@ from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
 from tests.pretrain.jobs import micro_batches
 from tests.pretrain.test_deepspeed import BF16, OFFLOADED, SPLIT, deepspeed
-from tests.pretrain.test_parity import AGAIN, CP2, GATHER, OVERLAP, PAIR, PP2, SP, TIED, TP2
+from tests.pretrain.test_parity import AGAIN, CP2, GATHER, IN_CHUNKS, OVERLAP, PAIR, PP2, SP, TIED, TP2
 from tests.ranks import answer
 
 BASE = [*SMALL, "model.vocab_size=512", "train.precision=fp32", "data.train.0.prefix=none", "data.valid=[]", "data.test=[]"]
@@ -39,6 +39,7 @@ QUICK: Cases = {
     "DP2, overlapped": (2, [*OVERLAP, "model.mixer=cem"]),
     "CP2": (2, [*CP2, TIED]),
     **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *PLAIN]) for stage in (1, 2, 3)},
+    "TP2 + SP, in chunks": (2, [*TP2, *SP, *PLAIN, *IN_CHUNKS]),
 }
 SLOW: Cases = {
     "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),

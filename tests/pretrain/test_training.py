@@ -10,16 +10,21 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fem_megatron.megatron import platform
+from pretrain import trainer
 from pretrain.config import load_run
+from pretrain.data.datasets import Batch, batches
 from pretrain.plan.run_plan import flops_per_token, make_plan
 from pretrain.report.loggers import kernels_told
 from pretrain.report.metrics import Meter
+from pretrain.trainer import Trainer
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.jobs import engine_of, micro_batches
@@ -72,6 +77,29 @@ def test_validation_reads_the_same_samples_each_time(pretrain: Command) -> None:
     assert first == pytest.approx(math.log(512), rel=0.02), "a fresh model predicts about uniformly"
 
 
+def test_the_next_step_s_first_batch_is_read_within_the_step_and_none_beyond_the_last(
+    pretrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches a step, of a run and of its resume. That what was read and not used is not counted: test_checkpoints.py."""
+    read, counts, step = list[int](), list[int](), Trainer._step
+
+    def noted(*given: Any) -> Iterator[Batch]:
+        for number, batch in enumerate(batches(*given)):
+            read.append(number)
+            yield batch
+
+    def counted(trainer: Trainer, stream: Any) -> Any:
+        told = step(trainer, stream)
+        counts.append(len(read))
+        return told
+
+    monkeypatch.setattr(trainer, "batches", noted)
+    monkeypatch.setattr(Trainer, "_step", counted)
+    for steps in (4, 6):
+        assert pretrain(f"train.steps={steps}", "train.eval_interval=0", "data.valid=[]") == 0
+    assert counts == [3, 5, 7, 8, 11, 12]
+
+
 def test_wandb(pretrain: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """For real; offline, because nobody is logged in. TensorBoard: test_observer.py."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -93,9 +121,10 @@ def test_a_run_that_is_over_holds_no_threads(pretrain: Command) -> None:
     assert len(os.listdir("/proc/self/task")) < before + 10
 
 
-def test_a_step_that_is_not_finite_changes_nothing(settings: list[str]) -> None:
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: int) -> None:
     """One poisoned micro-batch, or a step that is unwanted: it is skipped, weights and optimizer state keep every bit, training goes on."""
-    with engine_of(settings) as engine:
+    with engine_of([*settings, f"train.loss_chunk={chunk}"]) as engine:
 
         def state() -> list[torch.Tensor]:
             adam = engine.optimizer.chained_optimizers[0].optimizer
