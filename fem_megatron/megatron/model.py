@@ -35,6 +35,7 @@ class Layout:
     recompute: str = "none"  # or "selective", "full"
     z_loss: float = 0.0
     offload_activations: bool = False
+    fp8: str = "none"  # or "tensorwise"
 
     @property
     def overlap_p2p(self) -> bool:
@@ -93,7 +94,7 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
     for stage in stages:
         chunk = GPTModel(
             config,
-            block_spec(model, config, stage, layout.context_parallel_kind),
+            block_spec(model, config, stage, layout.context_parallel_kind, fp8=layout.fp8 != "none"),
             vocab_size=model.padded_vocab_size(),
             max_sequence_length=seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),

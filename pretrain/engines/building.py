@@ -66,6 +66,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         recompute=config.train.recompute,
         z_loss=config.train.z_loss,
         offload_activations=config.train.offload_activations,
+        fp8=config.train.fp8,
     )
 
 

@@ -20,6 +20,7 @@ from fem_megatron.megatron import platform
 from launch.job.rehearsal import fullest
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, load_run
+from pretrain.plan import fp8
 from pretrain.rehearsal import steps
 from pretrain.rehearsal.record import Collective, Recorder, StepTrace
 from pretrain.rehearsal.steps import HOLDERS, Rank, recorded_steps, rehearse
@@ -37,6 +38,7 @@ QUICK: Cases = {
     "PP2": (2, [*PP2, *PLAIN]),
     "DP2, overlapped": (2, [*OVERLAP, "model.mixer=cem"]),
     "CP2": (2, [*CP2, TIED]),
+    "TP2 + SP, fp8": (2, [*TP2, *SP, *PLAIN, "model.hidden_size=64", "train.fp8=tensorwise"]),
 }
 SLOW: Cases = {
     "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),
@@ -56,6 +58,7 @@ ON_A_GPU = [*BASE, "model.hidden_size=256", "data.seq_length=128", "train.precis
 LAYOUTS: Cases = {
     "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
     "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", TIED]),
+    "DP2, fp8": (2, [*PLAIN, "train.fp8=tensorwise"]),
 }
 Told = tuple[list[Collective], dict[str, int]]
 
@@ -112,25 +115,28 @@ def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: C
                 assert sum(memory.values()) == pytest.approx(sum(held.values()), rel=0.02), name
 
 
-def on_a_gpu(picture: Path) -> tuple[dict[str, list[set[str]]], tuple[float, float], Any, dict[str, Any]]:
-    """Layout -> each rank's host reads; (forward, backward) FLOPs of the first, its plan; and what the command prints."""
+def on_a_gpu(picture: Path) -> tuple[dict[str, list[set[str]]], tuple[float, float], list[float], Any, dict[str, Any]]:
+    """Layout -> each rank's host reads; (forward, backward) FLOPs of the first, those of 8-bit floats; a plan; what the command prints."""
     platform.import_megatron()
     found = {name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100") for name, case in LAYOUTS.items()}
     first = found["DP2, overlapped"]
     flops = first.ranks[0].flops(backward=False), first.ranks[0].flops(backward=True)
+    eight = [each for each in found["DP2, fp8"].ranks[0].launches if each.name == "_scaled_mm"]
+    products = [sum(each.flops for each in eight if each.backward == backward) for backward in (False, True)]
     reads = {name: [{re.sub(r":\d+", "", read) for read in rank.reads} for rank in each.ranks] for name, each in found.items()}
     with redirect_stdout(io.StringIO()) as said:
         assert main([DEMO, *ON_A_GPU, *PLAIN, "--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]) == 0
-    return reads, flops, first.plan, json.loads(said.getvalue())
+    return reads, flops, products, first.plan, json.loads(said.getvalue())
 
 
 def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path) -> None:
-    reads, (forward, backward), plan, printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
-    assert reads == {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3}
+    reads, (forward, backward), eight, plan, printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
+    assert reads == {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward; the attention's scores are multiplied once more.
     assert backward == tokens * (2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2)
+    assert eight == [tokens * fp8.forward_flops(plan.config.model), 2 * tokens * fp8.forward_flops(plan.config.model)]
     (rank,) = printed["ranks"]
     assert fullest(printed) == {"rank": 0, "bytes": rank["peak"]["bytes"], "excess": None}  # as the launcher reads it
     assert rank["planned"]["weights"] == rank["peak"]["weights"]
