@@ -120,4 +120,4 @@ class TensorParallel(Parallel):
         return made(weight.shape[1], weight.shape[0], bias=False, device="meta")
 
     def _in_eight_bits(self, weight: nn.Parameter) -> bool:
-        return self.eight_bit and weight.spec.eight_bit  # type: ignore[attr-defined, no-any-return]
+        return self.eight_bit and weight.spec.eight_bit  # type: ignore[attr-defined]
