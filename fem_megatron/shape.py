@@ -49,6 +49,7 @@ class Weight:
     vectors: its rows are vectors of their own, stored together, so that none of them is decayed. maps: rows of each linear map of one
     vector that lies packed in a matrix, in order, and again from the first (a head's slices); (): it is one, or each of its leading indices
     is; None: it holds none (an embedding's rows, filters, one number a head, low-rank factors). Muon makes each orthogonal by itself.
+    precise: its product is never one of 8-bit floats, since what follows sums its error up over the sequence.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +60,12 @@ class Weight:
     mup: Scaling | None = None
     vectors: bool = False
     maps: tuple[int, ...] | None = ()
+    precise: bool = False
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether its product may be one of 8-bit floats (train.fp8): linear maps that ranks share, used in that product alone."""
+        return self.orthogonal and self.split is not None and not (self.bare or self.precise)
 
     @property
     def orthogonal(self) -> bool:
@@ -103,7 +110,7 @@ class Training:
 
     element: bytes of the training precision. tensor_parallel: ranks that share a layer; sequence_split: that share the sequence outside it.
     micro_batch: sequences, of ``length`` tokens. cuda: whether a GPU's fused kernels run. again: reads are computed again, and keep what
-    they are given alone (train.recompute = selective). ranks: that share a sequence.
+    they are given alone (train.recompute = selective). ranks: that share a sequence. fp8: linear maps multiply 8-bit floats.
     """
 
     element: int
@@ -114,6 +121,12 @@ class Training:
     cuda: bool
     again: bool = False
     ranks: int = 1
+    fp8: bool = False
+
+    @property
+    def operand(self) -> int:
+        """Bytes of what a linear map keeps of its input, where nothing else keeps that."""
+        return 1 if self.fp8 else self.element
 
     def tokens_before(self, count: int) -> int:
         """Of the ``count`` tokens before a chunk, those that the chunk before it has, and hands on."""
@@ -342,8 +355,9 @@ class SwiGluShape(Shape):
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Its input, the packed product and the inner product; on a CPU silu(gate) beside them."""
-        kept = 3 if training.cuda else 4
-        return {"MLP": training.element * (self.hidden / training.sequence_split + kept * self.inner / training.tensor_parallel)}
+        inner = (2 if training.cuda else 3) * training.element + training.operand
+        split = 1 if training.fp8 else training.sequence_split  # 8-bit floats are kept gathered
+        return {"MLP": training.operand * self.hidden / split + inner * self.inner / training.tensor_parallel}
 
     def summary(self) -> str:
         return f"MLP {self.inner}"

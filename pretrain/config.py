@@ -148,6 +148,12 @@ class TrainConfig:
     precision: str = setting(
         "bf16", "bf16: bf16 weights and activations, fp32 main weights and gradient accumulation; fp32.", ("bf16", "fp32")
     )
+    fp8: str = setting(
+        "none",
+        "tensorwise: linear maps of the layers multiply 8-bit floats, each tensor scaled by a power of two (docs/engines.md). On a GPU of "
+        "compute capability 8.9 or more; a CPU emulates it.",
+        ("none", "tensorwise"),
+    )
     recompute: str = setting(
         "none",
         "What the backward pass computes again instead of keeping it. selective: what reads other tokens, and MLPs; full: each layer.",

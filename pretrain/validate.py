@@ -23,6 +23,7 @@ from pretrain.data.facts import SPLITS, DataFacts, any_on_disk, fill_from_data
 from pretrain.engines.deepspeed_settings import check_engine
 from pretrain.plan.cut import check_cut
 from pretrain.plan.devices import DEVICE_PEAK_TFLOPS, peak_tflops
+from pretrain.plan.fp8 import check_fp8
 from pretrain.run_directory import check_writable, run_directory
 from pretrain.schedule import Schedule
 from pretrain.spikes import check_spikes
@@ -393,6 +394,7 @@ _CHECKS: tuple[tuple[Callable[[RunConfig, int], Iterator[str]], str], ...] = (
     (_check_mixer_limits, "model data parallel"),
     (_check_tensor_parallel, "parallel model data"),
     (check_cut, "parallel model data"),
+    (check_fp8, "train parallel model data"),
     (_check_pipeline, "parallel model"),
     (_check_layout, "parallel"),
     (_check_batches, "train parallel"),

@@ -36,6 +36,7 @@ class Layout:
     z_loss: float = 0.0
     loss_chunk: int = 0  # tokens; 0: all
     offload_activations: bool = False
+    fp8: str = "none"  # or "tensorwise"
 
     @property
     def overlap_p2p(self) -> bool:
@@ -94,7 +95,7 @@ def build(model: ModelConfig, layout: Layout, seq_length: int, seed: int) -> lis
     for stage in stages:
         chunk = GPTModel(
             config,
-            block_spec(model, config, stage, layout.context_parallel_kind),
+            block_spec(model, config, stage, layout.context_parallel_kind, fp8=layout.fp8 != "none"),
             vocab_size=model.padded_vocab_size(),
             max_sequence_length=seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),

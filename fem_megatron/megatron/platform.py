@@ -86,6 +86,13 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
+def lacks_fp8() -> str | None:
+    """What this machine's GPU lacks to multiply 8-bit floats, or None; a CPU emulates it (``fem_megatron.megatron.fp8``)."""
+    if not has_cuda() or (found := torch.cuda.get_device_capability()) >= (8, 9):
+        return None
+    return f"a GPU of compute capability 8.9 or more, as H100 or L40S, and {device_name()} has {found[0]}.{found[1]}"
+
+
 def toolkit() -> str | None:
     """CUDA's and cuDNN's versions as torch was built with them; None in a build without."""
     return f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else None

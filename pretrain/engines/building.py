@@ -67,6 +67,7 @@ def model_layout(config: RunConfig) -> fem_model.Layout:
         z_loss=config.train.z_loss,
         loss_chunk=config.train.loss_chunk,
         offload_activations=config.train.offload_activations,
+        fp8=config.train.fp8,
     )
 
 

@@ -27,6 +27,7 @@ Numbers marked 4 are fp32 in either precision.
 The table is of the FEM over the softmax prior, of attention and of the SwiGLU MLP; their shapes hold it (``Shape.kept_bytes``). Every other
 mixer is estimated from what it was seen to keep for each channel of its width (``Shape.kept``), and the plan says so. With
 train.recompute = selective an MLP keeps its input, a read what it is given; an estimate stays what it is without, which is more.
+With train.fp8 a linear map keeps its input in 8 bits, of the whole sequence, beside what else keeps that; an estimate stays what it is.
 With train.offload_activations what the layers keep is on the host, but for one layer's; on a CPU that is the same memory.
 """
 
@@ -153,6 +154,7 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
         cuda=cuda,
         again=train.recompute == "selective",
         ranks=layout.context_parallel_size,
+        fp8=train.fp8 != "none",
     )
 
 

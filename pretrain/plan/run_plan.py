@@ -19,7 +19,7 @@ from fem_megatron.mup import outer_weights, width_ratio
 from fem_megatron.rope import RopeScaling
 from fem_megatron.shape import BlockShape, Weights
 from pretrain.config import RunConfig
-from pretrain.plan import cut, muon
+from pretrain.plan import cut, fp8, muon
 from pretrain.plan.devices import memory_gib
 from pretrain.plan.memory import StageMemory, beside_told, is_estimated, stage_memory, zero_variants
 from pretrain.plan.zero_memory import zero_name
@@ -305,6 +305,8 @@ def _cost_lines(plan: Plan) -> Iterator[str]:
     yield f"  forward {si(forward)}FLOP, training {si(plan.train_flops)}FLOP" + (
         f", with recompute {si(plan.hardware_flops)}FLOP" if plan.hardware_flops != plan.train_flops else ""
     )
+    if config.train.fp8 != "none":
+        yield f"  {fp8.told(config.model, forward)}"
     if config.data.documents == "separate":
         yield f"  {_documents_told(plan)}"
     if config.optimizer.name == "muon":

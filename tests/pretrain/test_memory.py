@@ -42,6 +42,10 @@ CASES = {
     "budget ii": ModelConfig(fem=FemConfig(budget="ii")),
     "selective": ModelConfig(),
     "offloaded": ModelConfig(),
+    "fp8": ModelConfig(),
+    "fp8, selective": ModelConfig(),
+    "fp8, transformer": ModelConfig(mixer="transformer"),
+    "fp8, plain": ModelConfig(fem=FemConfig(conditioner=False, free_energy=False, gate=False)),
     "grouped, offloaded, selective": ModelConfig(mixer="transformer", num_query_groups=2),
     "grouped, normed, selective": ModelConfig(mixer="transformer", num_query_groups=2, qk_norm=True),
 } | {name: ModelConfig(mixer=name.partition(",")[0], qk_norm="," in name) for name in ESTIMATED}
@@ -57,7 +61,8 @@ ENGINES = {
 def case(name: str, layers: int, precision: str) -> RunConfig:
     model = replace(CASES[name], hidden_size=384, num_layers=layers, num_attention_heads=4, ffn_hidden_size=640, vocab_size=1000)
     recompute = "selective" if "selective" in name else "none"
-    train = TrainConfig(precision=precision, micro_batch_size=SEQUENCES, recompute=recompute, offload_activations="offloaded" in name)
+    fp8, offloads = "tensorwise" if "fp8" in name else "none", "offloaded" in name
+    train = TrainConfig(precision=precision, fp8=fp8, micro_batch_size=SEQUENCES, recompute=recompute, offload_activations=offloads)
     return RunConfig(model=model, data=DataConfig(seq_length=LENGTH), train=train)
 
 

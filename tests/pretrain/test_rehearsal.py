@@ -20,6 +20,7 @@ from fem_megatron.megatron import platform
 from launch.job.rehearsal import fullest
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, load_run
+from pretrain.plan import fp8
 from pretrain.rehearsal import steps
 from pretrain.rehearsal.record import HOLDERS, Collective, Recorder, StepTrace
 from pretrain.rehearsal.steps import Rank, recorded_steps, rehearse
@@ -40,6 +41,7 @@ QUICK: Cases = {
     "CP2": (2, [*CP2, TIED]),
     **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *PLAIN]) for stage in (1, 2, 3)},
     "TP2 + SP, in chunks": (2, [*TP2, *SP, *PLAIN, *IN_CHUNKS]),
+    "TP2 + SP, fp8": (2, [*TP2, *SP, *PLAIN, "model.hidden_size=64", "train.fp8=tensorwise"]),
 }
 SLOW: Cases = {
     "TP2 + SP, recompute": (2, [*TP2, *SP, *AGAIN, TIED]),
@@ -66,6 +68,7 @@ GLA = "model.mixer=fem_gla"  # which form its reads take is a number of the devi
 LAYOUTS: Cases = {
     "DP2, overlapped": (2, [*OVERLAP, *PLAIN]),
     "TP2 x PP4 + SP, recompute": (16, [*TP2, *SP, *AGAIN, "parallel.pipeline_model_parallel_size=4", "model.num_layers=4", GLA, TIED]),
+    "DP2, fp8": (2, [*PLAIN, "train.fp8=tensorwise"]),
     **{f"DP2, ZeRO-{stage}": (2, [*deepspeed(stage), *OVERLAP[:1], *PLAIN]) for stage in (1, 2, 3)},
 }
 # DeepSpeed's optimizers ask whether the norm is finite, each in its own way; the step's result reads the norm again.
@@ -134,27 +137,33 @@ def test_collectives_and_memory_are_those_of_real_ranks(tmp_path: Path, cases: C
                 assert sum(memory.values()) == pytest.approx(sum(held.values()), rel=0.02), name
 
 
-def on_a_gpu(picture: Path) -> tuple[dict[str, list[set[str]]], dict[str, tuple[float, float]], Any, dict[str, Any]]:
-    """Layout -> each rank's host reads, and (forward, backward) FLOPs of its first; the first layout's plan; what the command prints."""
+def on_a_gpu(
+    picture: Path,
+) -> tuple[dict[str, list[set[str]]], dict[str, tuple[float, float]], list[float], Any, dict[str, Any]]:
+    """Layout -> each rank's host reads, and (forward, backward) FLOPs of its first; those of 8-bit floats; a plan; what is printed."""
     platform.import_megatron()
     found = {name: rehearse(config_of(*case, ON_A_GPU), case[0], "h100") for name, case in LAYOUTS.items()}
     first = found["DP2, overlapped"]
     flops = {name: (each.ranks[0].flops(backward=False), each.ranks[0].flops(backward=True)) for name, each in found.items()}
+    eight = [each for each in found["DP2, fp8"].ranks[0].launches if each.name == "_scaled_mm"]
+    products = [sum(each.flops for each in eight if each.backward == backward) for backward in (False, True)]
     reads = {name: [{re.sub(r":\d+", "", read) for read in rank.reads} for rank in each.ranks] for name, each in found.items()}
     with redirect_stdout(io.StringIO()) as said:
         assert main([DEMO, *ON_A_GPU, *PLAIN, "--rehearse", "--gpus", "2", "--device", "h200", "--json", "--picture", str(picture)]) == 0
-    return reads, flops, first.plan, json.loads(said.getvalue())
+    return reads, flops, products, first.plan, json.loads(said.getvalue())
 
 
 def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned(tmp_path: Path) -> None:
-    reads, flops, plan, printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
-    assert reads == {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, **{name: [ZERO[name]] for name in ZERO}}
+    reads, flops, eight, plan, printed = answer(1, on_a_gpu, tmp_path / "picture.png", output=tmp_path / "said")
+    steady = {"DP2, overlapped": [STEADY], "TP2 x PP4 + SP, recompute": [STEADY] * 3, "DP2, fp8": [STEADY]}
+    assert reads == {**steady, **{name: [ZERO[name]] for name in ZERO}}
     assert {flops[name] for name in ZERO} == {flops["DP2, overlapped"]}  # whose model it is
     (forward, backward) = flops["DP2, overlapped"]
     tokens = plan.schedule.step_tokens // plan.data_parallel
     assert forward == tokens * sum(plan.forward_flops.values())
     # Twice the forward; the attention's scores are multiplied once more.
     assert backward == tokens * (2 * sum(plan.forward_flops.values()) + plan.forward_flops["attention"] / 2)
+    assert eight == [tokens * fp8.forward_flops(plan.config.model), 2 * tokens * fp8.forward_flops(plan.config.model)]
     (rank,) = printed["ranks"]
     assert fullest(printed) == {"rank": 0, "bytes": rank["peak"]["bytes"], "excess": None}  # as the launcher reads it
     assert rank["planned"]["weights"] == rank["peak"]["weights"]

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import torch
 
 from fem_megatron.megatron import platform
 from pretrain import trainer
+from pretrain.checkpoint.reader import load_full_model_state
 from pretrain.config import load_run
 from pretrain.data.datasets import Batch, batches
 from pretrain.plan.run_plan import flops_per_token, make_plan
@@ -28,7 +30,7 @@ from pretrain.trainer import Trainer
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, Command
 from tests.pretrain.jobs import engine_of, micro_batches
-from tests.ranks import records
+from tests.ranks import losses, records
 
 
 def test_run_directory_tells_all(pretrain: Command) -> None:
@@ -146,6 +148,27 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: list[str], chunk: i
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
         assert not engine.train_step(micro_batches(32), 24).skipped
         assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+
+
+def test_eight_bits_train_as_sixteen_do_and_leave_the_same_checkpoints(pretrain: Command, tmp_path: Path) -> None:
+    """Two attempts are one to the bit, since no scale is kept; a checkpoint has the same tensors as without, in their types."""
+    wide = ["model.hidden_size=64", "train.precision=bf16", "checkpoint.interval=6", "train.eval_interval=0"]
+    runs = {name: tmp_path / name for name in ("sixteen", "eight", "resumed")}
+    for name, run_dir in runs.items():
+        given = [f"run_dir={run_dir}", *wide, *([] if name == "sixteen" else ["train.fp8=tensorwise"])]
+        assert pretrain(*given) == 0, pretrain.err
+        if name == "resumed":
+            shutil.rmtree(run_dir / "checkpoints" / "step_00000012")
+            assert pretrain(*given) == 0 and "at step 6" in pretrain.out
+    told = {name: losses(run_dir) for name, run_dir in runs.items()}
+    assert told["resumed"] == told["eight"]
+    kept = {name: load_full_model_state(run_dir)[0] for name, run_dir in runs.items()}
+    assert all(torch.equal(one, kept["resumed"][name]) for name, one in kept["eight"].items())
+    shapes = [{name: (one.shape, one.dtype) for name, one in kept[each].items()} for each in ("sixteen", "eight")]
+    assert shapes[0] == shapes[1]
+    # An operand is within 2^-4 of itself, its errors of either sign, and a product sums 64 of them or more: 4% of a product's norm.
+    for (loss, norm), (wanted, wanted_norm) in zip(told["eight"].values(), told["sixteen"].values(), strict=True):
+        assert loss == pytest.approx(wanted, rel=2e-3) and norm == pytest.approx(wanted_norm, rel=0.05)
 
 
 def test_schedule_in_tokens_is_the_schedule_in_steps(pretrain: Command, tmp_path: Path) -> None:
