@@ -6,6 +6,7 @@ Every field carries its text and its range (`fem_common.settings`); the reader a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from fem_common.settings import moved, setting
@@ -103,7 +104,17 @@ class ModelConfig:
 
     def blocks(self) -> list[BlockShape]:
         """Every layer's shape. Raises ValueError, naming the key, where sizes do not fit."""
-        return catalogue.blocks(self)
+        return [*self._blocks]
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[BlockShape, int], ...]:
+        """Each different layer's shape, and how many there are."""
+        every = self.blocks()
+        return tuple((shape, every.count(shape)) for n, shape in enumerate(every) if shape not in every[:n])
+
+    @cached_property
+    def _blocks(self) -> tuple[BlockShape, ...]:
+        return tuple(catalogue.blocks(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:

@@ -294,6 +294,10 @@ class BlockShape:
 
     def weights(self) -> Weights:
         """The names of the block's state dict: ``mixer.*`` and ``mlp.*``."""
+        return {**self._weights}
+
+    @cached_property
+    def _weights(self) -> Weights:
         parts = {"mixer": self.mixer} | ({} if self.mlp is None else {"mlp": self.mlp})
         return {f"{part}.{name}": weight for part, shape in parts.items() for name, weight in shape.weights().items()}
 

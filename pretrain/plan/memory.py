@@ -160,7 +160,7 @@ def training_of(config: RunConfig, *, cuda: bool) -> Training:
 
 def is_estimated(config: RunConfig) -> bool:
     """Whether a mixer or an MLP of the model is outside the table, so that its activations are an estimate."""
-    return any(ESTIMATE in layer_activations(config, block, cuda=False) for block in config.model.blocks())
+    return any(ESTIMATE in layer_activations(config, block, cuda=False) for block, _ in config.model.kinds)
 
 
 def head_activations(config: RunConfig, *, cuda: bool) -> dict[str, float]:
@@ -204,9 +204,9 @@ def offloaded_activations(config: RunConfig, stage: int, data_parallel: int, *, 
 def _layers_activations(config: RunConfig, stage: int, data_parallel: int, *, cuda: bool) -> float:
     """Bytes a token of a rank's layers, for every micro-batch in flight."""
     layout, layers = config.parallel, 0.0
-    for block in config.model.blocks():
+    for block, count in config.model.kinds:
         again = config.train.recompute == "full"
-        layers += _residual(config) if again else sum(layer_activations(config, block, cuda=cuda).values())
+        layers += count * (_residual(config) if again else sum(layer_activations(config, block, cuda=cuda).values()))
     parts = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
     return chunks_in_flight(config, stage, data_parallel) * layers / parts
 
@@ -242,15 +242,15 @@ def backward_workspace(config: RunConfig, stage: int, *, cuda: bool) -> int:
     """
     model, train, e, t = config.model, config.train, _element(config), config.parallel.tensor_model_parallel_size
     tokens = train.micro_batch_size * _own_length(config)
-    inner, packed = model.ffn_size / t, max(_packed_width(block) for block in model.blocks()) / t
+    inner, packed = model.ffn_size / t, max(_packed_width(block) for block, _ in model.kinds) / t
     per_token = e * max(5 * inner, 4 * packed) + e * 2 * model.hidden_size
     # Under recompute what was not kept of a layer is made again; in bf16 its fp32 parts have fp32 gradients, about as much as it has
     # activations (seen, not derived).
     plain = replace(config, train=replace(train, recompute="none"))
-    whole = max(sum(layer_activations(plain, block, cuda=cuda).values()) for block in model.blocks())
+    whole = max(sum(layer_activations(plain, block, cuda=cuda).values()) for block, _ in model.kinds)
     kept = {
         "none": whole,
-        "selective": min(sum(layer_activations(config, block, cuda=cuda).values()) for block in model.blocks()),
+        "selective": min(sum(layer_activations(config, block, cuda=cuda).values()) for block, _ in model.kinds),
         "full": 0.0,
     }
     per_token += whole - (0.0 if _offloads(config, cuda=cuda) else kept[train.recompute]) + (e < WIDE) * whole
