@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fem_megatron.cut_shape import Crossing, CutKinds, CutWidths
 
@@ -142,15 +142,29 @@ class Training:
         """Bytes of a linear attention's operands (`update.product_type`)."""
         return self.element if self.cuda else self.wide
 
-    def estimate(self, hidden: int, kept: tuple[float, float], more: float = 0.0) -> dict[str, float]:
-        """Bytes a token from those seen a channel of ``hidden``, in fp32 and in bf16, and ``more``; every rank has the input whole."""
-        seen = (kept[0] if self.element == WIDE else kept[1]) * hidden + more
+    def estimate(self, hidden: int, kept: Kept, more: float = 0.0) -> dict[str, float]:
+        """Bytes a token from those seen a channel of ``hidden``, and ``more``; every rank has the input whole."""
+        on_a_gpu = (kept.again if self.again else kept.gpu) if self.cuda else None
+        seen = (kept.fp32 if self.element == WIDE else on_a_gpu or kept.bf16) * hidden + more
         whole = self.element * hidden
         return {ESTIMATE: whole + max(0.0, seen - whole) / self.tensor_parallel}
 
 
+class Kept(NamedTuple):
+    """Bytes a token and channel that autograd keeps of one application, its norm aside, at the default switches.
+
+    fp32, bf16: on a CPU, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other. gpu: in bf16 by a GPU's kernels
+    (`pretrain.rehearsal`), at widths of 256 and 1024; again: there, where reads are computed again. None: as on a CPU.
+    """
+
+    fp32: float
+    bf16: float
+    gpu: float | None = None
+    again: float | None = None
+
+
 ESTIMATE = "estimate"
-KEPT = (90.0, 70.0)
+KEPT = Kept(90.0, 70.0)
 
 
 @dataclass(frozen=True)
@@ -171,14 +185,13 @@ class Shape(ABC):
     """Sizes of one update of the residual stream: a mixer or an MLP, its norm included.
 
     layer_class: "module:class" of the ``Update`` that computes it. external: another package does, and knows its parameters alone.
-    kept: bytes a token and channel that autograd keeps of one application, its norm aside, in fp32 and in bf16 training (``kept_bytes``):
-    seen on a CPU at the default switches, at widths of 256 and 512 and lengths of 64 and 256, within 25% of each other.
+    kept: of an estimate (``kept_bytes``).
     once: the parts of ``flops`` with work that is done once a sequence, and not again for each document that it holds.
     """
 
     layer_class: ClassVar[str]
     external: ClassVar[bool] = False
-    kept: ClassVar[tuple[float, float]] = KEPT
+    kept: ClassVar[Kept] = KEPT
     once: ClassVar[frozenset[str]] = frozenset()
     hidden: int
 
@@ -238,6 +251,10 @@ class Shape(ABC):
     def kept_bytes(self, training: Training) -> dict[str, float]:
         """Bytes a token that autograd keeps on one rank, by term, its norm aside: an estimate, or the table's (`pretrain.plan.memory`)."""
         return training.estimate(self.hidden, self.kept)
+
+    def moment_bytes(self, training: Training) -> float:
+        """Bytes that the backward pass of one application holds for a moment on one rank, beyond gradients as wide as what was kept."""
+        return 0.0
 
     def packing(self) -> dict[str, Packing]:
         """Which matrices may start from a Transformer's, by name; {}: none."""

@@ -361,7 +361,7 @@ def _split_words(config: RunConfig) -> str:
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
     rows = plan.config.data.documents == "separate"  # a little longer than the documents, and kept beside what they were copied from
-    estimated = "; activations estimated, to about 25%" if rows or is_estimated(plan.config) else ""
+    estimated = "; activations estimated, to about 25%" if rows or is_estimated(plan.config, cuda=plan.cuda) else ""
     yield f"memory per rank ({'GPU' if plan.cuda else 'CPU, beside the libraries'}{estimated})"
     header = ("parameters", "weights", "gradients", "optimizer", "activations", "workspace", "peak")
     yield "  " + "stage".ljust(6) + "".join(title.rjust(14) for title in header)

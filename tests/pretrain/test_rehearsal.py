@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
 import re
@@ -21,8 +22,9 @@ from launch.job.rehearsal import fullest
 from pretrain.__main__ import main
 from pretrain.config import RunConfig, load_run
 from pretrain.plan import fp8
+from pretrain.plan.memory import layer_activations
 from pretrain.rehearsal import steps
-from pretrain.rehearsal.record import HOLDERS, Collective, Recorder, StepTrace
+from pretrain.rehearsal.record import BACKWARD, HOLDERS, Collective, Recorder, StepTrace
 from pretrain.rehearsal.steps import Rank, recorded_steps, rehearse
 from pretrain.validate import prepare
 from tests.pretrain.conftest import DEMO, SMALL
@@ -83,6 +85,19 @@ ZERO = {
     "DP2, ZeRO-3": ASKED,
 }
 Told = tuple[list[Collective], dict[str, int]]
+PLANNED = [*(name for name in MIXERS if name not in ("fla.*", "mha2nd")), "mha2nd"]  # whose backward pass holds most by far
+LIKE = {
+    "demo": ["model=fem_sm_demo", "data.seq_length=512", "train.micro_batch_size=8", "model.vocab_size=4096"],
+    "340m": ["model=fem_sm_340m", "data.seq_length=512", "train.micro_batch_size=4", "model.vocab_size=4096"],
+}
+WAYS: Cases = {
+    "TP2 + SP": (2, [*TP2, *SP]),
+    "PP2": (2, PP2),
+    "CP2": (2, CP2),
+    "full": (1, AGAIN),
+    "selective": (1, ["train.recompute=selective"]),
+    "fp32": (1, ["train.precision=fp32"]),
+}
 
 
 def config_of(world: int, overrides: list[str], base: list[str] = BASE) -> RunConfig:
@@ -170,6 +185,54 @@ def test_a_step_on_a_gpu_waits_for_the_host_twice_and_multiplies_what_is_planned
     # Each pass reads the weights, and the update writes them.
     assert rank["moved"] > 3 * rank["planned"]["weights"]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def sized(size: str, *more: str, world: int = 1) -> RunConfig:
+    steps = ["train.global_batch_size=32", "train.precision=bf16", "model.tie_embeddings=false"]
+    return config_of(world, [*LIKE[size], *steps, *more], BASE[-3:])
+
+
+def planned_and_kept(recompute: str) -> dict[str, tuple[float, float]]:
+    """Size and mixer -> bytes a token that its layer keeps, of one model that has a layer of each; and the whole model's peak."""
+    platform.import_megatron()
+    found = {}
+    for size in LIKE:
+        pattern = [f"model.pattern=[{','.join(PLANNED)}]", f"model.num_layers={len(PLANNED)}", f"train.recompute={recompute}"]
+        told = rehearse(config := sized(size, *pattern), 1, "h100")
+        (rank,), tokens = told.ranks, config.train.micro_batch_size * config.data.seq_length
+        turn = min(each.born for each in rank.held if each.phase == BACKWARD and each.born > rank.begin)
+        found[f"{size}, the peak"] = float(told.plan.peak_memory), float(rank.peak.bytes)
+        for number, (name, block) in enumerate(zip(PLANNED, config.model.blocks(), strict=True), 1):
+            own = [each for each in rank.held if each.part == f"layer {number}" and rank.begin < each.born < turn <= (each.gone or turn)]
+            planned = sum(layer_activations(config, block, cuda=True).values())
+            found[f"{size}, {name}"] = planned, sum(each.bytes for each in own) / tokens
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow)])
+def test_what_layers_keep_on_a_gpu_is_planned_within_fifteen_percent(tmp_path: Path, recompute: str) -> None:
+    found = answer(1, planned_and_kept, recompute, output=tmp_path / "said", patience=300)
+    # mha2nd keeps less than its sister, of whose class it is; the peak is its systems'.
+    off = {name: (planned, kept) for name, (planned, kept) in found.items() if abs(planned / kept - 1) > 0.15 and "mha2nd" not in name[-6:]}
+    assert len(found) == len(LIKE) * (len(PLANNED) + 1) and not off
+
+
+def planned_and_rehearsed(mixer: str) -> dict[str, tuple[int, int]]:
+    """Size, way and stage -> a rank's planned and rehearsed peak."""
+    platform.import_megatron()
+    found = {}
+    for size, (way, (world, more)) in itertools.product(LIKE, WAYS.items()):
+        told = rehearse(sized(size, *more, f"model.mixer={mixer}", "model.num_layers=8", world=world), world, "h100")
+        for rank in told.ranks:
+            found[f"{size}, {way}, {rank.stage}"] = told.plan.memory[rank.stage].total, rank.peak.bytes
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", PLANNED)
+def test_peaks_on_a_gpu_are_planned_within_fifteen_percent(tmp_path: Path, mixer: str) -> None:
+    found = answer(1, planned_and_rehearsed, mixer, output=tmp_path / "said", patience=600)
+    assert not {name: pair for name, pair in found.items() if abs(pair[0] / pair[1] - 1) > 0.15}
 
 
 def test_what_cannot_be_rehearsed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,9 +173,9 @@ class FemShape(Shape):
         return {"in_proj.weight": Packing(self.heads, self.slices, {part: part for part in roles})}
 
     def kept_bytes(self, training: Training) -> dict[str, float]:
-        """Over the softmax prior the table's; over another an estimate."""
+        """Over the softmax prior the table's; over another its own on a GPU, on a CPU an estimate."""
         if not isinstance(self.prior, SoftmaxShape):
-            return training.estimate(self.hidden, self.prior.kept)
+            return self._kept_of_a_prior(training) if training.cuda else training.estimate(self.hidden, self.prior.kept)
         e, t, cuda, qk_head = training.element, training.tensor_parallel, training.cuda, self.prior.qk_head
         value, packed, query = self.value_size / t, self.heads * self.head_width / t, self.heads * qk_head / t
         narrow = e < WIDE
@@ -197,7 +197,7 @@ class FemShape(Shape):
             terms["qk_norm"] = qk_norms_keep(training, qk_head, 2 * self.heads) / t + e * 2 * self.heads * qk_head / t * cuda
             terms["rope"] = e * 2 * qk_head / training.micro_batch if self.prior.rope else 0.0
         if self.conditioner:
-            terms["conditioner"] = e * (self.hidden + self.conditioner) + WIDE * (5 / t + 4) * self.conditioner
+            terms["conditioner"] = self._conditioner_keeps(training)
             terms["scaling"] = 0.0 if cuda else e * 2 * packed
         if training.again:
             slices = 1 + self.temperature + self.gate
@@ -212,6 +212,21 @@ class FemShape(Shape):
         elif self.gate and narrow:
             terms["epilogue"] = WIDE * value
         return terms
+
+    def _kept_of_a_prior(self, training: Training) -> dict[str, float]:
+        e, t = training.element, training.tensor_parallel
+        return {
+            "projection": e * self.hidden,
+            "rope": WIDE * self.rotary_size() / training.micro_batch,
+            "packed": e * self.heads * self.head_width / t,
+            "attention": self.heads * self.prior.read_bytes(training, self) / t,
+            "out_proj": e * self.value_size / t,
+            "conditioner": self._conditioner_keeps(training) if self.conditioner else 0.0,
+        }
+
+    def _conditioner_keeps(self, training: Training) -> float:
+        own = WIDE * (5 / training.tensor_parallel + 4) * self.conditioner
+        return training.element * (self.hidden + self.conditioner) + own
 
     def summary(self) -> str:
         keys = self.prior.slices().get("k")
