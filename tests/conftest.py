@@ -30,9 +30,10 @@ os.environ["HF_MODULES_CACHE"] = _COPIED_CODE.name  # read when transformers is 
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that; ours are to hear it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell starts what it puts into the background with Ctrl-C ignored, nohup with SIGHUP, and children inherit that; ours hear both."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -82,7 +82,13 @@ class DeepSpeedEngine:
             # Its shared-memory collectives for CPUs serve inference; they would be compiled here, and their ranks wait by spinning.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             deepspeed.init_distributed()
-        self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
+        self.alone = "LOCAL_RANK" not in os.environ
+        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed insists on, here and in steps
+        try:
+            self.engine = _initialized(deepspeed, self.model, self._optimizer(), settings)
+        except ConfigError:
+            self._leave_environment()
+            raise
         if config.engine.zero_stage == 3:
             _gather_updates_whole(self.model)
         self.state = ZeroState(self.engine, weights)
@@ -152,6 +158,12 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Takes DeepSpeed's hooks off the model."""
         self.engine.destroy()
+        self._leave_environment()
+
+    def _leave_environment(self) -> None:
+        """As it was: other libraries of this process take LOCAL_RANK for a launcher's."""
+        if self.alone:
+            os.environ.pop("LOCAL_RANK", None)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """AdamW or Muon over Megatron's own groups of parameters."""
@@ -245,7 +257,6 @@ def _initialized(deepspeed: Any, model: GPTModel, adam: torch.optim.Optimizer, s
     split = [parameter for parameter in model.parameters() if getattr(parameter, "tensor_model_parallel", False)]
     # Its gradient norm counts what is not marked once, on the first tensor-parallel rank.
     assert split or MegatronGroups.get_tensor_model_parallel_world_size() == 1
-    os.environ.setdefault("LOCAL_RANK", "0")  # which it insists on
     try:
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adam, mpu=MegatronGroups(), config=settings, dist_init_required=False)
     except (ValueError, AssertionError) as error:  # pydantic's among them: a key or value that DeepSpeed does not take

@@ -125,6 +125,7 @@ class Command:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         code = main([config, *(self.settings if config == DEMO else ()), *overrides])
+        assert "LOCAL_RANK" not in os.environ, "the engine gave DeepSpeed one and left it for others"
         self.out, self.err = self.capsys.readouterr()
         if len(os.listdir("/proc/self/task")) > MANY_THREADS:
             gc.collect()  # the process groups of earlier runs
