@@ -119,7 +119,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
         """The configuration that ``dataclasses.asdict`` gave, older names too; other keys of another version raise TypeError."""
-        given = moved(fields, cls.moved)
+        computed = {name for name, value in vars(cls).items() if isinstance(value, cached_property)}  # vars() of an object has them, too
+        given = moved({name: value for name, value in fields.items() if name not in computed}, cls.moved)
         for key, default in vars(cls()).items():
             if isinstance(given.get(key), dict):
                 given[key] = type(default)(**given[key])
